@@ -9,6 +9,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "kvxfer/engine.hpp"
 
@@ -41,6 +42,9 @@ inline Duration seconds(double value, std::string_view what = "a time of") {
   return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(value));
 }
 
+pybind11::object to_text(const std::string& text);
+pybind11::list to_list(const std::vector<Completion>& completions);
+
 using EngineClass = pybind11::class_<TransferEngine>;
 
 void bind_options(pybind11::module_& module);
@@ -48,5 +52,6 @@ void bind_memory(pybind11::module_& module);
 EngineClass bind_engine(pybind11::module_& module);
 void bind_writes(pybind11::module_& module, EngineClass& bound);
 void bind_completions(EngineClass& bound);
+void bind_moe(pybind11::module_& module);
 
 }  // namespace kvxfer::python

@@ -11,12 +11,6 @@ namespace {
 // Between two looks at the clock.
 constexpr int kPollsPerLook = 64;
 
-// A peer chooses its name: whatever it is must not cost anybody a completion.
-py::object to_text(const std::string& text) {
-  return py::reinterpret_steal<py::object>(
-      PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace"));
-}
-
 const char* kind_name(Completion::Kind kind) {
   switch (kind) {
     case Completion::Kind::connect:
@@ -43,23 +37,29 @@ const char* kind_name(Completion::Kind kind) {
 
 }  // namespace
 
+// A peer chooses its name: whatever it is must not cost anybody a completion.
+py::object to_text(const std::string& text) {
+  return py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace"));
+}
+
+py::list to_list(const std::vector<Completion>& completions) {
+  py::list list;
+  for (const Completion& c : completions) {
+    py::list failed;
+    for (const PartFailure& each : c.failed) {
+      failed.append(py::make_tuple(each.part, std::string(name(each.code)), to_text(each.text)));
+    }
+    list.append(py::make_tuple(kind_name(c.kind), c.id, c.peer, std::string(name(c.code)),
+                               to_text(c.text), py::bytes(c.data), c.fabric, c.timestamp_ns,
+                               failed));
+  }
+  return list;
+}
+
 void bind_completions(EngineClass& bound) {
   bound.def_property_readonly("event_fd", &TransferEngine::event_fd)
-      .def("drain",
-           [](TransferEngine& engine) {
-             py::list list;
-             for (Completion& c : engine.drain()) {
-               py::list failed;
-               for (const PartFailure& each : c.failed) {
-                 failed.append(
-                     py::make_tuple(each.part, std::string(name(each.code)), to_text(each.text)));
-               }
-               list.append(py::make_tuple(kind_name(c.kind), c.id, c.peer,
-                                          std::string(name(c.code)), to_text(c.text),
-                                          py::bytes(c.data), c.fabric, c.timestamp_ns, failed));
-             }
-             return list;
-           })
+      .def("drain", [](TransferEngine& engine) { return to_list(engine.drain()); })
       .def(
           "allocate_counter",
           [](TransferEngine& engine, std::optional<PeerId> writer) {

@@ -30,4 +30,5 @@ PYBIND11_MODULE(_native, module) {
   EngineClass bound = bind_engine(module);
   bind_writes(module, bound);
   bind_completions(bound);
+  bind_moe(module);
 }

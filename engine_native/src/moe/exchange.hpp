@@ -5,9 +5,11 @@
 // this order fails with invalid-argument, and changes nothing.
 #pragma once
 
+#include <array>
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <optional>
 #include <span>
@@ -19,39 +21,17 @@
 
 #include "fd.hpp"
 #include "kvxfer/engine.hpp"
+#include "moe/own_memory.hpp"
 #include "moe/shape.hpp"
+#include "moe/step.hpp"
 
 namespace kvxfer::moe {
 
-class OwnMemory;
-class Step;
-class Way;
+class EngineWay;
 
 struct Options {
   Duration spin{};  // how long a wait looks again and again before it sleeps; 0: it sleeps at once
   Duration timeout = std::chrono::seconds(30);  // of a write, and of waiting for room to write
-};
-
-// What dispatch_send() takes. Rows are contiguous.
-struct Tokens {
-  const void* x = nullptr;          // [count, hidden] of the input dtype
-  const float* x_scales = nullptr;  // [count, scales of a row]; for an f8_e4m3 input with scales
-  std::size_t count = 0;
-  // [count, top_k]. -1, and an expert without a live replica: that choice goes nowhere.
-  const std::int64_t* ids = nullptr;
-  const float* weights = nullptr;  // [count, top_k]
-};
-
-// What has arrived of a step.
-struct Arrival {
-  std::vector<std::int64_t> expert_rows;  // by local expert
-  std::vector<std::int64_t> source_rows;  // by rank
-  std::vector<bool> missing;              // by rank: lost, and its rows are zero or not there
-};
-
-enum class Order : std::uint8_t {
-  by_expert,  // one row for each token and local expert
-  by_source,  // one row for each token
 };
 
 enum class Waited : std::uint8_t {
@@ -96,18 +76,18 @@ class Exchange {
   // Ranks that the view has alive, and that were lost since.
   std::vector<std::uint32_t> lost() const;
   // The last loss of this rank; Errc::ok if there was none.
-  const Error& why_lost(std::uint32_t rank) const;
+  Error why_lost(std::uint32_t rank) const;
 
   // --- a step
   // Room for max_tokens rows of the input dtype. Rows of x that lie here are not copied where the
   // wire takes them as they are. Not to be written from dispatch_send() on, until combine().
-  std::byte* input(std::uint32_t slot);
+  Result<std::byte*> input(std::uint32_t slot);
   // The step's number.
   Result<std::uint64_t> dispatch_send(std::uint32_t slot, const Tokens& tokens);
   // Waits until all rows of the step are here. The wait for a lost rank ends. `timeout` 0: it only
   // looks.
   Result<Waited> dispatch_wait(std::uint32_t slot, Duration timeout);
-  const Arrival& arrival(std::uint32_t slot) const;
+  Result<const Arrival*> arrival(std::uint32_t slot) const;
   // by_expert: expert e's rows are at begins[e] and behind, by source rank, then token. by_source:
   // source s's at begins[s] and behind, by token; ids [rows, top_k] (local; -1: none) and weights
   // [rows, top_k] tell the rest. `scales` only for a wire with scales, ids and weights only
@@ -129,13 +109,54 @@ class Exchange {
   std::vector<Completion> events();
 
  private:
-  struct Pair;
-  Exchange(TransferEngine& engine, Shape shape, Options options);
+  struct Posted {
+    std::uint32_t slot;
+    Direction direction;
+  };
+
+  Exchange(TransferEngine& engine, Shape shape, Options options, OwnMemory own);
+
+  Result<void> check_new(std::uint32_t rank, PeerId peer) const;
+  Result<void> check_view(const View& view, std::uint64_t first_step) const;
+  Result<void> check_tokens(const Tokens& tokens) const;
+  // The step in this slot, if it is in one of these phases.
+  Result<Step*> step_in(std::uint32_t slot, const char* call, Step::Phase phase, Step::Phase other);
+  Result<EngineWay*> remote(std::uint32_t rank, PeerId peer);
+  std::shared_ptr<Counterpart> of_peer(PeerId peer) const;
+  void lose(Counterpart& pair, Error why);
+  void drain();
+
+  // The step's choices in the view. null: its rows are packed already.
+  Result<void> send(std::uint32_t slot, const Tokens* tokens);
+  void post(std::uint32_t slot, Direction direction, const Step& step, const Part& part);
+  // Returns once no operation reads the memory of this slot and direction.
+  Result<void> await_sent(std::uint32_t slot, Direction direction);
+  // Looks. Whether this rank need not be waited for (any longer).
+  bool dispatched(std::uint32_t slot, const Step& step, Part& part);
+  bool combined(std::uint32_t slot, const Step& step, Part& part);
+  template <class Ready>
+  Result<Waited> wait(Duration timeout, bool for_events, const Ready& ready);
 
   TransferEngine& engine_;
-  Shape shape_;
-  Options options_;
+  const Shape shape_;
+  const Options options_;
+  OwnMemory own_;
+  RegionPtr own_region_;  // once there is a rank that the engine writes to
+  std::vector<std::shared_ptr<Counterpart>> pairs_;  // by rank
+  std::vector<EngineWay*> engine_ways_;              // by rank; null: another way
+  std::vector<Error> why_lost_;                      // by rank
+  std::optional<View> view_;
   std::uint64_t next_step_ = 0;
+  std::vector<Step> steps_;                     // by slot
+  std::vector<std::vector<std::byte>> inputs_;  // by slot, where rows of the input lie apart
+  std::unordered_map<OperationId, Posted> posted_;
+  std::vector<std::array<std::size_t, kDirections>> sending_;  // by slot: operations under way
+  std::vector<Completion> events_;
+  bool closed_ = false;
+  std::atomic<bool> in_use_ = false;
+  // Kept between calls.
+  std::vector<Routes> routes_;
+  std::vector<OperationId> operations_;
 };
 
 }  // namespace kvxfer::moe

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "kvxfer/error.hpp"
@@ -35,6 +37,10 @@ struct Shape {
     return top_k < local_experts[at] ? top_k : local_experts[at];
   }
 };
+
+inline Error invalid_argument(std::string text) {
+  return {Errc::invalid_argument, std::move(text)};
+}
 
 // invalid-argument names the first member that is wrong, and what is allowed.
 Result<void> check(const Shape& shape);

@@ -1,0 +1,232 @@
+// Dispatch and combine of MoE token rows.
+#include <pybind11/numpy.h>
+
+#include <algorithm>
+#include <array>
+
+#include "bindings.hpp"
+#include "moe/exchange.hpp"
+
+namespace py = pybind11;
+
+namespace kvxfer::python {
+namespace {
+
+using moe::Exchange;
+template <class T>
+using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
+
+moe::DType dtype(const std::string& text) {
+  for (const auto each :
+       {moe::DType::f32, moe::DType::bf16, moe::DType::f16, moe::DType::f8_e4m3}) {
+    if (text == moe::name_of(each)) return each;
+  }
+  throw NativeError(
+      {Errc::invalid_argument, "dtype '" + text + "'; there are f32, bf16, f16 and f8_e4m3"});
+}
+
+const char* name_of(moe::Waited waited) {
+  switch (waited) {
+    case moe::Waited::done:
+      return "done";
+    case moe::Waited::events:
+      return "events";
+    case moe::Waited::deadline:
+      break;
+  }
+  return "deadline";
+}
+
+template <class T>
+T* at(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+template <class T>
+std::span<const T> of(const Array<T>& array) {
+  return {array.data(), static_cast<std::size_t>(array.size())};
+}
+
+Array<std::int64_t> to_array(const std::vector<std::int64_t>& values) {
+  return Array<std::int64_t>(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+Array<bool> to_array(const std::vector<bool>& values) {
+  Array<bool> array(static_cast<py::ssize_t>(values.size()));
+  std::ranges::copy(values, array.mutable_data());
+  return array;
+}
+
+UniqueFd duplicate(int fd) {
+  UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  if (copy) return copy;
+  throw NativeError(
+      {Errc::invalid_argument, "cannot duplicate the file descriptor " + std::to_string(fd)});
+}
+
+std::uint64_t dispatch_send(Exchange& exchange, std::uint32_t slot, std::uintptr_t x,
+                            std::uintptr_t scales, const Array<std::int64_t>& ids,
+                            const Array<float>& weights) {
+  const py::ssize_t top_k = exchange.shape().top_k;
+  if (ids.ndim() != 2 || ids.shape(1) != top_k || weights.ndim() != 2 ||
+      weights.shape(0) != ids.shape(0) || weights.shape(1) != top_k) {
+    throw NativeError({Errc::invalid_argument,
+                       "ids and weights must both be [tokens, " + std::to_string(top_k) + "]"});
+  }
+  const moe::Tokens tokens{.x = at<const void>(x),
+                           .x_scales = at<const float>(scales),
+                           .count = static_cast<std::size_t>(ids.shape(0)),
+                           .ids = ids.data(),
+                           .weights = weights.data()};
+  const py::gil_scoped_release unlocked;
+  return unwrap(exchange.dispatch_send(slot, tokens));
+}
+
+}  // namespace
+
+void bind_moe(py::module_& module) {
+  py::class_<Exchange>(module, "MoeExchange")
+      .def(py::init([](TransferEngine& engine, std::uint32_t ranks, std::uint32_t rank,
+                       std::uint32_t experts, std::vector<std::uint32_t> local_experts,
+                       std::uint32_t top_k, std::uint32_t hidden, std::uint32_t max_tokens,
+                       std::uint32_t slots, const std::string& input, const std::string& wire,
+                       const std::string& combine, const std::string& output,
+                       std::uint32_t scale_block, double spin, double timeout) {
+             moe::Shape shape{.ranks = ranks,
+                              .rank = rank,
+                              .experts = experts,
+                              .local_experts = std::move(local_experts),
+                              .top_k = top_k,
+                              .hidden = hidden,
+                              .max_tokens = max_tokens,
+                              .slots = slots,
+                              .input = dtype(input),
+                              .wire = dtype(wire),
+                              .combine = dtype(combine),
+                              .output = dtype(output),
+                              .scale_block = scale_block};
+             const moe::Options options{.spin = seconds(spin, "spin"),
+                                        .timeout = seconds(timeout, "timeout")};
+             const py::gil_scoped_release unlocked;
+             return unwrap(Exchange::create(engine, std::move(shape), options));
+           }),
+           py::keep_alive<1, 2>(), py::arg("engine"), py::kw_only(), py::arg("ranks"),
+           py::arg("rank"), py::arg("experts"), py::arg("local_experts"), py::arg("top_k"),
+           py::arg("hidden"), py::arg("max_tokens"), py::arg("slots") = 2,
+           py::arg("input_dtype") = "bf16", py::arg("wire_dtype") = "bf16",
+           py::arg("combine_dtype") = "bf16", py::arg("output_dtype") = "bf16",
+           py::arg("scale_block") = 0, py::arg("spin") = 0.0, py::arg("timeout") = 30.0)
+      .def_property_readonly("memory_fd", &Exchange::memory_fd)
+      .def_property_readonly("memory_bytes", &Exchange::memory_bytes)
+      .def_property_readonly("doorbell_fd", &Exchange::doorbell_fd)
+      .def(
+          "add_local",
+          [](Exchange& exchange, std::uint32_t rank, PeerId peer, int memory, std::size_t nbytes,
+             int doorbell) {
+            unwrap(exchange.add_local(rank, peer, duplicate(memory), nbytes, duplicate(doorbell)));
+          },
+          py::arg("rank"), py::arg("peer"), py::arg("memory"), py::arg("nbytes"),
+          py::arg("doorbell"), NoGil())
+      .def(
+          "open_remote",
+          [](Exchange& exchange, std::uint32_t rank, PeerId peer) {
+            std::string terms;
+            {
+              const py::gil_scoped_release unlocked;
+              terms = unwrap(exchange.open_remote(rank, peer));
+            }
+            return py::bytes(terms);
+          },
+          py::arg("rank"), py::arg("peer"))
+      .def(
+          "add_remote",
+          [](Exchange& exchange, std::uint32_t rank, PeerId peer, const std::string& terms) {
+            unwrap(exchange.add_remote(rank, peer, terms));
+          },
+          py::arg("rank"), py::arg("peer"), py::arg("terms"), NoGil())
+      .def("remove", &Exchange::remove, py::arg("rank"), NoGil())
+      .def("memory_parts", &Exchange::memory_parts)
+      .def(
+          "set_view",
+          [](Exchange& exchange, std::uint64_t number, std::vector<bool> alive,
+             const Array<std::int64_t>& table, std::uint64_t first_step) {
+            const auto experts = of(table);
+            const moe::View view{.number = number,
+                                 .alive = std::move(alive),
+                                 .table = {experts.begin(), experts.end()}};
+            const py::gil_scoped_release unlocked;
+            unwrap(exchange.set_view(view, first_step));
+          },
+          py::arg("number"), py::arg("alive"), py::arg("table"), py::arg("first_step"))
+      .def_property_readonly("next_step", &Exchange::next_step)
+      .def("lost", &Exchange::lost)
+      .def(
+          "why_lost",
+          [](const Exchange& exchange, std::uint32_t rank) {
+            const Error why = exchange.why_lost(rank);
+            return py::make_tuple(std::string(kvxfer::name(why.code)), to_text(why.text));
+          },
+          py::arg("rank"))
+      .def(
+          "input",
+          [](Exchange& exchange, std::uint32_t slot) {
+            return reinterpret_cast<std::uintptr_t>(unwrap(exchange.input(slot)));
+          },
+          py::arg("slot"))
+      .def("dispatch_send", &dispatch_send, py::arg("slot"), py::arg("x"), py::arg("scales"),
+           py::arg("ids"), py::arg("weights"))
+      .def(
+          "dispatch_wait",
+          [](Exchange& exchange, std::uint32_t slot, double timeout) {
+            return name_of(unwrap(exchange.dispatch_wait(slot, seconds(timeout))));
+          },
+          py::arg("slot"), py::arg("timeout"), NoGil())
+      .def(
+          "arrival",
+          [](const Exchange& exchange, std::uint32_t slot) {
+            const moe::Arrival& arrival = *unwrap(exchange.arrival(slot));
+            return py::make_tuple(to_array(arrival.expert_rows), to_array(arrival.source_rows),
+                                  to_array(arrival.missing));
+          },
+          py::arg("slot"))
+      .def(
+          "place",
+          [](Exchange& exchange, std::uint32_t slot, bool by_source,
+             const Array<std::int64_t>& begins, std::uintptr_t x, std::uintptr_t scales,
+             std::uintptr_t ids, std::uintptr_t weights) {
+            const auto starts = of(begins);
+            const auto order = by_source ? moe::Order::by_source : moe::Order::by_expert;
+            const py::gil_scoped_release unlocked;
+            unwrap(exchange.place(slot, order, starts, at<void>(x), at<float>(scales),
+                                  at<std::int32_t>(ids), at<float>(weights)));
+          },
+          py::arg("slot"), py::arg("by_source"), py::arg("begins"), py::arg("x"), py::arg("scales"),
+          py::arg("ids"), py::arg("weights"))
+      .def(
+          "combine_send",
+          [](Exchange& exchange, std::uint32_t slot, std::uintptr_t y) {
+            unwrap(exchange.combine_send(slot, at<const void>(y)));
+          },
+          py::arg("slot"), py::arg("y"), NoGil())
+      .def(
+          "combine_wait",
+          [](Exchange& exchange, std::uint32_t slot, double timeout) {
+            return name_of(unwrap(exchange.combine_wait(slot, seconds(timeout))));
+          },
+          py::arg("slot"), py::arg("timeout"), NoGil())
+      .def(
+          "combine",
+          [](Exchange& exchange, std::uint32_t slot, std::uintptr_t out) {
+            std::vector<bool> missing;
+            {
+              const py::gil_scoped_release unlocked;
+              missing = unwrap(exchange.combine(slot, at<void>(out)));
+            }
+            return to_array(missing);
+          },
+          py::arg("slot"), py::arg("out"))
+      .def("awaited", &Exchange::awaited, py::arg("slot"))
+      .def("events", [](Exchange& exchange) { return to_list(exchange.events()); });
+}
+
+}  // namespace kvxfer::python

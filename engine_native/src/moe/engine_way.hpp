@@ -1,0 +1,98 @@
+// To a rank that the engine writes to, and that writes by its engine into an inbox here.
+//
+// A message: data (token or combine rows), counted by one counter, then a head, counted by another,
+// by which the receiver knows how many data immediates there are. They arrive in any order. The
+// sender posts the next message of a slot and direction when the last one has completed.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "kvxfer/engine.hpp"
+#include "moe/own_memory.hpp"
+#include "moe/way.hpp"
+
+namespace kvxfer::moe {
+
+class EngineWay final : public Way {
+ public:
+  // Allocates the inbox and its counters. `own` outlives the way.
+  static Result<std::unique_ptr<EngineWay>> open(TransferEngine& engine, const Shape& shape,
+                                                 std::uint32_t to, PeerId peer,
+                                                 const OwnMemory& own, Duration timeout);
+  // Gives the inbox back.
+  ~EngineWay() override;
+  EngineWay(const EngineWay&) = delete;
+  EngineWay& operator=(const EngineWay&) = delete;
+
+  // What the other rank needs to write here.
+  std::string terms() const;
+  // What terms() gave there; `own` is own memory, registered.
+  Result<void> accept(std::string_view terms, RegionPtr own);
+  bool accepted() const { return inbox_there_.has_value(); }
+  // Something came with this immediate. False if it is none of this way's.
+  bool arrived(Imm imm);
+
+  Result<void> post_dispatch(std::uint32_t slot, std::uint64_t key, const Routes& routes,
+                             std::vector<OperationId>& operations) override;
+  Result<void> post_combine(std::uint32_t slot, std::uint64_t key, std::uint32_t rows,
+                            std::vector<OperationId>& operations) override;
+  Held dispatched(std::uint32_t slot, std::uint64_t key) override;
+  Held read_routes(std::uint32_t slot, std::uint64_t key, Routes& routes) override;
+  const std::byte* tokens(std::uint32_t slot) const override;
+  Held combined(std::uint32_t slot, std::uint64_t key, std::uint32_t rows) override;
+  const std::byte* combine_rows(std::uint32_t slot) const override;
+  bool still(std::uint32_t slot, Direction direction, std::uint64_t key) const override;
+
+ private:
+  struct Counters {
+    Imm data = 0;
+    Imm heads = 0;
+  };
+  // One slot and direction.
+  struct Lane {
+    Counters here;
+    Counters there;
+    std::uint64_t messages = 0;  // sent
+    std::uint64_t data = 0;      // immediates of them all
+    bool fresh = true;           // something may have come since the last look
+    std::uint64_t expected = 0;  // data immediates that a completion will tell of
+    std::uint64_t ordinal = 0;   // of the message that was whole at the last look
+  };
+
+  EngineWay(TransferEngine& engine, const Shape& shape, std::uint32_t to, PeerId peer,
+            const OwnMemory& own, Duration timeout);
+  Lane& lane(std::uint32_t slot, Direction direction) {
+    return lanes_[slot][static_cast<std::size_t>(direction)];
+  }
+  const Lane& lane(std::uint32_t slot, Direction direction) const {
+    return lanes_[slot][static_cast<std::size_t>(direction)];
+  }
+  Result<void> sent(Lane& lane, const Result<Submitted>& submitted,
+                    std::vector<OperationId>& operations);
+  // The message at this offset of own memory, of this length.
+  Result<void> post_message(std::uint32_t slot, Direction direction, std::size_t offset,
+                            std::size_t bytes, std::vector<OperationId>& operations);
+  // The head of the message of this key, where all of it is here.
+  Held look(std::uint32_t slot, Direction direction, std::uint64_t key, MessageHead& head);
+  const std::byte* inbox(std::size_t offset) const;
+
+  TransferEngine& engine_;
+  const Shape shape_;
+  const std::uint32_t to_;
+  const PeerId peer_;
+  const OwnMemory& own_;
+  const Duration timeout_;
+  const InboxLayout here_;
+  const InboxLayout there_;
+  RegionPtr inbox_;
+  std::vector<std::array<Lane, kDirections>> lanes_;  // by slot
+  RegionPtr own_region_;
+  std::optional<MrDescriptor> inbox_there_;
+  std::vector<std::int64_t> pages_;  // kept between calls
+};
+
+}  // namespace kvxfer::moe

@@ -1,0 +1,360 @@
+// The calls of a step, in their order.
+#include <algorithm>
+#include <thread>
+
+#include "clock.hpp"
+#include "moe/exchange.hpp"
+#include "moe/in_use.hpp"
+
+namespace kvxfer::moe {
+namespace {
+
+using Phase = Step::Phase;
+
+const char* name_of(Phase phase) {
+  switch (phase) {
+    case Phase::idle:
+      return "it holds no step";
+    case Phase::sent:
+      return "its step has been sent, and is to be waited for";
+    case Phase::arrived:
+      return "its step has arrived, and is to be placed";
+    case Phase::placed:
+      return "its step has been placed, and is to be sent back";
+    case Phase::returned:
+      return "its step has been sent back, and its combine is to be waited for";
+    case Phase::combined:
+      break;
+  }
+  return "its step is to be combined";
+}
+
+std::uint64_t after(Duration timeout) {
+  constexpr Duration kLong = std::chrono::hours(24 * 365);
+  return now_ns() + static_cast<std::uint64_t>(std::clamp(timeout, Duration{}, kLong).count());
+}
+
+int milliseconds(std::uint64_t ns) {
+  return static_cast<int>(std::min<std::uint64_t>(ns / 1'000'000 + 1, INT32_MAX));
+}
+
+}  // namespace
+
+Result<Step*> Exchange::step_in(std::uint32_t slot, const char* call, Phase phase, Phase other) {
+  if (slot >= shape_.slots) {
+    return invalid_argument("slot " + std::to_string(slot) + " of " + std::to_string(shape_.slots));
+  }
+  Step& step = steps_[slot];
+  if (step.phase == phase || step.phase == other) return &step;
+  return invalid_argument(std::string(call) + " in slot " + std::to_string(slot) + ": " +
+                          name_of(step.phase));
+}
+
+// --- waiting ---------------------------------------------------------------------------------
+
+template <class Ready>
+Result<Waited> Exchange::wait(Duration timeout, bool for_events, const Ready& ready) {
+  const std::uint64_t deadline = after(timeout);
+  std::uint64_t spins_until = after(options_.spin);
+  while (true) {
+    drain();
+    if (closed_) return Error{Errc::engine_closed, "the engine of this rank was closed"};
+    if (ready()) return Waited::done;
+    if (for_events && !events_.empty()) return Waited::events;
+    const std::uint64_t now = now_ns();
+    if (now >= deadline) return Waited::deadline;
+    if (now < spins_until) {
+      std::this_thread::yield();
+      continue;
+    }
+    own_.sleep(engine_.event_fd(), milliseconds(deadline - now), ready);
+    spins_until = after(options_.spin);
+  }
+}
+
+Result<void> Exchange::await_sent(std::uint32_t slot, Direction direction) {
+  const std::size_t& sending = sending_[slot][static_cast<std::size_t>(direction)];
+  // Each operation ends by its own deadline, or its peer is lost.
+  const auto waited = wait(2 * options_.timeout, false, [&] { return sending == 0; });
+  if (!waited) return waited.error();
+  if (*waited == Waited::done) return {};
+  return Error{Errc::deadline_exceeded,
+               "writes of the step before in slot " + std::to_string(slot) + " have not ended"};
+}
+
+// --- dispatch --------------------------------------------------------------------------------
+
+Result<std::byte*> Exchange::input(std::uint32_t slot) {
+  if (slot >= shape_.slots) {
+    return invalid_argument("slot " + std::to_string(slot) + " of " + std::to_string(shape_.slots));
+  }
+  const RowFormat row = shape_.token_row();
+  const std::size_t bytes = shape_.hidden * size_of(shape_.input);
+  if (shape_.input == shape_.wire && bytes == row.bytes()) {
+    return own_.at(own_.layout().tokens(slot));
+  }
+  if (inputs_[slot].empty()) inputs_[slot].resize(shape_.max_tokens * bytes);
+  return inputs_[slot].data();
+}
+
+Result<void> Exchange::check_tokens(const Tokens& tokens) const {
+  if (tokens.count > shape_.max_tokens) {
+    return invalid_argument(std::to_string(tokens.count) + " tokens; max_tokens is " +
+                            std::to_string(shape_.max_tokens));
+  }
+  if (tokens.count == 0) return {};
+  if (!tokens.x || !tokens.ids || !tokens.weights) {
+    return invalid_argument("x, ids and weights are needed for tokens");
+  }
+  const bool has_scales = shape_.input == DType::f8_e4m3 && shape_.scale_block > 0;
+  if (has_scales == (tokens.x_scales != nullptr)) return {};
+  return invalid_argument(has_scales ? "an f8_e4m3 input needs its scales"
+                                     : "scales go with an f8_e4m3 input and a scale_block only");
+}
+
+Result<std::uint64_t> Exchange::dispatch_send(std::uint32_t slot, const Tokens& tokens) {
+  const InUse in_use(in_use_);
+  const auto idle = step_in(slot, "dispatch_send", Phase::idle, Phase::idle);
+  if (!idle) return idle.error();
+  if (!view_) return invalid_argument("dispatch_send before set_view");
+  if (auto good = check_tokens(tokens); !good) return good.error();
+  if (auto good = await_sent(slot, Direction::dispatch); !good) return good.error();
+  Step& step = **idle;
+  const std::size_t choices = tokens.count * shape_.top_k;
+  step.number = next_step_;
+  step.tokens = tokens.count;
+  step.ids.assign(tokens.ids, tokens.ids + choices);
+  step.weights.assign(tokens.weights, tokens.weights + choices);
+  if (auto good = send(slot, &tokens); !good) return good.error();
+  step.phase = Phase::sent;
+  return next_step_++;
+}
+
+Result<void> Exchange::send(std::uint32_t slot, const Tokens* tokens) {
+  Step& step = steps_[slot];
+  if (auto good = route(shape_, view_->table, step.ids, step.weights, routes_); !good) return good;
+  step.key = key_of(view_->number, step.number);
+  step.parts.resize(shape_.ranks);
+  const OwnLayout& layout = own_.layout();
+  own_.withdraw(layout.routes_word(slot));
+  own_.withdraw(layout.rows_word(slot));
+  for (std::uint32_t rank = 0; rank < shape_.ranks; ++rank) {
+    Part& part = step.parts[rank];
+    part.settled = part.routed = part.dispatched = part.combined = false;
+    part.received.clear();
+    part.pair = view_->alive[rank] ? pairs_[rank] : nullptr;
+    std::swap(part.sent, routes_[rank]);
+    if (!part.pair) continue;
+    const std::size_t message = layout.message(slot, rank);
+    own_.head(message) = {.key = step.key,
+                          .rows = static_cast<std::uint32_t>(part.sent.rows.size()),
+                          .entries = static_cast<std::uint32_t>(part.sent.entries.size())};
+    write_routes(part.sent, own_.at(message + sizeof(MessageHead)));
+  }
+  own_.publish(layout.routes_word(slot), step.key);
+  if (tokens) pack(shape_, *tokens, own_.at(layout.tokens(slot)));
+  own_.publish(layout.rows_word(slot), step.key);
+  for (Part& part : step.parts) post(slot, Direction::dispatch, step, part);
+  return {};
+}
+
+void Exchange::post(std::uint32_t slot, Direction direction, const Step& step, const Part& part) {
+  if (!part.pair || !part.pair->up()) return;
+  operations_.clear();
+  Way& way = *part.pair->way;
+  const auto posted =
+      direction == Direction::dispatch
+          ? way.post_dispatch(slot, step.key, part.sent, operations_)
+          : way.post_combine(slot, step.key, static_cast<std::uint32_t>(part.received.rows.size()),
+                             operations_);
+  for (const OperationId operation : operations_)
+    posted_.emplace(operation, Posted{slot, direction});
+  sending_[slot][static_cast<std::size_t>(direction)] += operations_.size();
+  if (!posted) lose(*part.pair, posted.error());
+}
+
+bool Exchange::dispatched(std::uint32_t slot, const Step& step, Part& part) {
+  if (!part.pair || part.settled) return true;
+  Counterpart& pair = *part.pair;
+  Held held = pair.way->dispatched(slot, step.key);
+  if ((held == Held::routes || held == Held::whole) && !part.routed) {
+    const Held read = pair.way->read_routes(slot, step.key, part.received);
+    part.routed = read == Held::routes;
+    if (!part.routed) held = read;
+  }
+  if (held == Held::malformed) {
+    lose(pair, {Errc::protocol_error, "it sent a malformed dispatch"});
+  }
+  part.dispatched = held == Held::whole;
+  // Of a lost rank nothing comes after this look.
+  part.settled = part.dispatched || !pair.up();
+  return part.settled;
+}
+
+Result<Waited> Exchange::dispatch_wait(std::uint32_t slot, Duration timeout) {
+  const InUse in_use(in_use_);
+  const auto found = step_in(slot, "dispatch_wait", Phase::sent, Phase::arrived);
+  if (!found) return found.error();
+  Step& step = **found;
+  if (step.phase == Phase::arrived) return Waited::done;
+  const auto waited = wait(timeout, true, [&] {
+    bool all = true;
+    for (Part& part : step.parts) all &= dispatched(slot, step, part);
+    return all;
+  });
+  if (!waited || *waited != Waited::done) return waited;
+  step.arrival = arrival_of(shape_, step.parts);
+  step.phase = Phase::arrived;
+  return waited;
+}
+
+Result<const Arrival*> Exchange::arrival(std::uint32_t slot) const {
+  if (slot < shape_.slots &&
+      (steps_[slot].phase == Phase::arrived || steps_[slot].phase == Phase::placed)) {
+    return &steps_[slot].arrival;
+  }
+  return invalid_argument("nothing has arrived in slot " + std::to_string(slot));
+}
+
+Result<void> Exchange::place(std::uint32_t slot, Order order, std::span<const std::int64_t> begins,
+                             void* x, float* scales, std::int32_t* ids, float* weights) {
+  const InUse in_use(in_use_);
+  const auto found = step_in(slot, "place", Phase::arrived, Phase::placed);
+  if (!found) return found.error();
+  Step& step = **found;
+  const bool by_expert = order == Order::by_expert;
+  const std::size_t groups = by_expert ? shape_.local_experts[shape_.rank] : shape_.ranks;
+  if (begins.size() != groups) {
+    return invalid_argument("place needs " + std::to_string(groups) + " begins, not " +
+                            std::to_string(begins.size()));
+  }
+  const bool any =
+      std::ranges::any_of(step.arrival.source_rows, [](auto rows) { return rows > 0; });
+  if (any && (!x || (!scales && shape_.scale_block > 0) || (!by_expert && (!ids || !weights)))) {
+    return invalid_argument(
+        "place needs room for x, for scales where the wire has them, and by source for "
+        "ids and weights");
+  }
+  step.order = order;
+  step.begins.assign(begins.begin(), begins.end());
+  std::vector<std::int64_t> next = step.begins;
+  const Placement to{order, static_cast<std::byte*>(x), shape_.scale_block > 0 ? scales : nullptr,
+                     ids, weights};
+  for (std::uint32_t rank = 0; rank < shape_.ranks; ++rank) {
+    Part& part = step.parts[rank];
+    if (part.received.rows.empty()) continue;
+    const auto moving = by_expert ? std::span(next) : std::span(next).subspan(rank, 1);
+    if (part.dispatched) {
+      const std::vector<std::int64_t> start(moving.begin(), moving.end());
+      place_rows(shape_, part.received, part.pair->way->tokens(slot), to, moving);
+      if (part.pair->way->still(slot, Direction::dispatch, step.key)) continue;
+      lose(*part.pair, {Errc::peer_lost, "it has given this rank up"});
+      part.dispatched = false;
+      step.arrival.missing[rank] = true;
+      std::ranges::copy(start, moving.begin());
+    }
+    place_rows(shape_, part.received, nullptr, to, moving);
+  }
+  step.phase = Phase::placed;
+  return {};
+}
+
+// --- combine ---------------------------------------------------------------------------------
+
+Result<void> Exchange::combine_send(std::uint32_t slot, const void* y) {
+  const InUse in_use(in_use_);
+  const auto found = step_in(slot, "combine_send", Phase::placed, Phase::placed);
+  if (!found) return found.error();
+  Step& step = **found;
+  if (auto good = await_sent(slot, Direction::combine); !good) return good;
+  const OwnLayout& layout = own_.layout();
+  std::vector<std::int64_t> next = step.begins;
+  for (std::uint32_t rank = 0; rank < shape_.ranks; ++rank) {
+    Part& part = step.parts[rank];
+    part.settled = false;
+    const auto moving =
+        step.order == Order::by_expert ? std::span(next) : std::span(next).subspan(rank, 1);
+    const bool goes = part.pair && part.pair->up();
+    const std::size_t word = layout.combine_word(slot, rank);
+    if (goes) own_.withdraw(word);
+    combine_rows(shape_, part.received, step.order, static_cast<const std::byte*>(y), moving,
+                 goes ? own_.at(layout.combine(slot, rank)) : nullptr);
+    if (!goes) continue;
+    own_.publish(word, step.key);
+    post(slot, Direction::combine, step, part);
+  }
+  step.phase = Phase::returned;
+  return {};
+}
+
+bool Exchange::combined(std::uint32_t slot, const Step& step, Part& part) {
+  if (!part.pair || part.settled) return true;
+  Counterpart& pair = *part.pair;
+  const Held held =
+      pair.way->combined(slot, step.key, static_cast<std::uint32_t>(part.sent.rows.size()));
+  if (held == Held::malformed) lose(pair, {Errc::protocol_error, "it sent a malformed combine"});
+  part.combined = held == Held::whole;
+  part.settled = part.combined || !pair.up();
+  return part.settled;
+}
+
+Result<Waited> Exchange::combine_wait(std::uint32_t slot, Duration timeout) {
+  const InUse in_use(in_use_);
+  const auto found = step_in(slot, "combine_wait", Phase::returned, Phase::combined);
+  if (!found) return found.error();
+  Step& step = **found;
+  if (step.phase == Phase::combined) return Waited::done;
+  const auto waited = wait(timeout, true, [&] {
+    bool all = true;
+    for (Part& part : step.parts) all &= combined(slot, step, part);
+    return all;
+  });
+  if (waited && *waited == Waited::done) step.phase = Phase::combined;
+  return waited;
+}
+
+Result<std::vector<bool>> Exchange::combine(std::uint32_t slot, void* out) {
+  const InUse in_use(in_use_);
+  const auto found = step_in(slot, "combine", Phase::combined, Phase::combined);
+  if (!found) return found.error();
+  Step& step = **found;
+  if (!out && step.tokens > 0) return invalid_argument("combine needs room for the tokens");
+  std::vector<Contribution> contributions;
+  bool steady = false;
+  while (!steady) {
+    contributions.clear();
+    for (const Part& part : step.parts) {
+      if (part.combined) contributions.push_back({&part.sent, part.pair->way->combine_rows(slot)});
+    }
+    sum_rows(shape_, step.tokens, contributions, static_cast<std::byte*>(out));
+    steady = true;
+    for (Part& part : step.parts) {
+      if (!part.combined || part.pair->way->still(slot, Direction::combine, step.key)) continue;
+      lose(*part.pair, {Errc::peer_lost, "it has given this rank up"});
+      part.combined = steady = false;
+    }
+  }
+  std::vector<bool> missing;
+  for (Part& part : step.parts) {
+    missing.push_back(!part.sent.rows.empty() && !part.combined);
+    part.pair.reset();
+  }
+  // The caller may write to input() from now on, which others must not take for this step's rows.
+  own_.withdraw(own_.layout().routes_word(slot));
+  own_.withdraw(own_.layout().rows_word(slot));
+  step.phase = Phase::idle;
+  return missing;
+}
+
+std::vector<std::uint32_t> Exchange::awaited(std::uint32_t slot) const {
+  std::vector<std::uint32_t> ranks;
+  if (slot >= shape_.slots) return ranks;
+  const Step& step = steps_[slot];
+  if (step.phase != Phase::sent && step.phase != Phase::returned) return ranks;
+  for (std::uint32_t rank = 0; rank < shape_.ranks; ++rank) {
+    if (step.parts[rank].pair && !step.parts[rank].settled) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+}  // namespace kvxfer::moe

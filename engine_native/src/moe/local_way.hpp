@@ -1,0 +1,48 @@
+// To a rank on this host, or to this rank itself: each reads the other's memory. Nothing is sent.
+#pragma once
+
+#include <memory>
+
+#include "fd.hpp"
+#include "moe/way.hpp"
+
+namespace kvxfer::moe {
+
+class LocalWay final : public Way {
+ public:
+  // `memory` is what rank `of` gave; it is not trusted.
+  static Result<std::unique_ptr<LocalWay>> map(const Shape& shape, std::uint32_t of,
+                                               const UniqueFd& memory, std::size_t bytes,
+                                               UniqueFd doorbell);
+  // `own`: the memory of this rank, which outlives the way.
+  static std::unique_ptr<LocalWay> to_self(const Shape& shape, const std::byte* own);
+
+  Result<void> post_dispatch(std::uint32_t slot, std::uint64_t key, const Routes& routes,
+                             std::vector<OperationId>& operations) override;
+  Result<void> post_combine(std::uint32_t slot, std::uint64_t key, std::uint32_t rows,
+                            std::vector<OperationId>& operations) override;
+  Held dispatched(std::uint32_t slot, std::uint64_t key) override;
+  Held read_routes(std::uint32_t slot, std::uint64_t key, Routes& routes) override;
+  const std::byte* tokens(std::uint32_t slot) const override;
+  Held combined(std::uint32_t slot, std::uint64_t key, std::uint32_t rows) override;
+  const std::byte* combine_rows(std::uint32_t slot) const override;
+  bool still(std::uint32_t slot, Direction direction, std::uint64_t key) const override;
+
+ private:
+  struct Unmap {
+    void operator()(const std::byte* memory) const;
+    std::size_t bytes = 0;  // 0: not ours
+  };
+  using Mapping = std::unique_ptr<const std::byte, Unmap>;
+  LocalWay(const Shape& shape, Mapping memory, UniqueFd doorbell);
+
+  std::uint64_t word(std::size_t offset, std::memory_order order) const;
+  void ring() const;
+
+  const Shape shape_;
+  const OwnLayout layout_;  // equal at all ranks
+  Mapping memory_;
+  UniqueFd doorbell_;
+};
+
+}  // namespace kvxfer::moe

@@ -1,0 +1,123 @@
+// Where everything lies in the memory that a rank shares with those on its host and sends from, and
+// in an inbox, which another rank writes by the engine.
+//
+// Own memory is written by its rank alone. Others that map it read a key, copy what the key stands
+// for, and read the key again: the copy counts only where both are the key that they look for.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "moe/routing.hpp"
+#include "moe/shape.hpp"
+
+namespace kvxfer::moe {
+
+// A word that others wait for, by itself in a cache line.
+struct alignas(64) Word {
+  std::atomic<std::uint64_t> value;
+};
+static_assert(sizeof(Word) == 64 && std::atomic<std::uint64_t>::is_always_lock_free);
+
+// At the start of own memory.
+struct OwnHead {
+  static constexpr std::uint64_t kMagic = 0x6b76786665724d31;  // and the version
+  std::uint64_t magic;
+  std::uint64_t digest;  // of the shape
+  std::uint64_t rank;
+  // Not 0: whoever changes a word that this rank may wait for rings its doorbell. Sequentially
+  // consistent, as the words are: either a sleeper sees the new key, or it is seen asleep.
+  Word sleeping;
+};
+
+// Begins a message. Dispatch: then the rows, then the entries of routes. Combine: nothing more.
+struct alignas(64) MessageHead {
+  std::uint64_t key;
+  std::uint32_t rows;
+  std::uint32_t entries;
+  // Of messages that the engine takes: the message's number between these two ranks, in this slot
+  // and direction, from 1 on; and how many data immediates all so far have.
+  std::uint64_t ordinal;
+  std::uint64_t data;
+};
+static_assert(sizeof(MessageHead) == 64);
+
+enum class Direction : std::uint8_t { dispatch, combine };
+inline constexpr std::size_t kDirections = 2;
+
+// Of a dispatch message to rank `to`.
+std::size_t most_message_bytes(const Shape& shape, std::uint32_t to);
+
+// All offsets are bytes.
+class OwnLayout {
+ public:
+  explicit OwnLayout(const Shape& shape);
+
+  // Words: routes to all are here; token rows, too; combine rows for one rank are.
+  std::size_t routes_word(std::uint32_t slot) const { return words_ + slot * words_of_slot_; }
+  std::size_t rows_word(std::uint32_t slot) const { return routes_word(slot) + sizeof(Word); }
+  std::size_t combine_word(std::uint32_t slot, std::uint32_t to) const {
+    return routes_word(slot) + (2 + to) * sizeof(Word);
+  }
+  std::size_t message(std::uint32_t slot, std::uint32_t to) const {
+    return messages_ + slot * messages_of_slot_ + message_of_[to];
+  }
+  std::size_t combine_head(std::uint32_t slot, std::uint32_t to) const {
+    return combine_heads_ + (std::size_t{slot} * message_of_.size() + to) * sizeof(MessageHead);
+  }
+  // max_tokens rows, by token.
+  std::size_t tokens(std::uint32_t slot) const { return tokens_ + slot * tokens_of_slot_; }
+  // max_tokens rows for one rank, by row of its routes.
+  std::size_t combine(std::uint32_t slot, std::uint32_t to) const {
+    return combine_ + (std::size_t{slot} * message_of_.size() + to) * combine_of_rank_;
+  }
+  std::size_t bytes() const { return bytes_; }
+  std::vector<std::pair<std::string, std::uint64_t>> parts() const;
+
+ private:
+  std::size_t words_ = 0;
+  std::size_t words_of_slot_ = 0;
+  std::size_t messages_ = 0;
+  std::size_t messages_of_slot_ = 0;
+  std::vector<std::size_t> message_of_;  // by rank
+  std::size_t combine_heads_ = 0;
+  std::size_t tokens_ = 0;
+  std::size_t tokens_of_slot_ = 0;
+  std::size_t combine_ = 0;
+  std::size_t combine_of_rank_ = 0;
+  std::size_t bytes_ = 0;
+};
+
+// What one rank writes to rank `at` by the engine. A message has two places, by the parity of its
+// ordinal, so that the next one, of another view, does not disturb who still reads this one.
+class InboxLayout {
+ public:
+  InboxLayout(const Shape& shape, std::uint32_t at);
+
+  std::size_t message(std::uint32_t slot, Direction direction, std::uint64_t ordinal) const {
+    const std::size_t place = 2 * std::size_t{slot} + ordinal % 2;
+    return direction == Direction::dispatch ? messages_ + place * message_
+                                            : combine_heads_ + place * sizeof(MessageHead);
+  }
+  std::size_t tokens(std::uint32_t slot) const { return tokens_ + slot * tokens_of_slot_; }
+  std::size_t combine(std::uint32_t slot) const { return combine_ + slot * combine_of_slot_; }
+  std::size_t bytes() const { return bytes_; }
+  std::vector<std::pair<std::string, std::uint64_t>> parts() const;
+
+ private:
+  std::size_t messages_ = 0;
+  std::size_t message_ = 0;
+  std::size_t combine_heads_ = 0;
+  std::size_t tokens_ = 0;
+  std::size_t tokens_of_slot_ = 0;
+  std::size_t combine_ = 0;
+  std::size_t combine_of_slot_ = 0;
+  std::size_t bytes_ = 0;
+};
+
+}  // namespace kvxfer::moe

@@ -1,0 +1,57 @@
+// The memory of this rank that others read, and its doorbell.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "fd.hpp"
+#include "kvxfer/engine.hpp"
+#include "moe/memory_layout.hpp"
+#include "shared_memory.hpp"
+
+namespace kvxfer::moe {
+
+class OwnMemory {
+ public:
+  static Result<OwnMemory> create(const Shape& shape);
+
+  const OwnLayout& layout() const { return layout_; }
+  std::byte* at(std::size_t offset) const { return memory_->bytes().data() + offset; }
+  Word& word(std::size_t offset) const { return *reinterpret_cast<Word*>(at(offset)); }
+  MessageHead& head(std::size_t offset) const {
+    return *reinterpret_cast<MessageHead*>(at(offset));
+  }
+  std::span<std::byte> bytes() const { return memory_->bytes(); }
+  int memory_fd() const { return memory_->memfd(); }
+  int doorbell_fd() const { return doorbell_.get(); }
+
+  // What the word stands for is there. Ring the doorbells of who may sleep after it.
+  void publish(std::size_t word_offset, std::uint64_t key) const {
+    word(word_offset).value.store(key, std::memory_order_seq_cst);
+  }
+  // Before what the word stands for is written to: a read-modify-write, so that no write to it
+  // moves before it.
+  void withdraw(std::size_t word_offset) const {
+    word(word_offset).value.exchange(0, std::memory_order_acq_rel);
+  }
+
+  // Sleeps until one of the descriptors is readable or the doorbell rings, unless `ready`.
+  // `timeout_ms` as for poll().
+  template <class Ready>
+  void sleep(int event_fd, int timeout_ms, const Ready& ready) const {
+    head_sleeping().value.store(1, std::memory_order_seq_cst);
+    if (!ready()) poll(event_fd, timeout_ms);
+    head_sleeping().value.store(0, std::memory_order_seq_cst);
+  }
+
+ private:
+  OwnMemory(const Shape& shape, SharedMemoryPtr memory, UniqueFd doorbell);
+  Word& head_sleeping() const { return reinterpret_cast<OwnHead*>(at(0))->sleeping; }
+  void poll(int event_fd, int timeout_ms) const;
+
+  OwnLayout layout_;
+  SharedMemoryPtr memory_;
+  UniqueFd doorbell_;
+};
+
+}  // namespace kvxfer::moe

@@ -1,0 +1,55 @@
+// Which tokens go to which rank, and what each is for there.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "kvxfer/error.hpp"
+#include "moe/shape.hpp"
+
+namespace kvxfer::moe {
+
+struct RouteRow {
+  std::uint32_t token;  // of its source
+  std::uint32_t first_entry;
+  bool operator==(const RouteRow&) const = default;
+};
+
+struct RouteEntry {
+  std::uint32_t expert;  // local to the destination
+  float weight;
+  bool operator==(const RouteEntry&) const = default;
+};
+
+// From one rank to one rank: rows by token, the entries of a row in the order of the choices.
+struct Routes {
+  std::vector<RouteRow> rows;
+  std::vector<RouteEntry> entries;
+
+  std::span<const RouteEntry> of(std::size_t row) const {
+    const std::size_t end = row + 1 < rows.size() ? rows[row + 1].first_entry : entries.size();
+    return std::span(entries).subspan(rows[row].first_entry, end - rows[row].first_entry);
+  }
+  void clear() {
+    rows.clear();
+    entries.clear();
+  }
+};
+
+// Of these choices [tokens, top_k], to each rank. `table` is a View's.
+Result<void> route(const Shape& shape, std::span<const std::int64_t> table,
+                   std::span<const std::int64_t> ids, std::span<const float> weights,
+                   std::vector<Routes>& to);
+
+// Of each rank's bytes: `rows` rows, then `entries` entries, as write_routes() put them.
+constexpr std::size_t routes_bytes(std::size_t rows, std::size_t entries) {
+  return rows * sizeof(RouteRow) + entries * sizeof(RouteEntry);
+}
+void write_routes(const Routes& routes, std::byte* to);
+// What another rank routes to rank `at`, which is not trusted. False unless tokens rise, no row is
+// empty, and no number is too high.
+bool read_routes(const Shape& shape, std::uint32_t at, std::uint32_t rows, std::uint32_t entries,
+                 const std::byte* from, Routes& routes);
+
+}  // namespace kvxfer::moe

@@ -1,0 +1,118 @@
+// What this rank has of one step, and what is computed of its rows.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "kvxfer/types.hpp"
+#include "moe/kernels.hpp"
+#include "moe/routing.hpp"
+#include "moe/shape.hpp"
+#include "moe/way.hpp"
+
+namespace kvxfer::moe {
+
+// What dispatch_send() takes. Rows are contiguous.
+struct Tokens {
+  const void* x = nullptr;          // [count, hidden] of the input dtype
+  const float* x_scales = nullptr;  // [count, scales of a row]; for an f8_e4m3 input with scales
+  std::size_t count = 0;
+  // [count, top_k]. -1, and an expert without a live replica: that choice goes nowhere.
+  const std::int64_t* ids = nullptr;
+  const float* weights = nullptr;  // [count, top_k]
+};
+
+// What has arrived of a step.
+struct Arrival {
+  std::vector<std::int64_t> expert_rows;  // by local expert
+  std::vector<std::int64_t> source_rows;  // by rank
+  std::vector<bool> missing;              // by rank: lost, and its rows are zero or not there
+};
+
+enum class Order : std::uint8_t {
+  by_expert,  // one row for each token and local expert
+  by_source,  // one row for each token
+};
+
+// A rank, this one too, from when it was added until it is removed.
+struct Counterpart {
+  std::uint32_t rank = 0;
+  PeerId peer = 0;  // none for this rank
+  std::unique_ptr<Way> way;
+  bool ready = false;  // both sides have what they need
+  Error lost;          // Errc::ok: it is not
+  bool up() const { return lost.code == Errc::ok; }
+};
+
+// Of one rank in a step.
+struct Part {
+  std::shared_ptr<Counterpart> pair;  // null: the step's view does not have it
+  Routes sent;                        // to it
+  Routes received;                    // from it; empty until they are here
+  // Of the dispatch, then of the combine: whether it is waited for, and has come.
+  bool settled = false;
+  bool routed = false;
+  bool dispatched = false;
+  bool combined = false;
+};
+
+// One at a time in a slot.
+struct Step {
+  enum class Phase : std::uint8_t {
+    idle,
+    sent,      // dispatch_send
+    arrived,   // dispatch_wait has said done
+    placed,    // place
+    returned,  // combine_send
+    combined,  // combine_wait has said done
+  };
+  Phase phase = Phase::idle;
+  std::uint64_t number = 0;
+  std::uint64_t key = 0;
+  std::size_t tokens = 0;
+  std::vector<std::int64_t> ids;  // of the choices, to route them again
+  std::vector<float> weights;
+  std::vector<Part> parts;  // by rank
+  Arrival arrival;
+  Order order = Order::by_expert;
+  std::vector<std::int64_t> begins;
+};
+
+// Rows of the wire's format, by token, into `to`.
+void pack(const Shape& shape, const Tokens& tokens, std::byte* to);
+
+// Of parts that are settled.
+Arrival arrival_of(const Shape& shape, const std::vector<Part>& parts);
+
+// Where rows are placed, and in what order.
+struct Placement {
+  Order order;
+  std::byte* x;
+  float* scales;
+  std::int32_t* ids;
+  float* weights;
+};
+
+// The rows of one source from these tokens on; null: zeros. by_expert: `next` is the next row of
+// each local expert, and moves on; by_source: of this source.
+void place_rows(const Shape& shape, const Routes& routes, const std::byte* tokens,
+                const Placement& to, std::span<std::int64_t> next);
+
+// The combine rows for one source out of y. `next` as for place_rows(). `to` null: it only moves
+// `next` on.
+void combine_rows(const Shape& shape, const Routes& routes, Order order, const std::byte* y,
+                  std::span<std::int64_t> next, std::byte* to);
+
+// The rows of one rank for tokens of this one.
+struct Contribution {
+  const Routes* routes;
+  const std::byte* rows;
+};
+// out: [tokens, hidden] of the output dtype.
+void sum_rows(const Shape& shape, std::size_t tokens, std::span<const Contribution> contributions,
+              std::byte* out);
+
+}  // namespace kvxfer::moe
