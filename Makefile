@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-weights test-gpu test-sglang test-page test-stability lint bench bench-control bench-gpu bench-vllm bench-weights sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights soak attack simulate helm-test verify clean
+.PHONY: demo test test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-weights test-gpu test-sglang test-page test-stability lint docs bench bench-control bench-gpu bench-vllm bench-weights sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights soak attack simulate helm-test verify clean
 
 demo:
 	@DEVICE=$(DEVICE) scripts/demo
@@ -52,6 +52,11 @@ test-stability:
 lint:
 	@scripts/setup lint
 	@scripts/lint
+
+docs:
+	@scripts/setup lint
+	@scripts/docs
+	@echo "build/docs/index.html"
 
 bench:
 	@scripts/setup demo
