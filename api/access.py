@@ -1,4 +1,4 @@
-"""Who may call a route: each declares its scopes, and the guard asks before the body is read."""
+"""Permission to call a route: each declares scopes, and the guard asks before the body is read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def public(endpoint: F) -> F:
 
 
 def caller(request: Request) -> Caller:
-    """Who sent a request that was let through."""
+    """The sender of a request that was let through."""
     return cast(Caller, request.scope[_ADMITTED_KEY])
 
 

@@ -1,4 +1,4 @@
-"""Looks at the fleet for all who watch it, so that they never cost more than a part of the time."""
+"""Looks at the fleet for all watchers, so that they never cost more than a part of the time."""
 
 from __future__ import annotations
 

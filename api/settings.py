@@ -25,7 +25,7 @@ class Settings:
     ticket_keys: WatchedFile[TicketKeys] | None = field(default=None, repr=False)
     """The first of them signs the tickets."""
     tokens: WatchedFile[Tokens] | None = field(default=None, repr=False)
-    """Who may call what; None lets everybody do everything."""
+    """The callers and their scopes; None lets every caller do everything."""
     transfer_seconds: Seconds = 60.0
     """How long a ticket is valid and its reservation counts."""
     weight_update_seconds: Seconds = 15.0

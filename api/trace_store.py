@@ -1,4 +1,4 @@
-"""The latest traces, in memory: for an operator who has no collector, or wants one request now."""
+"""The latest traces, in memory: for an operator without a collector, or for one request now."""
 
 from __future__ import annotations
 

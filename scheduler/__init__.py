@@ -1,1 +1,1 @@
-"""Who is in the fleet and who serves whom: the registry, leases, pairing and reservations."""
+"""The fleet and its pairs: the registry, leases, pairing and reservations."""

@@ -1,4 +1,4 @@
-"""Who waits for news of one transfer: its block table, or its end."""
+"""The waiters for news of one transfer: its block table, or its end."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _WATCH_BATCH: Final = 100
 
 @dataclass(slots=True)
 class _Holder:
-    """Who holds an id, and until when."""
+    """The holder of an id, and until when."""
 
     incarnation: str
     deadline: float

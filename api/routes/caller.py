@@ -1,4 +1,4 @@
-"""Who a token says you are: what a page asks before it shows what you may do."""
+"""The caller that a token names: the page asks it to show what that caller may do."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The load generator: HTTP/1.1 over a few kept connections, one request at a time on each.
 
 A raw asyncio protocol that sends bytes made beforehand and reads no more of an answer than its
-status and its length, in a process of its own. It reports its processor time, so that a run shows
+status and its length, in its own process. It reports its processor time, so that a run shows
 whether it was the bottleneck.
 """
 
@@ -59,7 +59,7 @@ def request(method: str, path: str, body: Any = None) -> bytes:
 
 def send(port: int, requests: Sequence[bytes], connections: int, seconds: float | None) -> Answers:
     """Sends `requests` in turn and again for so long; without `seconds` each once, and those that
-    are answered 503 again. Blocks: run it in a process of its own."""
+    are answered 503 again. Blocks: run it in its own process."""
     return asyncio.run(_send(port, requests, connections, seconds))
 
 

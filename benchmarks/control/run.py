@@ -65,7 +65,7 @@ Load = Callable[[int, Sequence[bytes], int, float | None], Answers]
 
 @contextlib.contextmanager
 def _generator() -> Iterator[Load]:
-    """send(), in one process of its own."""
+    """send(), in one process."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         yield lambda *arguments: pool.submit(send, *arguments).result()

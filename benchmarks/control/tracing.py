@@ -69,7 +69,7 @@ async def call(app: FastAPI, headers: list[tuple[bytes, bytes]]) -> None:
         if message["type"] == "http.response.start" and message["status"] != 201:
             raise RuntimeError(f"the control plane answered {message['status']}")
 
-    # A server gives each request a context of its own.
+    # A server gives each request its own context.
     await asyncio.create_task(app(scope, receive, send))
 
 

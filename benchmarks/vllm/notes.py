@@ -15,7 +15,7 @@ BUSY: Final = "-busy-"
 
 FORWARD: Final = "forward"
 
-# vLLM puts the router's request id between a prefix and a suffix of its own.
+# vLLM puts the router's request id between its own prefix and suffix.
 _NOTE: Final = re.compile(r"(\w+) (\w+) \S*?(bench-\S+?-\d+)-0-\S* ([\d.]+)")
 _FORWARD: Final = re.compile(rf"^\w+ {FORWARD} (\d+) ([\d.]+) ([\d.]+)$", re.MULTILINE)
 

@@ -63,8 +63,8 @@ class Driver {
   // --- contexts
   CUresult retain(CUdevice device, CUcontext* context);
   CUresult release(CUdevice device);
-  // All that the context has ends with it, whoever retains it; the next to retain it gets a new
-  // one.
+  // All that the context has ends with it, even where it is retained; the next to retain it gets a
+  // new one.
   CUresult reset(CUdevice device);
   // The calling thread's, or why a call that needs one is refused.
   CUresult current(Context** context) const;

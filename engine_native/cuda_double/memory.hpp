@@ -1,4 +1,4 @@
-// The memory of the double: what stands behind which address, and who may do what with it.
+// The memory of the double: what stands behind which address, and which access it allows.
 //
 // Device memory is a memfd that is mapped twice. The address that callers see is PROT_NONE for
 // ever, so whatever touches it with the processor faults; copies and kernels of the double use the

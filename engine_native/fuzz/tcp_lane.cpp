@@ -1,5 +1,5 @@
 // A lane of the tcp fabric: the peer writes frames, true and false ones, while this end posts
-// writes of its own and takes memory back; in host memory and in a GPU's.
+// its own writes and takes memory back; in host memory and in a GPU's.
 #include <sys/socket.h>
 
 #include "bootstrap/bytes.hpp"

@@ -59,7 +59,7 @@ class World {
   // The same with `open`.
   void deregister(const std::function<void()>& tell);
   bool deregistered() const { return deregistered_.has_value(); }
-  // Aborts where a byte has changed that nobody was allowed to write.
+  // Aborts where a byte has changed that no writer was allowed to write.
   void check() const;
 
   std::unique_ptr<CompletionQueue> completions;

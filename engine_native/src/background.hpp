@@ -1,5 +1,5 @@
 // Work that keeps a thread for long: a NIC's firmware, the kernel, a network that does not answer.
-// It runs on threads of its own, and what follows from it on the engine thread, whose silence peers
+// It runs on its own threads, and what follows from it on the engine thread, whose silence peers
 // take for death.
 #pragma once
 

@@ -18,7 +18,7 @@ class CompletionQueue {
   // Stamps the completion with the current time unless it carries one.
   void push(Completion completion);
   std::vector<Completion> drain();
-  // Takes back those of this kind and id that nobody has drained.
+  // Takes back those of this kind and id that were not drained.
   void take_back(Completion::Kind kind, std::uint64_t id);
   // Of messages, empty ones included.
   std::size_t waiting_bytes() const;

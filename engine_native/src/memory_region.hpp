@@ -24,7 +24,7 @@ namespace kvxfer {
 // operations that read it.
 class MemoryRegion {
  public:
-  // Shared memory of its own.
+  // Its own shared memory.
   static Result<std::shared_ptr<MemoryRegion>> allocate(EngineId engine, std::size_t bytes);
   // Memory of the GPU, in its engine's context.
   static Result<std::shared_ptr<MemoryRegion>> allocate_on(EngineId engine,

@@ -26,7 +26,7 @@ class Patience {
 
   // The peer ran at this time.
   void hear(std::uint64_t at_ns);
-  // This engine itself did not run for so long before `now`: that is nobody's silence.
+  // This engine itself did not run for so long before `now`: that is no peer's silence.
   void forgive(std::uint64_t stalled_ns, std::uint64_t now);
   std::uint64_t silence(std::uint64_t now) const { return now > heard_ns_ ? now - heard_ns_ : 0; }
   // Whether a silence is too long. `limit_ns` is that of a peer which has its core: one that is

@@ -80,7 +80,7 @@ Result<std::shared_ptr<SharedMemory>> SharedMemory::allocate(std::size_t bytes) 
   return memory;
 }
 
-// From now on nobody can write through the memfd that peers are given, this mapping apart.
+// From now on the memfd that peers are given cannot be written through, this mapping apart.
 SharedMemory::SharedMemory(UniqueFd memfd, std::span<std::byte> bytes)
     : memfd_(std::move(memfd)),
       bytes_(bytes),

@@ -223,7 +223,7 @@ int register_with(fid* domain, const fi_mr_attr* asked, std::uint64_t flags, fid
   } else {
     made.begin = reinterpret_cast<std::uint64_t>(asked->mr_iov->iov_base);
     made.size = asked->mr_iov->iov_len;
-    // The provider takes a dmabuf of its own, and only without that the address.
+    // The provider takes its own dmabuf, and only without that the address.
     if (!traits.dmabuf && !traits.peermem) return -FI_EFAULT;
     made.by_dmabuf = traits.dmabuf;
     memory = gpu_memory_at(asked->mr_iov->iov_base, made.size);

@@ -18,7 +18,7 @@ struct Driven {
   bool reader;
 };
 
-// Two engines of one thread, some of them without one of their own.
+// Two engines of one thread, some of them without a thread.
 struct DrivenPair {
   DrivenPair(const std::string& fabric, Driven driven)
       : writer(options(fabric, "writer", !driven.writer)),

@@ -129,7 +129,7 @@ TEST_CASE("ofi: 200,000 immediates, and not one more") {
   CHECK(engines.reader->counter_value(imm) == kTotal);
 }
 
-TEST_CASE("ofi: a region is written under each registration of its own") {
+TEST_CASE("ofi: a region is written under each of its registrations") {
   if (ofi_skipped()) return;
   Engines engines(strict_ofi_options("writer"), strict_ofi_options("reader"));
   alignas(4096) static std::array<std::byte, 1u << 20> memory;
@@ -262,7 +262,7 @@ TEST_CASE("ofi: idle engines use next to no processor time") {
 
 // --- processes that die ----------------------------------------------------------------------
 
-// Run by the case below in a process of its own.
+// Run by the case below in its own process.
 TEST_CASE("ofi helper: a reader that waits to be killed" * doctest::skip()) {
   const char* const out = std::getenv("KVXFER_TEST_PIPE");
   REQUIRE(out);

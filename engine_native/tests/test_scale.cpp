@@ -60,7 +60,7 @@ TEST_CASE("a million immediates are counted, none lost, none twice") {
     Pair pair(fabric);
     const auto source = good(pair.writer->allocate(1u << 20));
     const auto destination = good(pair.reader->allocate(1u << 20));
-    // Every other 8 bytes: no two are neighbours, so each is a write of its own.
+    // Every other 8 bytes: no two are neighbours, so each is its own write.
     std::vector<std::int64_t> pages(immediates_for(fabric));
     for (std::size_t i = 0; i < pages.size(); ++i) {
       pages[i] = static_cast<std::int64_t>(i * 2 % (1u << 17));

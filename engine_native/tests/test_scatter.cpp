@@ -242,7 +242,7 @@ TEST_CASE("a write waits for its watched word") {
     CHECK(pair.writer->stats().writes_posted == 0);
     for (std::size_t step = 0; step < kSteps; ++step) {
       std::memset(source->host() + step * 1000, static_cast<int>(step + 1), 1000);
-      word->value.fetch_add(1, std::memory_order_release);  // as compute does, telling nobody
+      word->value.fetch_add(1, std::memory_order_release);  // as compute does, without a call
       if (step % 2 == 0) pair.writer->wake();
       CHECK(pair.writer.await(Kind::write, operations[step]).code == Errc::ok);
       CHECK(pair.writer->stats().writes_posted == step + 1);

@@ -129,7 +129,7 @@ TEST_CASE("pages arrive under a traffic class and a service level") {
   engines.write(random);
 }
 
-TEST_CASE("pages arrive between devices of their own, one and many") {
+TEST_CASE("pages arrive between their own devices, one and many") {
   if (skipped_without_verbs()) return;
   Random random;
   CAPTURE(random.seed);

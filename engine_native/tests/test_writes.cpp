@@ -268,7 +268,7 @@ TEST_CASE("after release_counter returned, no write with that immediate lands") 
       while (pair.reader->counter_value(imm) == 0 && random.below(4) != 0) {
       }
       pair.reader->release_counter(imm);
-      std::memset(destination->host(), 0x11, kPool);  // the pages belong to somebody else now
+      std::memset(destination->host(), 0x11, kPool);  // the pages belong to another owner now
       const auto done = pair.writer.await(Kind::write, submitted.id);
       CHECK((done.code == Errc::ok || done.code == Errc::stale_counter));
       std::size_t changed = 0;

@@ -85,7 +85,7 @@ def serve(
         Path | None,
         typer.Option(
             envvar="KVXFER_TOKENS_FILE",
-            help="Lines of NAME SCOPES TOKEN: who may call what. Read again when it changes.",
+            help="Lines of NAME SCOPES TOKEN, one for each caller. Read again when it changes.",
             show_default="everybody on this host may call everything",
             rich_help_panel=TRUST_PANEL,
         ),

@@ -28,7 +28,7 @@ AllowAnonymousOption = Annotated[
     bool,
     typer.Option(
         "--allow-anonymous",
-        help="Without a file of those who may, serve other hosts all the same.",
+        help="Serve other hosts without a tokens file.",
         rich_help_panel=TRUST_PANEL,
     ),
 ]

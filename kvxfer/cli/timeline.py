@@ -1,4 +1,4 @@
-"""A trace as a table: who did what, when, and a bar for each span."""
+"""A trace as a table: process, step, time, and a bar for each span."""
 
 from __future__ import annotations
 

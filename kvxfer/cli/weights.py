@@ -48,7 +48,7 @@ def plan(
     gbps: Annotated[float, typer.Option(help="Rate of each NIC, in 10^9 bit/s.")] = 400.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Plan who writes which slices of parameters to whom, and show what that amounts to.
+    """Plan which rank writes which slices of parameters to which rank, and show the totals.
 
     Nothing is sent.
     """

@@ -115,7 +115,7 @@ class EngineCore(ABC):
         return self.native.refusals()
 
     def _forget_all(self) -> None:
-        """Nothing comes any more: who waits for something is told."""
+        """Nothing comes any more: every waiter is told."""
         for counter in list(self._counters.values()):
             counter.resolve(EngineClosed("the engine was closed"), 0)
         for callback in list(self._on_close):

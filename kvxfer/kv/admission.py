@@ -1,5 +1,5 @@
-"""Which tickets an endpoint takes: who it is (instance id, epoch, keys, model), which tickets were
-used here, and why their transfers failed. A ticket is good once."""
+"""Which tickets an endpoint takes: its identity (instance id, epoch, keys, model), the
+tickets that were used here, and why their transfers failed. A ticket is good once."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ class BlockPool:
     def _collect(self) -> None:
         if not self._overdue:
             return
-        # Without memory for this, it is for the next one who asks.
+        # Without memory for this, it is for the next request.
         with contextlib.suppress(MemoryError):
             for owner in [owner for owner in self._owners if owner.is_over()]:
                 self._take_back(owner)
@@ -353,7 +353,7 @@ class BlockHold(_Owner):
             return self._ids[-count:]
 
     def pin(self, reader: str) -> BlockPin:
-        """Keeps the blocks from being reused until the pin is released; `reader` names who reads.
+        """Keeps the blocks from being reused until the pin is released; `reader` names the reader.
 
         Raises BlockStateError where the hold was released.
         """
@@ -365,7 +365,7 @@ class BlockHold(_Owner):
 
     @property
     def readers(self) -> tuple[str, ...]:
-        """Who pins the blocks."""
+        """The reader that pins the blocks."""
         with self._pool._lock:
             return tuple(pin.reader for pin in self._pins)
 

@@ -121,7 +121,8 @@ async def tracing(
 
 
 def resource(service: str, instance_id: str = "") -> Resource:
-    """Who the spans of this process are of; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win."""
+    """The service and instance that spans name; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
+    win."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     own = {"service.name": service}

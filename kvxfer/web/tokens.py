@@ -31,7 +31,7 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request, as the tokens file names it."""
+    """The sender of a request, as the tokens file names it."""
 
     name: str
     scopes: frozenset[Scope]

@@ -228,7 +228,7 @@ class _TrainerThread(LoopThread):
     async def joined(self, instances: int, timeout: float) -> None:
         if self._leader is None:
             raise InvalidArgument(
-                f"training rank {self._rank} has no coordinator; ask rank 0 who is connected"
+                f"training rank {self._rank} has no coordinator; ask rank 0 for the connected ranks"
             )
         await self._leader.joined(instances, timeout)
 

@@ -212,7 +212,7 @@ def test_drain_without_waiting(server, client):
 
 @contextlib.contextmanager
 def living(url: str, load: Callable[[], Load]) -> Iterator[threading.Thread]:
-    """A worker of its own event loop, which leaves when it is told to and has nothing left."""
+    """A worker with its own event loop, which leaves when it is told to and has nothing left."""
     registered = threading.Event()
 
     async def live() -> None:

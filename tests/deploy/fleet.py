@@ -200,7 +200,7 @@ def _on_free_ports() -> Rendered:
 
 
 def _with_port(release: Rendered, workload: str, port: int) -> list[Any]:
-    """A second pod of a workload has an address of its own in a cluster; here it has a port."""
+    """A second pod of a workload has its own address in a cluster; here it has a port."""
     objects = copy.deepcopy(release.objects)
     for one in objects:
         if (one["kind"], one["metadata"]["name"]) == ("Deployment", workload):

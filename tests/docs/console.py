@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-# A command that waits has a deadline of its own, of five minutes at most.
+# A command that waits has its own deadline, of five minutes at most.
 _HANG_SECONDS: Final = 400.0
 _END: Final = "\x1eend of output"
 _PRIVATE: Final = ("KVXFER_", "OTEL_")

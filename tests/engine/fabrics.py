@@ -22,7 +22,7 @@ def chosen() -> list[str]:
     """The fabrics to test on."""
     asked = os.environ.get("KVXFER_TEST_FABRICS")
     if asked:
-        # The C++ tests, which have fabrics of their own, read the same variable.
+        # The C++ tests, which have their own fabrics, read the same variable.
         return [fabric for fabric in FABRICS if fabric in asked.split(",")]
     ofi = "ofi" in native.BUILT_FABRICS and bool(os.environ.get("KVXFER_LIBFABRIC"))
     return ["tcp", "local", *(["ofi", "ofi-strict"] if ofi else [])]

@@ -1,4 +1,4 @@
-"""Transfers between caches of several KV cache groups, each with blocks of its own."""
+"""Transfers between caches of several KV cache groups, each with its own blocks."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_the_first_failure_is_remembered() -> None:
     ledger.fail("unknown", TransferCancelled("of nobody"))
     remembered = [ledger.failure("a"), ledger.failure("a")]
     assert [(type(error), str(error)) for error in remembered] == [(TransferCancelled, "first")] * 2
-    assert remembered[0] is not remembered[1]  # each is raised, with a traceback of its own
+    assert remembered[0] is not remembered[1]  # each is raised, with its own traceback
     assert ledger.failure("unknown") is None
 
 

@@ -1,4 +1,4 @@
-"""A prefill and a decode worker in one process, each with an engine of its own."""
+"""A prefill and a decode worker in one process, each with its own engine."""
 
 from __future__ import annotations
 

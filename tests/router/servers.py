@@ -67,7 +67,7 @@ async def http_worker(
     app: Any,
     credentials: Credentials | None = None,
 ) -> AsyncIterator[None]:
-    """A worker on a socket of its own, as an application; it is ready."""
+    """A worker on its own socket, as an application; it is ready."""
     with bind("127.0.0.1", 0) as listener:
         server = HttpServer(app)
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -18,7 +18,7 @@ GBIT = 1_000_000_000
 
 
 def switch(number: int, port: int, root: int | None = None) -> str:
-    """A device behind a port of PCIe switch `number`, on a host bridge of its own if None."""
+    """A device behind a port of PCIe switch `number`, on its own host bridge if None."""
     bridge = f"{0x10 + (number if root is None else root):02x}"
     ports = f"0000:{bridge}:{number:02x}.0/0000:{0x40 + number:02x}:00.0/0000:60:{port:02x}.0"
     return f"pci0000:{bridge}/{ports}/0000:{0x80 + 8 * number + port:02x}:00.0"

@@ -92,7 +92,7 @@ def test_what_a_suite_leaves_behind_is_named_and_ended(tmp_path: Path) -> None:
         "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', "
         "'import time; time.sleep(600)']); print(child.pid)"
     )
-    # In a process of its own: it becomes the parent of what is left behind.
+    # In its own process: it becomes the parent of what is left behind.
     program = (
         "import sys, ctypes; from pathlib import Path; from verify import stability; "
         "ctypes.CDLL(None).prctl(36, 1, 0, 0, 0); "

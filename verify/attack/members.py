@@ -1,4 +1,4 @@
-"""Attacks by somebody who knows the cluster key: writes that nobody granted, broken rings."""
+"""Attacks by a process that knows the cluster key: writes without a grant, broken rings."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Somebody on the way between two workers who alters bits of what passes: tcp is in the clear, so
-this says what is noticed and what is not."""
+"""An attacker on the path between two workers that alters bits of what passes: tcp is
+in the clear, so this says what is noticed and what is not."""
 
 from __future__ import annotations
 

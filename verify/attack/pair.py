@@ -1,4 +1,4 @@
-"""A prefill and a decode worker in processes of their own, and what the attacker sees of them."""
+"""A prefill and a decode worker in their own processes, and what the attacker sees of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A worker process that is attacked.
 
 Run as `python -m verify.attack.worker INSTANCE FABRIC [checksums]` (verify/processes/worker.py).
-Everything in its memory that no honest transfer uses holds a pattern: a region of its own, and
+Everything in its memory that no honest transfer uses holds a pattern: its own region, and
 every second block of the cache.
 """
 

@@ -52,7 +52,7 @@ class Fabric:
     engine: str
     faults: tuple[Fault, ...]
     linked: bool = False
-    """Each in a network namespace of its own."""
+    """Each in its own network namespace."""
     small_buffers: bool = False
     most_blocks: int = NUM_BLOCKS
     """Of a transfer."""

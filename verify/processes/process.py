@@ -29,7 +29,7 @@ class ProcessFailed(AssertionError):
 
 
 class Process:
-    """A program in a process group and a folder of its own, until its block ends. Any thread.
+    """A program in a process group and its own folder, until its block ends. Any thread.
 
     It is in its driver's session: Linux shares the cores among sessions (sched_autogroup), and
     programs that spin in one keep those of others from them for 15 s and more. It ends with its

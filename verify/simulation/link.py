@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Placer(enum.Enum):
-    """Who puts what has arrived where it belongs."""
+    """Puts what has arrived where it belongs."""
 
     ENGINE = "engine"
     NIC = "NIC"

@@ -41,7 +41,7 @@ class Network:
         """Of one end, on their way."""
         self.links: list[Link] = []
         self.hosts: dict[str, Process] = {}
-        """Who listens where."""
+        """The listeners, by address."""
         self._counts = counts
         self._seconds = rng.choice([20e-6, 200e-6, 2e-3])
 

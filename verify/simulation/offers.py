@@ -1,5 +1,5 @@
 """OFFERs that a prefill process is told of before their request has come, as a connector without
-tickets of its own has them."""
+its own tickets has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated worker process: the real engine front, cache, pool and endpoint on a loop of its own,
+"""A simulated worker process: the real engine front, cache, pool and endpoint on its own loop,
 which may be stopped, killed, or leave in good order."""
 
 from __future__ import annotations

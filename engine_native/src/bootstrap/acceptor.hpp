@@ -1,4 +1,4 @@
-// The listening side of the bootstrap: authenticates whoever connects. Engine thread only.
+// The listening side of the bootstrap: authenticates what connects. Engine thread only.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Connect operations that wait for the same connection, each with its own deadline. When the last
-// one has passed, nobody wants the connection any more.
+// one has passed, the connection is not wanted any more.
 #pragma once
 
 #include <algorithm>

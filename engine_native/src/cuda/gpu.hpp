@@ -110,7 +110,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   std::optional<IpcHandle> handle_of(Address address) const;
   // Fails where the memory is not of cuMemCreate, or did not ask for files.
   Result<FileParts> files_of(Address address, std::size_t bytes) const;
-  // Memory that holds these bytes, for as long as somebody has its file or maps it.
+  // Memory that holds these bytes, for as long as its file is open or mapped.
   Result<FileParts> file_with(std::span<const std::byte> bytes);
   // Also of another GPU, where CUDA lets this one reach it.
   Result<std::unique_ptr<ImportedMemory>> import(const IpcHandle& handle);
@@ -184,7 +184,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   Result<void> start();
   void end();
   std::span<DeviceCopy> copies_of(Ticket ticket) const;
-  // On a stream of its own, and waits for it.
+  // On its own stream, and waits for it.
   Result<void> copy(const std::function<Status(StreamHandle)>& start, const char* call) const;
   Result<void> check(const Current& current) const {
     return check(current.status(), "cuCtxPushCurrent");
@@ -207,7 +207,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   std::array<EventHandle, kLaunches> events_{};  // launch n has number n % kLaunches
   bool needs_flush_ = false;
   bool can_flush_ = false;
-  bool coherent_ = false;  // with the processor, over a link of its own
+  bool coherent_ = false;  // with the processor, over its own link
   // Null until they are pinned. CUDA's own memory for that would go with the context.
   std::shared_ptr<MemoryRegion> own_;  // the copies of all launches, then slots to receive, words
   std::shared_ptr<MemoryRegion> to_send_;

@@ -199,7 +199,7 @@ void Connections::on_accepted(std::unique_ptr<Stream> stream, const Session& ses
   add_peer(std::move(stream), session).use_nics(context_.fabrics.nics(), false, context_.options);
 }
 
-// Who knows the cluster key may take its time, but not without end in number.
+// A peer that knows the cluster key may take its time; how many may is bounded.
 void Connections::limit_opening() {
   const auto opening = [](const auto& entry) {
     return entry.second->state() == Peer::State::opening && !entry.second->initiator();

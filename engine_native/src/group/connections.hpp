@@ -17,7 +17,7 @@ namespace kvxfer {
 
 class Connections final : public local::LocalEvents, private AcceptorEvents, private DialerEvents {
  public:
-  // Who else has to do with it; all of it outlives it.
+  // Its neighbours; all outlive it.
   struct Context {
     const EngineOptions& options;
     const Identity& identity;

@@ -20,7 +20,7 @@ namespace kvxfer {
 
 class ExposedMemory {
  public:
-  // Who else has to do with it.
+  // Its neighbours.
   struct Context {
     const EngineId& engine;
     const Fabrics& fabrics;

@@ -183,7 +183,7 @@ Result<void> Fabrics::register_memory(MemoryRegion& region, bool require_nics,
       reached = true;
       continue;
     }
-    // A link that is down hinders nobody where another NIC reaches the memory.
+    // A link that is down does no harm where another NIC reaches the memory.
     const bool down = registration.error().code == Errc::nic_lost;
     if (!down && (require_nics || lanes_.empty())) return registration.error();
     failed = registration.error();

@@ -93,7 +93,7 @@ class Peer final : public StreamOwner, private NicLinkOwner {
                 const EngineOptions& options);
   void add_path(std::unique_ptr<Path> path, std::uint32_t lane);
   bool has_lane(std::uint32_t lane) const;
-  // Those with a socket of their own; the others are the link's.
+  // Those with their own socket; the others are the link's.
   const std::vector<std::unique_ptr<Path>>& paths() const { return paths_; }
   NicLink* nics() const { return nics_.get(); }
   // Announces once everything that was begun has ended and there is a path. While anybody waits for

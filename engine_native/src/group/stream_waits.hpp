@@ -27,7 +27,7 @@ class StreamWaits {
   explicit StreamWaits(const ImmCounters& counters) : counters_(counters) {}
 
   void add(Waiting waiting);
-  // Until the counter ends, or nobody has the mirror any more.
+  // Until the counter ends, or the mirror is not held any more.
   void mirror(Imm imm, const std::shared_ptr<cuda::MirroredCount>& mirror);
   // How many have ended.
   std::size_t poll(std::uint64_t now);

@@ -63,7 +63,7 @@ class BootstrapServer:
 
     def take(self, token: str) -> None:
         """Raises TicketInvalid for one that is not of the cluster, or is older."""
-        about = verify_introduction(token, self._settings.keys, "the one who registers")
+        about = verify_introduction(token, self._settings.keys, "the worker that registers")
         with self._lock:
             if about.epoch < self._epoch:
                 raise TicketInvalid(
@@ -155,7 +155,7 @@ class Introductions:
         self._asking: dict[str, asyncio.Task[Introduction]] = {}
 
     async def ask(self, address: str) -> Introduction:
-        """Asks again, once for all who do so at the same time. Raises ConnectFailed and
+        """Asks again, once for all that do so at the same time. Raises ConnectFailed and
         TicketInvalid."""
         asking = self._asking.get(address)
         if asking is None:

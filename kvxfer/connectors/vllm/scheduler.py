@@ -99,7 +99,7 @@ class TransferScheduler:
         `adapter` names its LoRA by what is in it.
 
         Of several with one ticket (`n` above 1) the first has the transfer; decode's others wait
-        for it, and find its blocks in the prefix cache. Who comes after its end does, too.
+        for it, and find its blocks in the prefix cache. Requests that come after its end do, too.
         """
         side = self._side_of(params)
         if side is None:

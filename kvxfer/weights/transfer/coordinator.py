@@ -109,7 +109,7 @@ class WeightCoordinator:
 
     async def joined(self, instances: int, timeout: float) -> None:
         """Returns when all training ranks and so many instances are connected. Raises
-        DeadlineExceeded that says who is missing."""
+        DeadlineExceeded that names the missing ones."""
         try:
             async with asyncio.timeout(timeout):
                 while self._members.missing_trainers() or len(self._members.instances) < instances:

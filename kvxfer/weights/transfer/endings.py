@@ -28,7 +28,7 @@ def _leaves(failed: BaseExceptionGroup[BaseException]) -> Generator[BaseExceptio
 
 
 def loss_of(peer: Peer, who: str) -> PeerError:
-    """Why a peer is lost, and who it is."""
+    """Why a peer is lost, with its name."""
     error = peer.error or PeerError("the connection ended")
     return type(error)(f"{who} was lost: {error}")
 

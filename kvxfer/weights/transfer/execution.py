@@ -236,7 +236,7 @@ class Execution:
             logger.warning("update %s was not unpinned: %s", update_id, error)
 
     async def _apply(self, wave_id: str, report: UpdateReport, last: bool) -> None:
-        """Notes who serves the update, or has to leave it."""
+        """Notes which members serve the update, and which have to leave it."""
         for leader in self.leaders.values():
             if report.waves > 1:
                 self._members.note(leader.joined.instance_id, Standing("partial"))

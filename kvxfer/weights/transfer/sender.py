@@ -123,7 +123,7 @@ class WeightSender:
         return self._push.pushed
 
     async def withdraw(self, error: KvxferError) -> None:
-        """Ends the push that is under way, for a caller who waits no longer."""
+        """Ends the push that is under way, for a caller that waits no longer."""
         push = self._push
         if push is not None:
             self._links.send(self._coordinator, Withdraw(push.serial))

@@ -98,7 +98,7 @@ def instance(
     kv_args: Any = None,
 ) -> Iterator[Instance]:
     """`places`: where the pool's buffers lie, first those of the KV cache, then those of the
-    states, instead of in host memory of its own. `kv_args`: SGLang's of a pool of SGLang's."""
+    states, instead of in its own host memory. `kv_args`: SGLang's of a pool of SGLang's."""
     settings = BackendSettings(
         cluster_key=KEY,
         lease_seconds=lease_seconds,

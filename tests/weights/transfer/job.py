@@ -53,7 +53,7 @@ def shards(
 
 
 def boxes(holdings: Holdings, whole: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What a rank has of these parameters, in memory of its own."""
+    """What a rank has of these parameters, in its own memory."""
     return {
         each.name: np.ascontiguousarray(
             whole[each.name][

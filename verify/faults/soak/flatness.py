@@ -21,7 +21,7 @@ _ALLOWED: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """MiB of resident memory of its own, open file descriptors, threads."""
+    """MiB of its own resident memory, open file descriptors, threads."""
 
     memory: float
     fds: int

@@ -44,7 +44,7 @@ class Cluster(Fleet):
 
     @property
     def usual_router(self) -> Server:
-        """With the settings of somebody who sets none: it tries again what fails."""
+        """With default settings: it tries again what fails."""
         return self.running["usual-router"]
 
     @property

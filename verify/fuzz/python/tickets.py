@@ -45,7 +45,7 @@ def _signed(payload: bytes, header: dict[str, Any]) -> str:
 
 
 def _token(choices: Choices) -> None:
-    """By somebody who has no key."""
+    """By a sender without a key."""
     token = choices.rest().decode("utf-8", "surrogateescape")
     for verify in (
         lambda: verify_ticket(token, KEYS, now=NOW),
@@ -140,7 +140,7 @@ def _block_table(choices: Choices) -> None:
 
 
 def _table_json(choices: Choices) -> None:
-    """As the control plane hands it on, by somebody who has no key."""
+    """As the control plane hands it on, by a sender without a key."""
     try:
         table = msgspec.json.decode(choices.rest(), type=BlockTable)
     except UNREADABLE:

@@ -17,7 +17,7 @@ class LocalEvents {
   virtual const Session* find_session(const SessionId& session) = 0;
   // The rendezvous of a session has ended, for initiator and acceptor alike.
   virtual void on_local_link(const SessionId& session, Result<LocalLink> link) = 0;
-  // Somebody connected who has not proved to be of a session.
+  // A connection that has not proved to be of a session.
   virtual void on_stranger_refused(Errc why) = 0;
 
  protected:

@@ -56,7 +56,7 @@ class Rendezvous final : private EventSink {
 
   const SessionId& session() const { return session_.id; }
   std::uint64_t started_ns() const { return started_ns_; }
-  // Whoever connected has not proved to be of a session.
+  // The connection has not proved to be of a session.
   bool stranger() const { return stranger_; }
 
  private:

@@ -74,7 +74,7 @@ Errc SourceMemory::read(std::span<const PageCopy> copies) {
     }
     copies = copies.subspan(count);
   }
-  // Had the peer died, its process id could by now be somebody else's.
+  // Had the peer died, its process id could by now be another process's.
   return peer_alive() ? Errc::ok : Errc::peer_lost;
 }
 

@@ -169,7 +169,7 @@ Result<void> NicLink::on_path_opened(ByteReader reader) {
     return malformed("path_opened");
   }
   if (status != Errc::ok) {
-    // There is no end of it there, and nobody to say so.
+    // There is no end of it there, and no peer to say so.
     entry.there = Closed{};
     entry.known = false;
     if (closing) {

@@ -335,7 +335,7 @@ void Endpoint::take(const fi_cq_data_entry& entry) {
   if (!context) return;
   const std::uint64_t sequence = context->sequence;
   put_back(*context);
-  if (context->receive) return;  // a message, which nobody has reason to send
+  if (context->receive) return;  // a message, which no peer has reason to send
   --in_flight_;
   pass({.sequence = sequence});
 }

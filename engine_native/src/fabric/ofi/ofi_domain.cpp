@@ -39,7 +39,7 @@ Result<std::unique_ptr<OfiDomain>> OfiDomain::open(std::shared_ptr<const OpenDom
   }
   EventSink& sink = *made;
   if (auto good = context.poller.add(made->timer_.get(), EPOLLIN, sink); !good) return good.error();
-  // One now: where that fails the NIC is of no use, and nobody should hear of it.
+  // One now: where that fails the NIC is of no use, and it is not reported.
   const auto first = Endpoint::open(made->domain_, context.poller, made->endpoint_options());
   if (!first) return first.error();
   return made;

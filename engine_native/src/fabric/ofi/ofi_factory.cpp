@@ -75,7 +75,7 @@ Result<OpenedNics> OfiFactory::open(const NicContext& context) {
   auto found = look(options, overrides_.library.get());
   if (!found) {
     if (required || found.error().code == Errc::invalid_argument) return found.error();
-    // Without an EFA, or without the library, nobody meant to use it.
+    // Without an EFA, or without the library, it was not meant to be used.
     if (options.ofi_provider == "efa" && efa_device_present() && Libfabric::load()) {
       opened.notices.push_back("ofi cannot be used here: " + found.error().text);
     }

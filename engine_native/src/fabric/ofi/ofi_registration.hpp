@@ -41,7 +41,7 @@ class OfiRegistration final : public NicRegistration {
   std::mutex mutex_;
   UniqueFid<fid_mr> memory_;            // null once closed
   Result<void> closed_;                 // how that went
-  std::unordered_set<PeerId> writers_;  // who know the key
+  std::unordered_set<PeerId> writers_;  // that know the key
 };
 
 }  // namespace kvxfer::ofi

@@ -184,7 +184,7 @@ Result<bool> Receiver::read_payload() {
     if (granted()) {
       const iovec& next = iovecs_[next_iovec_];
       got = read(next.iov_base, std::min(most, next.iov_len));
-    } else {  // refused: nobody reads it
+    } else {  // refused: it is not read
       ahead_first_ += most;
       got = most;
     }

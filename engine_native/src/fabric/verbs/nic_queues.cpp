@@ -160,7 +160,7 @@ void NicQueues::drain() {
 
 bool NicQueues::arm() {
   if (!armed_) armed_ = ibv_req_notify_cq(queue_, 0) == 0;
-  // One that came before it was armed wakes nobody.
+  // One that came before it was armed wakes no thread.
   return poll() == 0;
 }
 

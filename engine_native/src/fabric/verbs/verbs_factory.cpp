@@ -80,7 +80,7 @@ Result<OpenedNics> VerbsFactory::open(const NicContext& context) {
   OpenedNics opened{.names = kernel_devices()};
   if (!library_) {
     if (required) return unusable(library_.error().text);
-    // Without the library nobody meant to use them.
+    // Without the library they were not meant to be used.
     if (!opened.names.empty() && VerbsLibrary::installed()) {
       opened.notices.push_back(unusable(library_.error().text).text);
     }

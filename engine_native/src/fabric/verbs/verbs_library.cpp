@@ -16,7 +16,7 @@ bool find(void* library, const char* name, Function& function) {
   return function != nullptr;
 }
 
-// Never unloaded: its providers may keep state of their own.
+// Never unloaded: its providers may keep their own state.
 void* open_library() { return ::dlopen(kName, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE); }
 
 }  // namespace

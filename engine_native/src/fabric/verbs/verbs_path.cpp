@@ -141,7 +141,7 @@ void VerbsPath::connect(std::string_view endpoint, Connected then) {
       });
 }
 
-// Not in one with joining: nobody waits for that, and nothing is to be placed afterwards.
+// Not in one with joining: nothing waits for that, and nothing is to be placed afterwards.
 void VerbsPath::on_joined(int error, const PathEndpoint& theirs) {
   leave(State::starting);
   if (error != 0) return no_way(errno_text(error));

@@ -17,7 +17,7 @@ namespace {
 
 // Relaxed ordering (where the device has it; ignored otherwise) lets PCIe place the bytes of writes
 // out of order among themselves. The completion of an immediate is itself a strictly ordered PCIe
-// write, which overtakes no earlier one, and nobody here looks at bytes before that completion.
+// write, which overtakes no earlier one, and no byte is looked at here before that completion.
 constexpr unsigned kAccess =
     IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_RELAXED_ORDERING;
 

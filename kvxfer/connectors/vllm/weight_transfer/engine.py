@@ -126,7 +126,7 @@ class KvxferWeightTransferEngine(WeightTransferEngine[KvxferInitInfo, KvxferUpda
         Raises NotStaged where nothing is pinned."""
         staged, self._pinned = self._pinned, None
         if staged is None:
-            # All workers are here, or none, as they pin together; see there who raises.
+            # All workers are here, or none, as they pin together; that place says which one raises.
             if self._given_up or self.parallel_config.rank < self.parallel_config.world_size - 1:
                 return
             raise NotStaged('no update is pinned; update_weights needs the action "pin" before')
