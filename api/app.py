@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
 
 from kvxfer.api import problems
 from kvxfer.api.access import Guard, GuardedRoute
@@ -82,7 +83,8 @@ def create_app(
             await planner.close()
             await registry.close()
 
-    app = FastAPI(
+    app = FastAPIOffline(  # its /docs loads nothing from the internet
+        redoc_url=None,
         title="kvxfer control plane",
         version="1",
         description=(
