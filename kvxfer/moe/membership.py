@@ -224,8 +224,11 @@ class Membership:
     def _received_view(self, rank: int, view: View) -> Effects:
         if not self._admitted:
             return self._adopt(view) if self.rank in view.newcomers else ()
-        if rank not in self._view.members or view.number == self._view.number:
+        if view.number == self._view.number:
             return ()
+        if rank not in self._view.members:  # two halves of a group have let this newcomer in
+            self._ready.discard(rank)
+            return (Fence(rank),)
         if self._round(view.number) < self._round(self._view.number):
             return ()
         if view.previous == self._view.number and self.blocked:
@@ -371,7 +374,7 @@ class Membership:
             effects += [Send(rank, view) for rank in others if rank not in self._lost]
         held, self._flushes = self._flushes, {}
         for rank, flush in held.items():
-            if self._round(flush.view) >= self._round(view.number):
+            if rank not in self._lost:
                 effects += self._received_flush(rank, flush)
         return tuple(effects)
 

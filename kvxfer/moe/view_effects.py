@@ -26,8 +26,8 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class AskRank:
-    """Connect to a rank anew and ask it; answered() tells how that went. `pause`: not at once, but
-    after some milliseconds."""
+    """Connect to a rank anew and ask it; answered() tells how that went: with None, too, where a
+    newcomer knows no address of it. `pause`: not at once, but after some milliseconds."""
 
     rank: int
     ask: Ask

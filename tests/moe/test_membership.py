@@ -154,6 +154,15 @@ def test_a_decision_of_a_leader_that_is_lost_is_taken_from_those_that_have_it() 
     assert group.view(3).members == (1, 2, 3)
 
 
+def test_a_decision_is_passed_on_to_one_that_lost_its_leader_before() -> None:
+    member = Membership(1, 4, first_view(4))
+    member.lose(3, silent=True)
+    member.boundary(1)
+    member.received(2, Flush(0, 1, lost=(0, 3), closed=(0,)))
+    view = View(number=4, previous=0, members=(0, 1, 2), newcomers=(), first_step=1)
+    assert Send(2, view) in member.received(0, view)
+
+
 def test_a_view_of_a_rank_that_is_lost_is_refused() -> None:
     group = Group(4)
     group.kill(3)
@@ -419,6 +428,17 @@ def test_a_newcomer_of_a_view_that_none_else_has_is_told() -> None:
     group.deliver()
     assert group.view(2).members in ((2, 3), (1, 2, 3))
     assert isinstance(group.ranks[1].ended, RankExcluded)
+
+
+def test_a_newcomer_that_two_halves_let_in_leaves_one() -> None:
+    newcomer = Membership(1, 5, None)
+    for rank in (0, 2, 3, 4):
+        newcomer.newcomer(rank)
+    newcomer.received(
+        0, View(number=5, previous=0, members=(0, 1, 2), newcomers=(1,), first_step=3)
+    )
+    other = View(number=8, previous=0, members=(1, 3, 4), newcomers=(1,), first_step=4)
+    assert newcomer.received(3, other) == (Fence(3),)
 
 
 def test_a_rank_that_is_a_member_is_no_newcomer() -> None:
