@@ -1,5 +1,8 @@
 #include "moe_group.hpp"
 
+#include <fcntl.h>
+#include <poll.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -85,32 +88,47 @@ void Member::await_combine(std::uint32_t slot) {
   REQUIRE(waited == moe::Waited::done);
 }
 
-Group::Group(const std::string& fabric, Pairs pairs, moe::Shape shape, Duration spin) {
-  for (shape.rank = 0; shape.rank < shape.ranks; ++shape.rank) {
-    members.push_back(std::make_unique<Member>(fabric, shape, spin));
+PeerId Member::await_peer_up() {
+  while (true) {
+    for (const Completion& completion : exchange->events()) {
+      if (completion.kind == Completion::Kind::peer_up) return completion.peer;
+    }
+    pollfd event{.fd = engine->event_fd(), .events = POLLIN, .revents = 0};
+    REQUIRE(::poll(&event, 1, 120'000) == 1);
   }
+}
+
+Group::Group(const std::string& fabric, Pairs pairs, moe::Shape shape, Duration spin)
+    : members(shape.ranks), fabric_(fabric), pairs_(pairs), shape_(std::move(shape)), spin_(spin) {
+  std::vector<std::uint32_t> others;
+  for (std::uint32_t rank = 0; rank < shape_.ranks; ++rank) {
+    start(rank, others);
+    others.push_back(rank);
+  }
+}
+
+void Group::start(std::uint32_t rank, const std::vector<std::uint32_t>& others) {
+  shape_.rank = rank;
+  members[rank] = std::make_unique<Member>(fabric_, shape_, spin_);
   const auto dup_of = [](int fd) { return UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0)); };
-  for (const auto& a : members) {
-    for (const auto& b : members) {
-      if (a->shape.rank >= b->shape.rank) continue;
-      a->peers[b->shape.rank] = a->engine.connect_to(b->engine);
-      b->peers[a->shape.rank] = b->engine.await(Completion::Kind::peer_up).peer;
+  const auto pair = [&](Member& from, Member& to) {
+    const PeerId peer = from.peers[to.shape.rank];
+    const PeerId back = to.peers[from.shape.rank];
+    if (pairs_ == Pairs::memory) {
+      good(from.exchange->add_local(to.shape.rank, peer, dup_of(to.exchange->memory_fd()),
+                                    to.exchange->memory_bytes(),
+                                    dup_of(to.exchange->doorbell_fd())));
+    } else {
+      good(from.exchange->add_remote(to.shape.rank, peer,
+                                     good(to.exchange->open_remote(from.shape.rank, back))));
     }
-  }
-  for (const auto& a : members) {
-    for (const auto& b : members) {
-      const std::uint32_t rank = b->shape.rank;
-      if (a == b) continue;
-      if (pairs == Pairs::memory) {
-        good(a->exchange->add_local(rank, a->peers[rank], dup_of(b->exchange->memory_fd()),
-                                    b->exchange->memory_bytes(),
-                                    dup_of(b->exchange->doorbell_fd())));
-      } else {
-        const std::uint32_t own = a->shape.rank;
-        good(a->exchange->add_remote(rank, a->peers[rank],
-                                     good(b->exchange->open_remote(own, b->peers[own]))));
-      }
-    }
+  };
+  Member& fresh = *members[rank];
+  for (const std::uint32_t other : others) {
+    fresh.peers[other] = fresh.engine.connect_to(members[other]->engine);
+    members[other]->peers[rank] = members[other]->await_peer_up();
+    pair(fresh, *members[other]);
+    pair(*members[other], fresh);
   }
 }
 

@@ -20,6 +20,8 @@ struct Member {
   // Waits until done, whatever events come.
   void await_dispatch(std::uint32_t slot);
   void await_combine(std::uint32_t slot);
+  // Of the engine that connects to this one.
+  PeerId await_peer_up();
 
   moe::Shape shape;
   TestEngine engine;
@@ -38,8 +40,16 @@ struct Group {
   void each(const std::vector<std::uint32_t>& ranks,
             const std::function<void(Member& member)>& what);
   std::vector<std::uint32_t> all() const;
+  // Makes this rank anew, with a pair to each of these. No step is under way.
+  void start(std::uint32_t rank, const std::vector<std::uint32_t>& others);
 
   std::vector<std::unique_ptr<Member>> members;
+
+ private:
+  std::string fabric_;
+  Pairs pairs_;
+  moe::Shape shape_;
+  Duration spin_;
 };
 
 // What a rank dispatches in a step.

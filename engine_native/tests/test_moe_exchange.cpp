@@ -1,6 +1,12 @@
 // Steps of MoE exchanges: what arrives, what is combined, and what becomes of both when ranks are
 // lost.
+#include <fcntl.h>
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <thread>
 
@@ -372,6 +378,252 @@ TEST_CASE(
       });
     }
   }
+}
+
+TEST_CASE("steps that were posted in a view are posted again in the next ones, by their tables") {
+  Random random;
+  CAPTURE(random.seed);
+  for (const Reach& way : ways()) {
+    CAPTURE(way.fabric);
+    CAPTURE(name(way.pairs));
+    Group group(way.fabric, way.pairs, kThreeRanks);
+    const Tables all(kThreeRanks, {true, true, true}, random);
+    const Tables left(kThreeRanks, {true, true, false}, random);
+    std::vector<std::vector<Given>> given;
+    for (int n = 0; n < 5; ++n) given.push_back(random_all(kThreeRanks, random));
+    given[1][2] = given[2][2] = given[3][2] = {};
+    group.each(group.all(), [&](Member& member) {
+      good(member.exchange->set_view(all.view(1, member.shape.rank), 0));
+      whole_step({kThreeRanks, given[0], all.of}, member, 0, Order::by_expert);
+      if (member.shape.rank == 2) member.engine->close();
+    });
+    // Rank 0 has posted two steps, rank 1 none, when rank 2 is lost.
+    Member& first = *group.members[0];
+    for (std::uint32_t slot = 0; slot < 2; ++slot) {
+      good(first.exchange->dispatch_send(slot, given[1 + slot][0].tokens()));
+    }
+    Waited waited = Waited::events;
+    while (waited == Waited::events) {
+      first.exchange->events();
+      waited = good(first.exchange->dispatch_wait(0, {}));
+    }
+    CHECK(waited == Waited::deadline);
+    CHECK(first.exchange->awaited(0).front() == 1);
+    for (const std::uint64_t view : {2, 3, 4}) {
+      group.each({0, 1}, [&](Member& member) {
+        member.exchange->remove(2);
+        good(member.exchange->set_view(left.view(view, member.shape.rank), 1));
+      });
+    }
+    Member& second = *group.members[1];
+    CHECK(second.exchange->next_step() == 1);
+    for (std::uint32_t slot = 0; slot < 2; ++slot) {
+      CHECK(good(second.exchange->dispatch_send(slot, given[1 + slot][1].tokens())) == 1 + slot);
+    }
+    group.each({0, 1}, [&](Member& member) {
+      for (std::uint32_t slot = 0; slot < 2; ++slot) {
+        const StepOf step{kThreeRanks, given[1 + slot], left.of};
+        member.await_dispatch(slot);
+        CHECK(good(member.exchange->arrival(slot))->missing == std::vector<bool>(3));
+        const Bytes y = place_and_compute(step, member, slot, Order::by_expert);
+        good(member.exchange->combine_send(slot, y.data()));
+        member.await_combine(slot);
+        CHECK(combine_and_check(step, member, slot) == std::vector<bool>(3));
+      }
+      whole_step({kThreeRanks, given[3], left.of}, member, 0, Order::by_source);
+    });
+    // A fresh process in its place takes part from the view on that has it.
+    group.start(2, {0, 1});
+    group.each(group.all(), [&](Member& member) {
+      good(member.exchange->set_view(all.view(5, member.shape.rank), 4));
+      CHECK(member.exchange->next_step() == 4);
+      CHECK(member.exchange->lost().empty());
+      const StepOf step{kThreeRanks, given[4], all.of};
+      CHECK(whole_step(step, member, 0, Order::by_expert) == std::vector<bool>(3));
+    });
+  }
+}
+
+TEST_CASE("a step of the view before ends without a rank that came back in the next") {
+  Random random;
+  CAPTURE(random.seed);
+  moe::Shape shape = kThreeRanks;
+  shape.ranks = 2;
+  shape.local_experts = {3, 3};
+  for (const Reach& way : ways()) {
+    CAPTURE(way.fabric);
+    CAPTURE(name(way.pairs));
+    Group group(way.fabric, way.pairs, shape);
+    const Tables both(shape, {true, true}, random);
+    const std::vector<Given> given{random_given(shape, 9, random), random_given(shape, 7, random)};
+    const StepOf step{shape, given, both.of};
+    Bytes y;
+    group.each(group.all(), [&](Member& member) {
+      good(member.exchange->set_view(both.view(1, member.shape.rank), 0));
+      good(member.exchange->dispatch_send(0, given[member.shape.rank].tokens()));
+      member.await_dispatch(0);
+      if (member.shape.rank == 1) return member.engine->close();
+      while (member.exchange->lost().empty()) {
+        pollfd event{.fd = member.engine->event_fd(), .events = POLLIN, .revents = 0};
+        ::poll(&event, 1, 1000);
+        member.exchange->events();
+      }
+    });
+    Member& left = *group.members[0];
+    left.exchange->remove(1);
+    group.start(1, {0});
+    good(left.exchange->set_view(both.view(2, 0), 1));
+    y = place_and_compute(step, left, 0, Order::by_expert);
+    good(left.exchange->combine_send(0, y.data()));
+    left.await_combine(0);
+    CHECK(combine_and_check(step, left, 0)[1]);
+    group.each(group.all(), [&](Member& member) {
+      if (member.shape.rank == 1) good(member.exchange->set_view(both.view(2, 1), 1));
+      CHECK(whole_step(step, member, 0, Order::by_source) == std::vector<bool>(2));
+    });
+  }
+}
+
+// --- ranks that break the protocol -----------------------------------------------------------
+
+namespace {
+
+// A rank 1 that says what it likes, and rank 0.
+struct Liar {
+  explicit Liar(Pairs pairs, const std::string& fabric)
+      : honest(fabric, with_rank(0), {}),
+        engine(options_for(fabric, "liar")),
+        own(good(moe::OwnMemory::create(with_rank(1)))),
+        to_honest(engine.connect_to(honest.engine)) {
+    moe::Exchange& exchange = *honest.exchange;
+    const PeerId to_liar = honest.await_peer_up();
+    if (pairs == Pairs::memory) {
+      good(exchange.add_local(1, to_liar, UniqueFd(::dup(own.memory_fd())), own.layout().bytes(),
+                              UniqueFd(::dup(own.doorbell_fd()))));
+    } else {
+      way = good(moe::EngineWay::open(*engine, with_rank(1), 0, to_honest, own, kDeadline));
+      good(exchange.add_remote(1, to_liar, way->terms()));
+      good(way->accept(good(exchange.open_remote(1, to_liar)),
+                       good(engine->register_memory(own.at(0), own.bytes().size()))));
+    }
+    moe::View view{.number = 1, .alive = {true, true}};
+    for (std::int64_t expert = 0; expert < 6; ++expert) {
+      view.table.push_back(expert % 2 << 32 | expert / 2);
+    }
+    good(exchange.set_view(view, 0));
+    good(exchange.dispatch_send(0, {}));
+  }
+  static moe::Shape with_rank(std::uint32_t rank) {
+    moe::Shape shape = kThreeRanks;
+    shape.ranks = 2;
+    shape.rank = rank;
+    shape.local_experts = {3, 3};
+    return shape;
+  }
+  void dispatch(const moe::Routes& routes, std::uint32_t rows) {
+    const std::uint64_t key = moe::key_of(1, 0);
+    const std::size_t message = own.layout().message(0, 0);
+    moe::write_routes(routes, own.at(message + sizeof(moe::MessageHead)));
+    own.head(message) = {
+        .key = key, .rows = rows, .entries = static_cast<std::uint32_t>(routes.entries.size())};
+    own.publish(own.layout().routes_word(0), key);
+    own.publish(own.layout().rows_word(0), key);
+    std::vector<OperationId> operations;
+    if (way) good(way->post_dispatch(0, key, routes, operations));
+  }
+  void check_lost() {
+    honest.await_dispatch(0);
+    const auto arrival = *good(honest.exchange->arrival(0));
+    CHECK(arrival.missing == std::vector<bool>{false, true});
+    CHECK(arrival.source_rows == std::vector<std::int64_t>{0, 0});
+    CHECK(honest.exchange->lost() == std::vector<std::uint32_t>{1});
+    CHECK(honest.exchange->why_lost(1).code == Errc::protocol_error);
+  }
+
+  Member honest;
+  TestEngine engine;
+  moe::OwnMemory own;
+  PeerId to_honest;
+  std::unique_ptr<moe::EngineWay> way;
+};
+
+}  // namespace
+
+TEST_CASE("a rank that sends malformed routes is lost, and nothing of it is placed") {
+  for (const Pairs pairs : {Pairs::memory, Pairs::engine}) {
+    CAPTURE(name(pairs));
+    const moe::Routes routes{.rows = {{0, 0}, {1, 1}}, .entries = {{0, 1}, {2, 1}}};
+    Liar honest(pairs, "tcp");
+    honest.dispatch(routes, 2);
+    honest.honest.await_dispatch(0);
+    CHECK(good(honest.honest.exchange->arrival(0))->source_rows == std::vector<std::int64_t>{0, 2});
+    Liar of_rows(pairs, "tcp");
+    of_rows.dispatch(routes, 1U << 31);
+    of_rows.check_lost();
+    Liar of_experts(pairs, "tcp");
+    of_experts.dispatch({.rows = {{0, 0}}, .entries = {{3, 1}}}, 1);
+    of_experts.check_lost();
+  }
+}
+
+TEST_CASE("terms and memory of another shape are refused") {
+  Group group("tcp", Pairs::engine, kThreeRanks);
+  moe::Exchange& exchange = *group.members[0]->exchange;
+  moe::Shape other = kThreeRanks;
+  other.hidden = 32;
+  other.rank = 1;
+  Member foreign("tcp", other, {});
+  const PeerId peer = group.members[0]->engine.connect_to(foreign.engine);
+  const PeerId back = foreign.await_peer_up();
+  exchange.remove(1);
+  auto added = exchange.add_remote(1, peer, good(foreign.exchange->open_remote(0, back)));
+  REQUIRE_FALSE(added);
+  CHECK(added.error().code == Errc::protocol_error);
+  exchange.remove(1);
+  added = exchange.add_local(1, peer, UniqueFd(::dup(foreign.exchange->memory_fd())),
+                             foreign.exchange->memory_bytes(),
+                             UniqueFd(::dup(foreign.exchange->doorbell_fd())));
+  REQUIRE_FALSE(added);
+  CHECK(added.error().code == Errc::protocol_error);
+}
+
+TEST_CASE("a copy of rows that their owner overwrites meanwhile does not count") {
+  const moe::Shape of = Liar::with_rank(1);
+  const auto own = good(moe::OwnMemory::create(of));
+  const auto way =
+      good(moe::LocalWay::map(Liar::with_rank(0), 1, UniqueFd(::dup(own.memory_fd())),
+                              own.layout().bytes(), UniqueFd(::dup(own.doorbell_fd()))));
+  const std::size_t bytes = of.max_tokens * of.token_row().bytes();
+  const std::size_t rows_word = own.layout().rows_word(0);
+  std::atomic<std::uint64_t> newest = 0;
+  std::atomic<bool> stop = false;
+  std::thread owner([&] {
+    for (std::uint64_t key = 1; !stop; ++key) {
+      own.withdraw(rows_word);
+      std::memset(own.at(own.layout().tokens(0)), static_cast<int>(key % 251), bytes);
+      own.publish(rows_word, key);
+      newest = key;
+    }
+  });
+  int counted = 0;
+  int discarded = 0;
+  Bytes copy(bytes);
+  const auto end = std::chrono::steady_clock::now() + kDeadline;
+  while ((counted < 20 || discarded < 20) && std::chrono::steady_clock::now() < end) {
+    const std::uint64_t key = newest;
+    if (way->dispatched(0, key) != moe::Held::whole) continue;
+    std::memcpy(copy.data(), way->tokens(0), bytes);
+    if (!way->still(0, moe::Direction::dispatch, key)) {
+      ++discarded;
+      continue;
+    }
+    ++counted;
+    CHECK(std::ranges::all_of(copy, [&](std::byte b) { return b == std::byte(key % 251); }));
+  }
+  stop = true;
+  owner.join();
+  CHECK(counted >= 20);
+  CHECK(discarded >= 20);
 }
 
 TEST_SUITE_END();
