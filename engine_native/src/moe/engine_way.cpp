@@ -156,8 +156,10 @@ Result<void> EngineWay::post_message(std::uint32_t slot, Direction direction, st
       return good;
     }
   }
-  own_.head(offset).ordinal = ordinal;
-  own_.head(offset).data = lane.data;
+  MessageHead& sealed = own_.head(offset);
+  sealed.ordinal = ordinal;
+  sealed.data = lane.data;
+  sealed.check = sealed.seal();
   constexpr std::int64_t kPage = 0;
   const PagedWrite head{.page_length = first,
                         .source_pages = {&kPage, 1},
@@ -226,14 +228,15 @@ Held EngineWay::look(std::uint32_t slot, Direction direction, std::uint64_t key,
                      MessageHead& head) {
   Lane& lane = this->lane(slot, direction);
   if (!std::exchange(lane.fresh, false)) return Held::nothing;
-  // One head for each message, and a new one only when the last has arrived: the count is the
-  // ordinal of the newest.
+  // A message is posted when the one before has been placed, so the count is the ordinal of one
+  // that is here. A NIC may have placed later ones that are not counted yet, or be at it: they are
+  // looked at when they are.
   const std::uint64_t newest = engine_.take_arrivals(lane.here.heads);
   if (newest == 0) return Held::nothing;
   std::memcpy(static_cast<void*>(&head), inbox(here_.message(slot, direction, newest)),
               sizeof head);
-  if (head.key != key) return Held::nothing;
-  if (head.ordinal != newest) return Held::malformed;
+  if (head.key != key || head.check != head.seal() || head.ordinal > newest) return Held::nothing;
+  if (head.ordinal < newest) return Held::malformed;
   if (engine_.counter_value(lane.here.data) < head.data) {
     if (std::exchange(lane.expected, head.data) != head.data) {
       // A completion follows. Fails only where the way is being taken down.

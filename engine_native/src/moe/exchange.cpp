@@ -30,6 +30,9 @@ Exchange::Exchange(TransferEngine& engine, Shape shape, Options options, OwnMemo
       steps_(shape_.slots),
       inputs_(shape_.slots),
       sending_(shape_.slots) {
+  for (std::uint32_t i = 1; i <= shape_.ranks; ++i) {
+    others_first_.push_back((shape_.rank + i) % shape_.ranks);
+  }
   pairs_[shape_.rank] = std::make_shared<Counterpart>(Counterpart{
       .rank = shape_.rank, .way = LocalWay::to_self(shape_, own_.at(0)), .ready = true});
 }

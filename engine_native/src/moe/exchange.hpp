@@ -140,6 +140,8 @@ class Exchange {
   TransferEngine& engine_;
   const Shape shape_;
   const Options options_;
+  // Ranks from the next one on, this one last: not all go to the same one first.
+  std::vector<std::uint32_t> others_first_;
   OwnMemory own_;
   RegionPtr own_region_;  // once there is a rank that the engine writes to
   std::vector<std::shared_ptr<Counterpart>> pairs_;  // by rank

@@ -154,7 +154,9 @@ Result<void> Exchange::send(std::uint32_t slot, const Tokens* tokens) {
   own_.publish(layout.routes_word(slot), step.key);
   if (tokens) pack(shape_, *tokens, own_.at(layout.tokens(slot)));
   own_.publish(layout.rows_word(slot), step.key);
-  for (Part& part : step.parts) post(slot, Direction::dispatch, step, part);
+  for (const std::uint32_t rank : others_first_) {
+    post(slot, Direction::dispatch, step, step.parts[rank]);
+  }
   return {};
 }
 
@@ -236,24 +238,30 @@ Result<void> Exchange::place(std::uint32_t slot, Order order, std::span<const st
         "ids and weights");
   }
   step.order = order;
-  step.begins.assign(begins.begin(), begins.end());
-  std::vector<std::int64_t> next = step.begins;
-  const Placement to{order, static_cast<std::byte*>(x), shape_.scale_block > 0 ? scales : nullptr,
-                     ids, weights};
+  std::vector<std::int64_t> next(begins.begin(), begins.end());
+  std::size_t placed = 0;
   for (std::uint32_t rank = 0; rank < shape_.ranks; ++rank) {
     Part& part = step.parts[rank];
+    assign_places(part.received, order,
+                  by_expert ? std::span(next) : std::span(next).subspan(rank, 1), part.places);
+    placed += part.places.size();
+  }
+  const bool much = placed * shape_.token_row().payload_bytes() >= kStreamFrom;
+  const Stores stores = much ? Stores::streamed : Stores::cached;
+  const Room to{static_cast<std::byte*>(x), shape_.scale_block > 0 ? scales : nullptr, ids,
+                weights};
+  for (const std::uint32_t rank : others_first_) {
+    Part& part = step.parts[rank];
     if (part.received.rows.empty()) continue;
-    const auto moving = by_expert ? std::span(next) : std::span(next).subspan(rank, 1);
     if (part.dispatched) {
-      const std::vector<std::int64_t> start(moving.begin(), moving.end());
-      place_rows(shape_, part.received, part.pair->way->tokens(slot), to, moving);
+      place_rows(shape_, part.received, order, part.places, part.pair->way->tokens(slot), to,
+                 stores);
       if (part.pair->way->still(slot, Direction::dispatch, step.key)) continue;
       lose(*part.pair, {Errc::peer_lost, "it has given this rank up"});
       part.dispatched = false;
       step.arrival.missing[rank] = true;
-      std::ranges::copy(start, moving.begin());
     }
-    place_rows(shape_, part.received, nullptr, to, moving);
+    place_rows(shape_, part.received, order, part.places, nullptr, to, stores);
   }
   step.phase = Phase::placed;
   return {};
@@ -268,18 +276,14 @@ Result<void> Exchange::combine_send(std::uint32_t slot, const void* y) {
   Step& step = **found;
   if (auto good = await_sent(slot, Direction::combine); !good) return good;
   const OwnLayout& layout = own_.layout();
-  std::vector<std::int64_t> next = step.begins;
-  for (std::uint32_t rank = 0; rank < shape_.ranks; ++rank) {
+  for (const std::uint32_t rank : others_first_) {
     Part& part = step.parts[rank];
     part.settled = false;
-    const auto moving =
-        step.order == Order::by_expert ? std::span(next) : std::span(next).subspan(rank, 1);
-    const bool goes = part.pair && part.pair->up();
+    if (!part.pair || !part.pair->up()) continue;
     const std::size_t word = layout.combine_word(slot, rank);
-    if (goes) own_.withdraw(word);
-    combine_rows(shape_, part.received, step.order, static_cast<const std::byte*>(y), moving,
-                 goes ? own_.at(layout.combine(slot, rank)) : nullptr);
-    if (!goes) continue;
+    own_.withdraw(word);
+    combine_rows(shape_, part.received, step.order, part.places, static_cast<const std::byte*>(y),
+                 own_.at(layout.combine(slot, rank)));
     own_.publish(word, step.key);
     post(slot, Direction::combine, step, part);
   }

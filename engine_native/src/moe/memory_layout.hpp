@@ -44,6 +44,16 @@ struct alignas(64) MessageHead {
   // and direction, from 1 on; and how many data immediates all so far have.
   std::uint64_t ordinal;
   std::uint64_t data;
+  std::uint64_t check;  // what seal() gives: a head that is half written does not have it
+
+  std::uint64_t seal() const {
+    std::uint64_t hash = ordinal;
+    for (const std::uint64_t word : {key, std::uint64_t{rows} << 32 | entries, data}) {
+      hash = (hash ^ word) * 0x9e3779b97f4a7c15;
+      hash ^= hash >> 32;
+    }
+    return hash;
+  }
 };
 static_assert(sizeof(MessageHead) == 64);
 

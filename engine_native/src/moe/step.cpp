@@ -45,8 +45,19 @@ Arrival arrival_of(const Shape& shape, const std::vector<Part>& parts) {
   return arrival;
 }
 
-void place_rows(const Shape& shape, const Routes& routes, const std::byte* tokens,
-                const Placement& to, std::span<std::int64_t> next) {
+void assign_places(const Routes& routes, Order order, std::span<std::int64_t> next,
+                   std::vector<std::int64_t>& places) {
+  places.clear();
+  if (order == Order::by_expert) {
+    for (const RouteEntry& entry : routes.entries) places.push_back(next[entry.expert]++);
+  } else {
+    for (std::size_t row = 0; row < routes.rows.size(); ++row) places.push_back(next[0]++);
+  }
+}
+
+void place_rows(const Shape& shape, const Routes& routes, Order order,
+                std::span<const std::int64_t> places, const std::byte* tokens, const Room& to,
+                Stores stores) {
   const RowFormat format = shape.token_row();
   const std::size_t payload = format.payload_bytes();
   const auto place = [&](const RouteRow& row, std::size_t position) {
@@ -58,16 +69,17 @@ void place_rows(const Shape& shape, const Routes& routes, const std::byte* token
       return;
     }
     const std::byte* const from = tokens + row.token * format.bytes();
-    copy(x, from, payload);
+    copy(x, from, payload, stores);
     if (scales) std::memcpy(scales, from + format.scales_offset(), format.scale_bytes());
   };
   for (std::size_t i = 0; i < routes.rows.size(); ++i) {
     const auto entries = routes.of(i);
-    if (to.order == Order::by_expert) {
-      for (const RouteEntry& entry : entries) place(routes.rows[i], at(next[entry.expert]++));
+    if (order == Order::by_expert) {
+      const std::size_t first = routes.rows[i].first_entry;
+      for (std::size_t k = 0; k < entries.size(); ++k) place(routes.rows[i], at(places[first + k]));
       continue;
     }
-    const std::size_t position = at(next[0]++);
+    const std::size_t position = at(places[i]);
     place(routes.rows[i], position);
     std::int32_t* const ids = to.ids + position * shape.top_k;
     float* const weights = to.weights + position * shape.top_k;
@@ -80,23 +92,23 @@ void place_rows(const Shape& shape, const Routes& routes, const std::byte* token
   }
 }
 
-void combine_rows(const Shape& shape, const Routes& routes, Order order, const std::byte* y,
-                  std::span<std::int64_t> next, std::byte* to) {
+void combine_rows(const Shape& shape, const Routes& routes, Order order,
+                  std::span<const std::int64_t> places, const std::byte* y, std::byte* to) {
   const RowFormat format = shape.combine_row();
   const std::size_t payload = format.payload_bytes();
   std::vector<WeightedRow> rows;
-  for (std::size_t i = 0; i < routes.rows.size(); ++i) {
-    std::byte* const row = to ? to + i * format.bytes() : nullptr;
+  for (std::size_t i = 0; i < routes.rows.size(); ++i, to += format.bytes()) {
     if (order == Order::by_source) {
-      const std::size_t position = at(next[0]++);
-      if (row) copy(row, y + position * payload, payload);
+      copy(to, y + at(places[i]) * payload, payload);
       continue;
     }
     rows.clear();
-    for (const RouteEntry& entry : routes.of(i)) {
-      rows.push_back({y + at(next[entry.expert]++) * payload, entry.weight});
+    const auto entries = routes.of(i);
+    const std::size_t first = routes.rows[i].first_entry;
+    for (std::size_t k = 0; k < entries.size(); ++k) {
+      rows.push_back({y + at(places[first + k]) * payload, entries[k].weight});
     }
-    if (row) weighted_sum(row, shape.combine, rows, shape.combine, shape.hidden);
+    weighted_sum(to, shape.combine, rows, shape.combine, shape.hidden);
   }
 }
 

@@ -52,6 +52,7 @@ struct Part {
   std::shared_ptr<Counterpart> pair;  // null: the step's view does not have it
   Routes sent;                        // to it
   Routes received;                    // from it; empty until they are here
+  std::vector<std::int64_t> places;   // of what was received
   // Of the dispatch, then of the combine: whether it is waited for, and has come.
   bool settled = false;
   bool routed = false;
@@ -78,7 +79,6 @@ struct Step {
   std::vector<Part> parts;  // by rank
   Arrival arrival;
   Order order = Order::by_expert;
-  std::vector<std::int64_t> begins;
 };
 
 // Rows of the wire's format, by token, into `to`.
@@ -87,24 +87,27 @@ void pack(const Shape& shape, const Tokens& tokens, std::byte* to);
 // Of parts that are settled.
 Arrival arrival_of(const Shape& shape, const std::vector<Part>& parts);
 
-// Where rows are placed, and in what order.
-struct Placement {
-  Order order;
+// Gives each row that is placed its place: for each entry of the routes by_expert, for each row
+// by_source. `next`: by local expert, or of this source; it moves on.
+void assign_places(const Routes& routes, Order order, std::span<std::int64_t> next,
+                   std::vector<std::int64_t>& places);
+
+// Where rows are placed.
+struct Room {
   std::byte* x;
   float* scales;
   std::int32_t* ids;
   float* weights;
 };
 
-// The rows of one source from these tokens on; null: zeros. by_expert: `next` is the next row of
-// each local expert, and moves on; by_source: of this source.
-void place_rows(const Shape& shape, const Routes& routes, const std::byte* tokens,
-                const Placement& to, std::span<std::int64_t> next);
+// The rows of one source out of its token rows; null: zeros.
+void place_rows(const Shape& shape, const Routes& routes, Order order,
+                std::span<const std::int64_t> places, const std::byte* tokens, const Room& to,
+                Stores stores);
 
-// The combine rows for one source out of y. `next` as for place_rows(). `to` null: it only moves
-// `next` on.
-void combine_rows(const Shape& shape, const Routes& routes, Order order, const std::byte* y,
-                  std::span<std::int64_t> next, std::byte* to);
+// The combine rows for one source, out of rows y where those of x were placed.
+void combine_rows(const Shape& shape, const Routes& routes, Order order,
+                  std::span<const std::int64_t> places, const std::byte* y, std::byte* to);
 
 // The rows of one rank for tokens of this one.
 struct Contribution {
