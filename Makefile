@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-weights test-gpu test-sglang test-page test-stability lint docs bench bench-control bench-gpu bench-vllm bench-weights sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights soak attack simulate helm-test verify clean
+.PHONY: demo test test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-weights test-gpu test-sglang test-page test-stability lint docs bench bench-control bench-gpu bench-vllm bench-weights sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights soak attack simulate simulate-moe helm-test verify clean
 
 demo:
 	@DEVICE=$(DEVICE) scripts/demo
@@ -123,6 +123,11 @@ attack:
 simulate:
 	@scripts/setup test
 	@$(VENV)/python -m verify.simulation --seeds $(or $(SEEDS),100000) $(SIMULATE)
+
+# Views of MoE groups, on virtual time.
+simulate-moe:
+	@scripts/setup test
+	@$(VENV)/python -m verify.moe --seeds $(or $(SEEDS),20000)
 
 helm-test:
 	@scripts/setup test

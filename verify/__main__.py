@@ -57,6 +57,7 @@ STEPS: Final = (
     Step("model", {}, "the protocol, in every order of events"),
     Step("attack", {}, "a hostile peer, on every fabric"),
     Step("simulate", {"SEEDS": "20000"}, "the code of sessions on virtual time"),
+    Step("simulate-moe", {}, "the views of MoE groups on virtual time"),
     Step("sanitize", {"WHOLE": "1"}, "the engine under ASan with UBSan, and under TSan"),
     Step("test-gpu", {}, "memory of GPUs, and that defects there are caught"),
     Step("test-verbs", {}, "Soft-RoCE with one, two and four devices"),

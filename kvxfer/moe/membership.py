@@ -38,12 +38,12 @@ lost, the same one everywhere: the one that only saw its connection end, or else
 false suspicion costs one rank, not two.
 
 *Asking.* Before it decides, a leader asks lost ranks whether they are alive: with half of the
-members or fewer, every rank that does not survive; with more, those whose connection ended, which
-may have gone on while this side was frozen. One that has a later view excludes the asker. Else the
+members or fewer, every rank that does not survive; with more, those that were not silent, which may
+have gone on while this side was frozen. One that has a later view excludes the asker. Else the
 larger side goes on, or at equal size the one with the lowest rank: the asked rank gives way, or the
-asker waits for its side. A rank whose engine does not answer is dead or frozen; when it wakes up it
-finds itself alone, asks, and is told. Where a network is cut in two and stays so, both sides go on,
-except those of fewer than `min_ranks`.
+asker waits for the other side. A rank whose engine does not answer is dead or frozen; when it wakes
+up it finds itself alone, asks, and is told. Where a network is cut in two and stays so, both sides
+go on, except those of fewer than `min_ranks`.
 
 *Newcomers.* A process takes the place of a rank that is not a member. It is set up with all members
 and says so (READY); the leader begins a change, and admits it if every survivor is set up with it.
@@ -52,7 +52,8 @@ It begins with the view's first step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Literal, TypeAlias
 
 from kvxfer.errors import InvalidArgument, MoeGroupLost, RankExcluded
 from kvxfer.moe.accusations import loser
@@ -69,6 +70,8 @@ from kvxfer.moe.view_messages import (
     Wait,
     Yield,
 )
+
+_Loss: TypeAlias = Literal["silent", "closed", "judged"]
 
 
 def first_view(ranks: int) -> View:
@@ -91,8 +94,8 @@ class Membership:
         """The next one, while blocked."""
         self._admitted = view is not None
         self._view = view or View(number=0, previous=0, members=(), newcomers=(), first_step=0)
-        self._lost: dict[int, bool] = {}
-        """Members; whether their connection ended."""
+        self._lost: dict[int, _Loss] = {}
+        """Members; "judged" are those that have lost against another one."""
         self._flushes: dict[int, Flush] = {}
         """The last of each rank, of this view or a later one."""
         self._told: Flush | None = None
@@ -141,7 +144,7 @@ class Membership:
         self._flushes.pop(rank, None)
         if rank not in self._view.members or rank in self._lost:
             return ()
-        self._lost[rank] = not silent
+        self._lost[rank] = "silent" if silent else "closed"
         return self._advance()
 
     def newcomer(self, rank: int) -> Effects:
@@ -189,12 +192,14 @@ class Membership:
         view = self._view
         if self.ended is not None or not self._admitted:
             return (Reply(ask.rank, Yield(view.number)),)
-        known = ask.rank in view.members and ask.view in (view.number, view.previous)
+        member = ask.rank in view.members
+        known = member and ask.view in (view.number, view.previous)
         if self._round(view.number) >= self._round(ask.view) and not known:
             return (Reply(ask.rank, Excluded(view.number)),)
         own = {self.rank} | set(view.members) - self.lost - set(ask.survivors)
         if _strength(own) > _strength(ask.survivors):
-            return (Reply(ask.rank, Wait(view.number)),)
+            # Two halves that have gone on stay apart: this one will not decide about the asker.
+            return (Reply(ask.rank, Wait(view.number) if member else Excluded(view.number)),)
         ended = self._end(self._excluded(f"rank {ask.rank} goes on with {[*ask.survivors]}"))
         return (Reply(ask.rank, Yield(view.number)), *ended)
 
@@ -284,7 +289,7 @@ class Membership:
             if rank == self.rank:
                 yield from self._end(self._excluded("a member has lost it"))
                 return
-            self._lost[rank] = self.rank in told[rank].lost
+            self._lost[rank] = "closed" if self.rank in told[rank].lost else "judged"
             yield Fence(rank)
 
     def _current_flushes(self) -> dict[int, Flush]:
@@ -299,8 +304,9 @@ class Membership:
             view=self._view.number,
             next_step=self._step,
             lost=_ordered(self._lost),
-            closed=_ordered(rank for rank, closed in self._lost.items() if closed),
+            closed=_ordered(rank for rank, how in self._lost.items() if how == "closed"),
             ready=_ordered(self._ready),
+            judged=_ordered(rank for rank, how in self._lost.items() if how == "judged"),
         )
         if flush == self._told:
             return
@@ -312,9 +318,7 @@ class Membership:
         """Of the leader: asks, or decides, where all that survive say the same."""
         survivors = self._survivors()
         told = self._current_flushes()
-        if self.rank != min(survivors) or told.keys() != survivors - {self.rank}:
-            return ()
-        if any(set(flush.lost) != self.lost for flush in told.values()):
+        if self.rank != min(survivors) or not self._all_say_the_same(survivors, told):
             return ()
         ask = Ask(self.rank, self._view.number, _ordered(survivors))
         if ask != self._asking:
@@ -327,21 +331,32 @@ class Membership:
         if len(survivors) + len(admitted) < self.min_ranks:
             return self._end(self._group_lost(), tell=survivors)
         view = View(
-            number=(self._round(self._view.number) + 1) * self.ranks + self.rank,
+            number=self._next_number(),
             previous=self._view.number,
             members=_ordered(survivors | admitted),
             newcomers=_ordered(admitted),
-            first_step=min([self._step, *(flush.next_step for flush in told.values())]),
+            first_step=self._first_step(told.values()),
         )
         others = [rank for rank in view.members if rank != self.rank]
         return (*(Send(rank, view) for rank in others), *self._adopt(view))
+
+    def _all_say_the_same(self, survivors: set[int], told: Mapping[int, Flush]) -> bool:
+        return told.keys() == survivors - {self.rank} and all(
+            set(flush.lost) == self.lost for flush in told.values()
+        )
+
+    def _next_number(self) -> int:
+        return (self._round(self._view.number) + 1) * self.ranks + self.rank
+
+    def _first_step(self, told: Iterable[Flush]) -> int:
+        return min([self._step, *(flush.next_step for flush in told)])
 
     def _doubtful(self, survivors: set[int], told: Iterable[Flush]) -> set[int]:
         """Whom the leader has to ask before it decides."""
         if 2 * len(survivors) <= len(self._view.members):
             return set(range(self.ranks)) - survivors - self._ready
-        closed = {rank for rank, closed in self._lost.items() if closed}
-        return closed.union(*(flush.closed for flush in told))
+        lost = {rank for rank, how in self._lost.items() if how != "silent"}
+        return lost.union(*({*flush.closed, *flush.judged} for flush in told))
 
     def _admissible(self, survivors: set[int], told: Iterable[Flush]) -> set[int]:
         """The newcomers of the next view: each two are set up with each other."""
@@ -361,9 +376,9 @@ class Membership:
         self._view, self._admitted, self.blocked = view, True, False
         self._told = self._asking = None
         members = set(view.members)
-        self._lost = {rank: closed for rank, closed in self._lost.items() if rank in members}
+        self._lost = {rank: how for rank, how in self._lost.items() if rank in members}
         for rank in sorted(met - self._ready - {self.rank}):  # lost since its set-up
-            self._lost[rank] = True
+            self._lost[rank] = "closed"
             effects.append(Fence(rank))
         self._ready -= members
         self._tried -= members

@@ -21,8 +21,8 @@ class Flush(msgspec.Struct, frozen=True, tag="flush"):
     """member → members: no step begins and no dispatch completes here before the next view.
 
     next_step: the first step that the rank has not dispatched. lost: members that it has lost, or
-    takes for lost. closed: those of them whose connection ended; the others fell silent, or lost
-    against one that had accused them. ready: newcomers that it is set up with.
+    takes for lost. closed: those of them whose connection ended. judged: those that lost against
+    one that had accused them. The rest fell silent. ready: newcomers that it is set up with.
     """
 
     view: Number
@@ -30,6 +30,7 @@ class Flush(msgspec.Struct, frozen=True, tag="flush"):
     lost: Ranks
     closed: Ranks = ()
     ready: Ranks = ()
+    judged: Ranks = ()
 
 
 class View(msgspec.Struct, frozen=True, tag="view"):

@@ -1,0 +1,132 @@
+"""What a rank has sent and been sent of its steps: a model of the native exchange."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.moe.view_messages import View
+
+if TYPE_CHECKING:
+    from .network import Connection
+    from .rank import Rank
+
+
+class Exchange:
+    """Of one rank. What comes of each other one is whole or absent, and has the view's number."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self.next_step = 0
+        self.down: set[int] = set()
+        self._views: dict[int, View] = {}  # in which each step was dispatched
+        self._gone: dict[int, set[int]] = {}  # of each step, members that left since
+        self._sources: dict[int, frozenset[int]] = {}
+        self._dispatches: dict[tuple[int, int], int] = {}
+        self._answers: dict[tuple[int, int], tuple[int, frozenset[int]]] = {}
+
+    def lands(self, connection: Connection, data: tuple[Any, ...]) -> None:
+        rank = connection.other(self._rank)
+        if self._rank.connections.get(rank.rank) is not connection:
+            return
+        kind, step, *rest = data
+        if kind == "dispatch":
+            self._dispatches[rank.rank, step] = rest[0]
+        else:
+            self._answers[rank.rank, step] = (rest[0], rest[1])
+        self._rank.wake()
+
+    def lost(self, rank: int) -> None:
+        self.down.add(rank)
+
+    def set_up(self, rank: int) -> None:
+        """With another process than the one before."""
+        self.down.discard(rank)
+        for landed in (self._dispatches, self._answers):
+            for key in [key for key in landed if key[0] == rank]:
+                del landed[key]
+
+    def set_view(self, view: View, *, newcomer: bool) -> None:
+        if newcomer:
+            self.next_step = view.first_step
+        for step, before in self._views.items():
+            if step >= view.first_step:
+                self._post(step, view)
+            else:
+                gone = set(before.members) - set(view.members)
+                self._gone.setdefault(step, set()).update(gone)
+
+    # --- a step
+
+    def dispatch(self, view: View) -> int:
+        step = self.next_step
+        self.next_step += 1
+        self._post(step, view)
+        return step
+
+    def _post(self, step: int, view: View) -> None:
+        self._views[step] = view
+        for rank in self._others(step):
+            self._write(rank, ("dispatch", step, view.number))
+
+    def view(self, step: int) -> View:
+        return self._views[step]
+
+    def dispatched(self, step: int) -> bool:
+        """Whether each other rank of the step's view has dispatched it, or is lost."""
+        number = self._views[step].number
+        return all(
+            self._dispatches.get((rank, step)) == number or self._is_lost(rank, step)
+            for rank in self._others(step)
+        )
+
+    def receive(self, step: int) -> set[int]:
+        """The ranks that are missing."""
+        number = self._views[step].number
+        others = set(self._others(step))
+        sources = {rank for rank in others if self._dispatches.get((rank, step)) == number}
+        self._sources[step] = frozenset(sources)
+        return others - sources
+
+    def answer(self, step: int) -> None:
+        number, sources = self._views[step].number, self._sources[step]
+        for rank in sources:
+            self._write(rank, ("combine", step, number, sources))
+
+    def combined(self, step: int) -> bool:
+        """Whether each other rank of the step's view has answered, or is lost."""
+        number = self._views[step].number
+        return all(
+            self._answers.get((rank, step), (None,))[0] == number or self._is_lost(rank, step)
+            for rank in self._others(step)
+        )
+
+    def combine(self, step: int) -> tuple[dict[int, frozenset[int]], set[int]]:
+        """What each rank was sent by, where it has answered; and the ranks that have not."""
+        number = self._views[step].number
+        others = self._others(step)
+        whole = {
+            rank: self._answers[rank, step][1]
+            for rank in others
+            if self._answers.get((rank, step), (None,))[0] == number
+        }
+        missing = set(others) - whole.keys()
+        del self._views[step], self._sources[step]
+        self._gone.pop(step, None)
+        for landed in (self._dispatches, self._answers):
+            for rank in others:
+                landed.pop((rank, step), None)  # type: ignore[attr-defined]
+        return whole, missing
+
+    def is_lost(self, rank: int, step: int) -> bool:
+        return self._is_lost(rank, step)
+
+    def _is_lost(self, rank: int, step: int) -> bool:
+        return rank in self.down or rank in self._gone.get(step, ())
+
+    def _others(self, step: int) -> list[int]:
+        return [rank for rank in self._views[step].members if rank != self._rank.rank]
+
+    def _write(self, rank: int, data: tuple[Any, ...]) -> None:
+        connection = self._rank.connections.get(rank)
+        if connection is not None and rank not in self.down:
+            connection.write(self._rank, data)

@@ -1,0 +1,213 @@
+"""What has to be true at every moment, whatever happens to the ranks of a group."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from kvxfer.moe.view_messages import View
+
+if TYPE_CHECKING:
+    from .group import Group
+    from .rank import Rank
+
+
+class Violation(Exception):
+    """A promise was broken."""
+
+
+class Oracle:
+    """Hears of each view that is adopted, and of each step that is begun and completed."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.views: dict[int, View] = {}
+        self._decided_at: dict[int, float] = {}
+        self._takes_part: dict[int, dict[int, Rank]] = {}
+        """Of each view, the processes that came into it from the one before."""
+        self._completed: dict[tuple[Rank, int], View] = {}
+        self._began: dict[int, list[tuple[float, Rank]]] = collections.defaultdict(list)
+        """Steps, by the view in which they were begun."""
+        self.steps: dict[Rank, int] = collections.defaultdict(int)
+        """That each has combined."""
+
+    def adopts_first(self, rank: Rank) -> None:
+        view = rank.machine.view
+        assert view is not None
+        self.views[view.number] = view
+        self._decided_at[view.number] = self._group.clock.now
+        self._takes_part[view.number] = {}
+
+    def _require(self, holds: bool, text: str) -> None:
+        if not holds:
+            raise Violation(text)
+
+    def adopts(self, rank: Rank, view: View) -> None:
+        known = self.views.get(view.number)
+        self._require(
+            known in (None, view),
+            f"{rank.name} adopts view {view}, others know it as {known}",
+        )
+        self._require(rank.rank in view.members, f"{rank.name} adopts {view}, and is not in it")
+        if known is None:
+            self._decide(rank, view)
+        if rank.rank in view.newcomers:
+            self._require(rank.newcomer, f"{rank.name} is a newcomer twice, in {view}")
+            return
+        expected = self._takes_part[view.number].get(rank.rank)
+        self._require(
+            expected is rank,
+            f"{rank.name} adopts {view}, for which {expected and expected.name} was asked",
+        )
+
+    def _decide(self, decider: Rank, view: View) -> None:
+        self._group.count("views")
+        if view.newcomers:
+            self._group.count("newcomers admitted", len(view.newcomers))
+        self.views[view.number] = view
+        self._decided_at[view.number] = self._group.clock.now
+        processes = {
+            rank: decider.connections[rank].other(decider) if rank != decider.rank else decider
+            for rank in view.members
+        }
+        for newcomer in view.newcomers:
+            self._require_met(processes[newcomer], processes.values())
+        self._takes_part[view.number] = {
+            rank: process for rank, process in processes.items() if rank not in view.newcomers
+        }
+        for (process, step), in_view in self._completed.items():
+            self._require_one_view(process, step, in_view, view)
+        self._require_known_losses(view)
+
+    def _require_met(self, newcomer: Rank, members: Iterable[Rank]) -> None:
+        for member in members:
+            met = self._group.network.between(newcomer, member)
+            self._require(
+                bool(met) or member is newcomer,
+                f"{newcomer.name} is admitted, and is not set up with {member.name}",
+            )
+
+    def _require_known_losses(self, view: View) -> None:
+        """Where nothing happened to more than half of a view, they lose none like them."""
+        before = set(self.views[view.previous].members)
+        unbroken = before - self._group.touched
+        stay = unbroken & set(view.members)
+        gone = unbroken - stay if 2 * len(stay) > len(before) else set()
+        self._require(not gone, f"nothing had happened to {sorted(gone)}, who are not in {view}")
+
+    def _require_one_view(self, process: Rank, step: int, in_view: View, view: View) -> None:
+        """A process that comes into a view, or is to, has not completed its steps before."""
+        current = process.machine.view
+        self._require(
+            self._takes_part[view.number].get(process.rank) is not process
+            or step < view.first_step
+            or self._round(in_view) >= self._round(view)
+            or current is None
+            or (not self._follows(current, view) and not self._follows(view, current)),
+            f"{process.name} completed the dispatch of step {step} in view {in_view.number}, and "
+            f"the others run it in {view}",
+        )
+
+    def _follows(self, view: View, before: View) -> bool:
+        while self._round(view) > self._round(before):
+            view = self.views[view.previous]
+        return view == before
+
+    def _round(self, view: View) -> int:
+        return view.number // self._group.size
+
+    # --- steps
+
+    def begins(self, rank: Rank, step: int, view: View) -> None:
+        self._began[view.number].append((self._group.clock.now, rank))
+        if rank.rank in view.newcomers and not self.steps[rank]:
+            self._require(
+                step >= view.first_step,
+                f"{rank.name} begins with step {step} in {view}",
+            )
+
+    def completes(self, rank: Rank, step: int, view: View, missing: set[int]) -> None:
+        """A dispatch."""
+        self._completed[rank, step] = view
+        for other in self.views.values():
+            self._require_one_view(rank, step, view, other)
+        lost = {each for each in missing if rank.exchange.is_lost(each, step)}
+        self._require(
+            missing == lost,
+            f"{rank.name} completes step {step} without {sorted(missing - lost)}, not lost",
+        )
+        if missing:
+            self._group.count("dispatches with missing ranks")
+
+    def combines(
+        self,
+        rank: Rank,
+        step: int,
+        view: View,
+        whole: dict[int, frozenset[int]],
+        missing: set[int],
+        lost: set[int],
+    ) -> None:
+        self._require(
+            missing <= lost,
+            f"{rank.name} combines step {step} without {sorted(missing - lost)}, not lost",
+        )
+        for source, of in whole.items():
+            self._require(
+                rank.rank in of,
+                f"{rank.name} combines in step {step} what rank {source} answered to {sorted(of)}",
+            )
+        self.steps[rank] += 1
+        self._group.count("steps")
+        if missing:
+            self._group.count("combines with missing ranks")
+
+    # --- the end
+
+    def require_one_group(self) -> None:
+        """Of two views after one view, not both are lived in."""
+        after: dict[int, list[View]] = collections.defaultdict(list)
+        for view in self.views.values():
+            if view.number:
+                after[view.previous].append(view)
+        for siblings in after.values():
+            for at, one in enumerate(siblings):
+                for other in siblings[at + 1 :]:
+                    self._require_not_both(one, other, after)
+
+    def _require_not_both(self, one: View, other: View, after: dict[int, list[View]]) -> None:
+        since = max(self._decided_at[one.number], self._decided_at[other.number])
+        first, second = (self._lived_in(view, since, after) for view in (one, other))
+        self._require(
+            not first or not second or first[1] < second[0] or second[1] < first[0],
+            f"the group goes on twice: in {one} and in {other}",
+        )
+
+    def _lived_in(
+        self, view: View, since: float, after: dict[int, list[View]]
+    ) -> tuple[float, float] | None:
+        """From when to when steps were begun in it, or in a view after it, by a rank that began
+        more than it may have had under way."""
+        begun: dict[Rank, list[float]] = collections.defaultdict(list)
+        pending = [view]
+        while pending:
+            each = pending.pop()
+            pending += after.get(each.number, [])
+            for at, rank in self._began[each.number]:
+                if at > since:
+                    begun[rank].append(at)
+        times = [at for each in begun.values() if len(each) > 3 for at in each]
+        return (min(times), max(times)) if times else None
+
+    def require_survivors(self) -> None:
+        """More than half of the ranks, to which nothing happened, are in one view."""
+        group = self._group
+        core = [rank for rank in group.first if rank.rank not in group.touched]
+        if 2 * len(core) <= group.size or len(core) < group.min_ranks:
+            return
+        views = {rank.machine.view for rank in core if rank.machine.ended is None}
+        ended = [rank.name for rank in core if rank.machine.ended is not None]
+        self._require(not ended, f"nothing happened to {ended}, most of the group, and they ended")
+        self._require(len(views) == 1, f"ranks to which nothing happened are in views {views}")
+        group.count("most survived")
