@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-weights test-gpu test-sglang test-page test-stability lint docs bench bench-control bench-gpu bench-vllm bench-weights sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights soak attack simulate simulate-moe helm-test verify clean
+.PHONY: demo test test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-weights test-moe test-gpu test-sglang test-page test-stability lint docs bench bench-control bench-gpu bench-vllm bench-weights sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights soak attack simulate simulate-moe helm-test verify clean
 
 demo:
 	@DEVICE=$(DEVICE) scripts/demo
@@ -30,6 +30,10 @@ test-vllm-gpu:
 test-weights:
 	@scripts/setup test
 	@scripts/test-weights
+
+test-moe:
+	@scripts/setup test
+	@scripts/test-moe
 
 test-gpu:
 	@scripts/setup test

@@ -62,6 +62,7 @@ STEPS: Final = (
     Step("test-gpu", {}, "memory of GPUs, and that defects there are caught"),
     Step("test-verbs", {}, "Soft-RoCE with one, two and four devices"),
     Step("test-vllm", {}, "the connector in the real vLLM"),
+    Step("test-moe", {}, "MoE groups of up to eight ranks, with ranks killed and frozen"),
     Step("test-weights", {}, "weight updates, with a training job and a live vLLM"),
     Step("test-vllm-gpu", {}, "the connector with caches in memory of a GPU"),
     Step("chaos-vllm", {}, "vLLM servers killed and frozen under load"),

@@ -15,16 +15,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from kvxfer.moe.all_to_all import AllToAll
     from kvxfer.moe.placement import Placement
+    from kvxfer.moe.results import Combined, Dispatched
     from kvxfer.moe.shape import MoeShape
 
 # Imported when they are used: the shape and the placement need no engine.
 _HOMES: Final = {
+    "AllToAll": "kvxfer.moe.all_to_all",
+    "Combined": "kvxfer.moe.results",
+    "Dispatched": "kvxfer.moe.results",
     "MoeShape": "kvxfer.moe.shape",
     "Placement": "kvxfer.moe.placement",
 }
 
-__all__ = ["MoeShape", "Placement"]
+__all__ = ["AllToAll", "Combined", "Dispatched", "MoeShape", "Placement"]
 
 
 def __getattr__(name: str) -> Any:

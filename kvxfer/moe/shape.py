@@ -11,7 +11,7 @@ from kvxfer.errors import InvalidArgument
 
 DType: TypeAlias = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 
-ITEM_BYTES: Final[dict[DType, int]] = {
+ITEM_BYTES: Final[dict[str, int]] = {
     "float32": 4,
     "bfloat16": 2,
     "float16": 2,

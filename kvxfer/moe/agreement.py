@@ -1,0 +1,352 @@
+"""Joins a rank's membership to its mesh and its exchange: feeds it what is met, and does what it
+decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.clock import Clock
+from kvxfer.engine.callback import logger
+from kvxfer.engine.native import translated
+from kvxfer.engine.peer import Peer
+from kvxfer.engine.synchronous import SynchronousEngine
+from kvxfer.errors import DeadlineExceeded, PeerLost, PeerTimeout
+from kvxfer.moe.membership import Membership, first_view
+from kvxfer.moe.mesh import CONNECT_SECONDS, Mesh
+from kvxfer.moe.messages import Farewell, Leaving, Message
+from kvxfer.moe.placement import Placement
+from kvxfer.moe.shape import MoeShape
+from kvxfer.moe.view_effects import Adopt, AskRank, Effect, Effects, End, Fence, Reply, Send
+from kvxfer.moe.view_messages import Answer, Ask, Ended, Flush, Ready, View
+
+if TYPE_CHECKING:
+    from kvxfer._native import MoeExchange
+
+_TURN_SECONDS: Final = 0.5
+_SHORT_SECONDS: Final = 0.05
+"""Between two looks at what is to be tried again."""
+_REFUSAL_SECONDS: Final = 1.0
+"""For others to hear why there is no group."""
+
+
+class Run(NamedTuple):
+    """The steps from `first_step` on that are run in one view."""
+
+    first_step: int
+    members: tuple[int, ...]
+    table: npt.NDArray[np.int64]
+
+
+class Agreement:
+    """Of one rank. `steps` are those that it has begun and not ended."""
+
+    def __init__(
+        self,
+        engine: SynchronousEngine,
+        exchange: MoeExchange,
+        shape: MoeShape,
+        placement: Placement,
+        rank: int,
+        min_ranks: int,
+        clock: Clock,
+    ) -> None:
+        self.steps: set[int] = set()
+        self._runs: list[Run] = []
+        self._engine, self._exchange, self._clock = engine, exchange, clock
+        self._placement, self._rank, self._min_ranks = placement, rank, min_ranks
+        self._ranks = len(placement.ranks)
+        self._mesh = Mesh(engine, exchange, shape, placement, rank, self, clock)
+        self._membership: Membership | None = None  # until the group has formed
+        self._early: list[tuple[int, Message]] = []
+        self._failure: Exception | None = None
+        self._refusing: set[int] = set()
+        self._wanted: frozenset[int] = frozenset()
+        self._announced: frozenset[int] = frozenset()
+        self._asks: list[tuple[float, AskRank]] = []
+        self._leaving: dict[int, int] = {}  # ranks, and how many steps they have run
+        self._let_go: set[int] = set()
+        self._lets_us_go: set[int] = set()
+
+    @property
+    def view(self) -> View:
+        """Of the last one that this rank has adopted."""
+        if self._membership is None or self._membership.view is None:
+            raise PeerLost("the group has not formed")
+        return self._membership.view
+
+    def run(self, step: int) -> Run:
+        """Of a step that is under way; not always of the last view."""
+        return next(run for run in reversed(self._runs) if run.first_step <= step)
+
+    # --- set-up
+
+    def form(self, addresses: Sequence[str], deadline: float) -> None:
+        """Connects to all ranks, and begins with the first view. Raises what another rank refuses,
+        PeerLost, or DeadlineExceeded."""
+        others = frozenset(range(self._ranks)) - {self._rank}
+        try:
+            self._mesh.dial({rank: addresses[rank] for rank in others if rank < self._rank})
+            while self._failure is None and not self._mesh.set_up_with >= others:
+                if not self._pass(deadline):
+                    raise DeadlineExceeded(
+                        f"rank {self._rank}: no group of {self._ranks} ranks has formed: "
+                        f"{self._mesh.missing(others)}"
+                    )
+            self._raise()
+        except Exception as error:
+            self._refuse(error)
+            raise
+        self._mesh.addresses |= dict(enumerate(addresses))
+        view = first_view(self._ranks)
+        self._membership = Membership(self._rank, self._ranks, view, min_ranks=self._min_ranks)
+        self._do((Adopt(view),))
+        early, self._early = self._early, []
+        for rank, message in early:
+            self.heard(rank, message)
+
+    def _refuse(self, error: Exception) -> None:
+        """Tells all ranks, and waits until they have heard it or are gone."""
+        self._refusing = set(self._mesh.refuse(error))
+        deadline = self._clock.monotonic() + _REFUSAL_SECONDS
+        while self._refusing and self._pass(deadline):
+            pass
+
+    def join(self, address: str, deadline: float) -> None:
+        """As a newcomer, in the place of a rank that is no member. Raises as form() does."""
+        self._membership = Membership(self._rank, self._ranks, None, min_ranks=self._min_ranks)
+        met: list[Peer | Exception] = []
+        self._engine.connect(address, CONNECT_SECONDS, met.append)
+        while self._membership.view is None:
+            for peer in met:
+                if isinstance(peer, Exception):
+                    raise peer
+                self._mesh.ask_members(peer)
+            if not self._pass(deadline, _SHORT_SECONDS):
+                raise DeadlineExceeded(
+                    f"rank {self._rank} was not let in by {address}: "
+                    + (self._mesh.missing(self._wanted) or "its place is taken")
+                )
+            self._raise()
+
+    def members_known(self, addresses: dict[int, str]) -> None:
+        """Whom a newcomer has to be set up with; none where its place is taken."""
+        if self._membership is None or self._membership.view is not None:
+            return
+        self._wanted = frozenset(addresses)
+        self._mesh.dial(addresses)
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tells all, where this newcomer is set up with all that it knows of."""
+        done = self._mesh.set_up_with
+        if self._membership is None or not self._wanted or not done >= self._wanted:
+            return
+        if done != self._announced:
+            self._announced = done
+            self._do(self._membership.announce())
+
+    # --- between and within steps
+
+    def boundary(self, deadline: float) -> None:
+        """Before a step is begun: agrees on the next view, if there is a reason."""
+        self.take()
+        self._settle(self._member.boundary, deadline)
+
+    def settle(self, deadline: float) -> None:
+        """Before a dispatch is completed: agrees on the next view, if another rank wants it."""
+        self._settle(self._member.waiting, deadline)
+
+    def doubt(self, deadline: float) -> bool:
+        """Whether a wait has ended because half of the members or more are lost: this rank itself
+        may be the lost one. Then agrees on the next view, and the wait is to be tried again."""
+        if 2 * len(self._exchange.lost()) < len(self.view.members):
+            return False
+        self.boundary(deadline)
+        return True
+
+    def attend(self) -> None:
+        """Takes what has come while the rank waits in a step, and answers."""
+        self.take()
+        self._do(self._member.waiting(self._exchange.next_step))
+        self._raise()
+
+    def _settle(self, meet: Callable[[int], Effects], deadline: float) -> None:
+        member = self._member
+        while True:
+            self._do(meet(self._exchange.next_step))
+            self._raise()
+            if not member.blocked:
+                return
+            if not self._pass(deadline):
+                rest = sorted({*self.view.members} - member.lost - {self._rank})
+                raise DeadlineExceeded(
+                    f"rank {self._rank} has lost ranks {sorted(member.lost)}, and ranks {rest} do "
+                    "not agree on the next view: they are alive, but call no step"
+                )
+
+    def take(self) -> None:
+        """Feeds the membership all that has come. Raises what ends this rank."""
+        self._engine.take()
+        self._losses()
+        self._bid()
+        self._raise()
+
+    def _pass(self, deadline: float, most: float = _TURN_SECONDS) -> bool:
+        """Waits for something to come, and feeds it. False at the deadline."""
+        now = self._clock.monotonic()
+        if self._asks or self._mesh.redials:
+            most = min(most, _SHORT_SECONDS)
+        self._engine.wait(max(0.0, min(most, deadline - now)))
+        self._mesh.redial()
+        due = [ask for at, ask in self._asks if at <= now]
+        self._asks = [(at, ask) for at, ask in self._asks if at > now]
+        for ask in due:
+            self._mesh.ask(ask.rank, ask.ask)
+        self._losses()
+        self._bid()
+        return now < deadline
+
+    def _losses(self) -> None:
+        """Ranks that the exchange has lost, with or without their connection."""
+        if self._membership is None or self._membership.view is None:
+            return
+        for rank in self._exchange.lost():
+            if rank not in self._membership.lost:
+                code, _ = self._exchange.why_lost(rank)
+                self._mesh.fence(rank)
+                self._do(self._membership.lose(rank, silent=code == PeerTimeout.code))
+
+    @property
+    def _member(self) -> Membership:
+        self._raise()
+        assert self._membership is not None  # noqa: S101
+        return self._membership
+
+    def _raise(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)
+
+    def _do(self, effects: Effects) -> None:
+        try:
+            for effect in effects:
+                self._do_one(effect)
+        except Exception as error:
+            self._failure = error  # also where the engine's handler is told, and only logs it
+            raise
+
+    def _do_one(self, effect: Effect) -> None:
+        match effect:
+            case Send(rank, message):
+                self._mesh.send(rank, message)
+            case Fence(rank):
+                self._mesh.fence(rank)
+            case AskRank():
+                pause = _SHORT_SECONDS if effect.pause else 0.0
+                self._asks.append((self._clock.monotonic() + pause, effect))
+            case Reply(rank, answer):
+                self._mesh.reply(rank, answer)
+            case Adopt(view):
+                self._adopt(view)
+            case End(error):
+                logger.warning("rank %d: %s", self._rank, error)
+                self._failure = error
+
+    def _adopt(self, view: View) -> None:
+        alive = [rank in view.members for rank in range(self._ranks)]
+        table = self._placement.table(alive, self._rank, self._mesh.near)
+        with translated():
+            self._exchange.set_view(view.number, alive, table, view.first_step)
+        earlier = [run for run in self._runs if self.steps and run.first_step < view.first_step]
+        self._runs = [*earlier, Run(view.first_step, view.members, table)]
+        self._mesh.admit(frozenset(view.members))
+        logger.info(
+            "rank %d: view %d of ranks %s from step %d on",
+            *(self._rank, view.number, list(view.members), view.first_step),
+        )
+
+    # --- the end
+
+    def take_leave(self, deadline: float) -> None:
+        """Until the other members have taken all of the steps that this rank has ended, or leave,
+        or are lost."""
+        if self._failure is not None or self._membership is None or self._membership.view is None:
+            return
+        for rank in self._stay():
+            self._mesh.send(rank, Leaving(self._exchange.next_step))
+        while self._stay() and self._failure is None and self._pass(deadline):
+            pass
+
+    def _stay(self) -> set[int]:
+        """The ranks that may still need what this one has sent."""
+        others = {*self.view.members} - {self._rank} - self._member.lost
+        return others - self._lets_us_go - self._leaving.keys()
+
+    def _bid(self) -> None:
+        """Lets those go that leave, once nothing of theirs is needed here."""
+        for rank, steps in self._leaving.items():
+            needed = self._exchange.next_step < steps or any(step < steps for step in self.steps)
+            if rank not in self._let_go and not needed:
+                self._let_go.add(rank)
+                self._mesh.send(rank, Farewell())
+
+    def step_ended(self, step: int) -> None:
+        self.steps.discard(step)
+        if self._leaving:
+            self._bid()
+
+    def close(self) -> None:
+        self._mesh.close()
+
+    # --- MeshHandler
+
+    def set_up(self, rank: int) -> None:
+        if self._membership is None:
+            return
+        if self._membership.view is None or rank not in self._membership.view.members:
+            self._do(self._membership.newcomer(rank))
+            self._announce()
+
+    def heard(self, rank: int, message: Message) -> None:
+        if self._membership is None:
+            self._early.append((rank, message))
+            return
+        match message:
+            case Leaving(steps):
+                self._leaving[rank] = steps
+            case Farewell():
+                self._lets_us_go.add(rank)
+            case Flush() | View() | Ended() | Ready():
+                self._do(self._membership.received(rank, message))
+
+    def asked(self, ask: Ask) -> None:
+        if self._membership is not None:
+            self._do(self._membership.asked(ask))
+
+    def answered(self, rank: int, ask: Ask, answer: Answer | None) -> None:
+        if self._membership is not None:
+            self._do(self._membership.answered(rank, ask, answer))
+
+    def lost(self, rank: int, error: Exception) -> None:
+        self._refusing.discard(rank)
+        self._leaving.pop(rank, None)
+        self._let_go.discard(rank)
+        self._lets_us_go.discard(rank)
+        if self._membership is not None:
+            silent = isinstance(error, PeerTimeout)
+            self._do(self._membership.lose(rank, silent=silent))
+        elif self._failure is None:
+            self._failure = PeerLost(
+                f"rank {self._rank}: rank {rank} was lost while the group formed: {error}"
+            )
+
+    def refused(self, rank: int | None, error: Exception) -> None:
+        if rank is not None:
+            self._refusing.discard(rank)
+        if self._membership is None or self._membership.view is None:
+            self._failure = self._failure or error
+        else:
+            logger.warning("rank %d: rank %s does not join: %s", self._rank, rank, error)

@@ -1,0 +1,421 @@
+"""Dispatch and combine of one rank of a group."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, Literal, Self, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.clock import SYSTEM_CLOCK, Clock
+from kvxfer.engine.native import native, translated
+from kvxfer.engine.options import EngineOptions
+from kvxfer.engine.synchronous import SynchronousEngine
+from kvxfer.errors import DeadlineExceeded, InvalidArgument
+from kvxfer.moe.agreement import Agreement
+from kvxfer.moe.placement import Placement
+from kvxfer.moe.results import Combined, Dispatched, Layout
+from kvxfer.moe.shape import ITEM_BYTES, DType, MoeShape
+from kvxfer.moe.tensors import Room, Tensor, address_of, choices, tensor_in
+
+logger = logging.getLogger("kvxfer.moe")
+
+_TURN_SECONDS: Final = 0.5
+"""In native code between two looks at the clock, and at Ctrl-C."""
+_NATIVE: Final[dict[DType, str]] = {
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float8_e4m3fn": "f8_e4m3",
+}
+_Wait = Callable[[int, float], Literal["done", "events", "deadline"]]
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A step that is under way, and the memory of the last one in this slot."""
+
+    x: Room
+    scales: Room
+    local_ids: Room
+    weights: Room
+    out: Room
+    step: int = -1
+    ids: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
+    """Of the tokens, [tokens, top_k]."""
+    table: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """Of the view in which the step is run."""
+    rows: tuple[int, ...] = ()
+    """The shape of what combine_send() takes."""
+
+
+class AllToAll:
+    """One rank of a group that dispatches tokens to experts and combines what these return.
+
+    shape, ranks: equal at all ranks. rank: this one, from 0. placement: who has which experts;
+    evenly, each expert once, by default. cluster_key: as of Engine.
+
+    How the ranks meet, one of these:
+    exchange: a function that gives all ranks what each of them passes to it, in the order of
+    ranks, as all_gather_object() does. addresses: of all ranks, `kvx://HOST:PORT/` and 32 zeros,
+    where each listens by its `host` and `port`. member: the address of any rank of a group that
+    runs: this process is a newcomer, in the place of a rank that is not there any more.
+
+    min_ranks: with fewer, the group ends with MoeGroupLost. timeout: seconds that any call waits
+    for other ranks. busy_wait: seconds that a call looks again and again before it sleeps.
+    torch: whether what the group gives out are tensors of torch, or else numpy arrays; by default,
+    whether torch has been imported. options: see EngineOptions.
+
+    All ranks call the same steps in the same order, each from one thread at a time. A call raises
+    InvalidArgument if it is out of order, DeadlineExceeded with the ranks that it waits for,
+    RankExcluded if the others go on without this rank, and MoeGroupLost. After the last two the
+    group is of no more use.
+    """
+
+    def __init__(
+        self,
+        shape: MoeShape,
+        *,
+        rank: int,
+        ranks: int,
+        cluster_key: bytes | str,
+        exchange: Callable[[str], Sequence[str]] | None = None,
+        addresses: Sequence[str] | None = None,
+        member: str | None = None,
+        placement: Placement | None = None,
+        min_ranks: int = 1,
+        timeout: float = 30.0,
+        busy_wait: float = 50e-6,
+        torch: bool | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        if [exchange, addresses, member].count(None) != 2:
+            raise InvalidArgument("name one of exchange, addresses and member")
+        placement = placement or Placement.even(shape.experts, ranks)
+        _require_placement(shape, placement, rank, ranks)
+        self.shape, self.placement, self.rank, self.timeout = shape, placement, rank, timeout
+        self._clock = clock
+        self._torch = "torch" in sys.modules if torch is None else torch
+        options.setdefault("name", f"rank {rank}")
+        self._engine = SynchronousEngine(cluster_key=cluster_key, **options)
+        try:
+            self._exchange = self._native_exchange(ranks, busy_wait)
+            self._engine.completions = self._exchange.events
+            self._agreement = Agreement(
+                self._engine, self._exchange, shape, placement, rank, min_ranks, clock
+            )
+        except BaseException:
+            self._engine.close()
+            raise
+        self._slots = [
+            _Slot(
+                x=Room(shape.wire),
+                scales=Room("float32"),
+                local_ids=Room("int32"),
+                weights=Room("float32"),
+                out=Room(shape.output),
+            )
+            for _ in range(shape.slots)
+        ]
+        try:
+            self._meet(exchange, addresses, member)
+        except BaseException:
+            self._leave()
+            raise
+        parts = ", ".join(f"{part} {size >> 20} MiB" for part, size in self.memory.items())
+        logger.info("rank %d of %d: memory of at most %s", rank, ranks, parts)
+
+    def _native_exchange(self, ranks: int, busy_wait: float) -> native.MoeExchange:
+        shape = self.shape
+        with translated():
+            return native.MoeExchange(
+                self._engine.native,
+                ranks=ranks,
+                rank=self.rank,
+                experts=shape.experts,
+                local_experts=[len(experts) for experts in self.placement.ranks],
+                top_k=shape.top_k,
+                hidden=shape.hidden,
+                max_tokens=shape.max_tokens,
+                slots=shape.slots,
+                input_dtype=_NATIVE[shape.input],
+                wire_dtype=_NATIVE[shape.wire],
+                combine_dtype=_NATIVE[shape.combine],
+                output_dtype=_NATIVE[shape.output],
+                scale_block=shape.scale_block,
+                spin=busy_wait,
+                timeout=self.timeout,
+            )
+
+    def _meet(
+        self,
+        exchange: Callable[[str], Sequence[str]] | None,
+        addresses: Sequence[str] | None,
+        member: str | None,
+    ) -> None:
+        deadline = self._clock.monotonic() + self.timeout
+        if member is not None:
+            self._agreement.join(member, deadline)
+            return
+        found = addresses if exchange is None else exchange(self._engine.address)
+        if found is None or len(found) != len(self.placement.ranks):
+            raise InvalidArgument(
+                f"the addresses of {len(self.placement.ranks)} ranks are needed, not of "
+                f"{len(found or ())}"
+            )
+        self._agreement.form(found, deadline)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._leave()
+
+    def close(self) -> None:
+        """Leaves the group, after all ranks have taken what they wait for of this one: waits until
+        they leave too, for `timeout` seconds at most. Idempotent."""
+        self._agreement.take_leave(self._clock.monotonic() + self.timeout)
+        self._leave()
+
+    def _leave(self) -> None:
+        self._agreement.close()
+        self._engine.close()
+
+    @property
+    def address(self) -> str:
+        """For newcomers: `member`."""
+        return self._engine.address
+
+    @property
+    def view(self) -> int:
+        """The number of the membership; it rises whenever the members change."""
+        return self._agreement.view.number
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of the view."""
+        return self._agreement.view.members
+
+    @property
+    def next_step(self) -> int:
+        """The step that the next dispatch_send() begins."""
+        return self._exchange.next_step
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by part, at most. What dispatch_recv() and combine_recv() give out comes on top, as
+        large as the largest step so far."""
+        return dict(self._exchange.memory_parts())
+
+    def input(self, slot: int = 0) -> Tensor:
+        """[max_tokens, hidden] of the input's dtype: what is dispatched from its first rows is not
+        copied, where the wire has the same dtype. It may be written from the slot's
+        combine_recv() until its dispatch_send(), and not after close()."""
+        shape = self.shape
+        nbytes = shape.max_tokens * shape.hidden * ITEM_BYTES[shape.input]
+        with translated():
+            address = self._exchange.input(slot)
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+        return tensor_in(memory, shape.input, (shape.max_tokens, shape.hidden), torch=self._torch)
+
+    # --- a step
+
+    def dispatch_send(
+        self, x: Any, ids: Any, weights: Any, *, slot: int = 0, scales: Any = None
+    ) -> int:
+        """Begins a step: sends each token to the ranks of its experts. The number of the step.
+
+        x: [tokens, hidden] of the input's dtype, at most `max_tokens` rows. ids: [tokens, top_k]
+        integers: logical experts; -1 goes nowhere, as does an expert without a live replica.
+        weights: [tokens, top_k] floats. scales: [tokens, hidden / scale_block] float32, where the
+        input is float8_e4m3fn with scales. All are contiguous, of torch on the CPU or of numpy, and
+        may change once this returns.
+
+        Where the members have changed, all ranks agree on the next view first.
+        """
+        shape, count = self.shape, len(x)
+        of_slot = self._slot(slot)
+        chosen = choices(ids, "ids", np.int64, (count, shape.top_k))
+        shares = choices(weights, "weights", np.float32, (count, shape.top_k))
+        address = address_of(x, "x", shape.input, (count, shape.hidden))
+        of_scales = 0
+        if shape.scales and shape.input == shape.wire:
+            of_scales = address_of(scales, "scales", "float32", (count, shape.scales))
+        elif scales is not None:
+            raise InvalidArgument("scales are for an input of float8_e4m3fn with a scale_block")
+        self._agreement.boundary(self._clock.monotonic() + self.timeout)
+        with translated():
+            of_slot.step = self._exchange.dispatch_send(slot, address, of_scales, chosen, shares)
+        self._agreement.steps.add(of_slot.step)
+        of_slot.ids, of_slot.rows = chosen.copy(), ()
+        return of_slot.step
+
+    def dispatch_recv(
+        self,
+        *,
+        slot: int = 0,
+        layout: Layout = "experts",
+        align: int = 1,
+        capacity: int | None = None,
+    ) -> Dispatched:
+        """Waits for all tokens of the slot's step that are for this rank's experts.
+
+        layout: see Dispatched. align: "experts" begins each expert's rows at a multiple of it.
+        capacity: of "padded", rows of each expert; by default as many as there can be. An expert
+        that has more is refused with InvalidArgument, and the call may be repeated.
+        """
+        of_slot = self._slot(slot)
+        self._wait(self._exchange.dispatch_wait, slot, "tokens", agreed=True)
+        with translated():
+            expert_rows, source_rows, _ = self._exchange.arrival(slot)
+        shape, torch = self.shape, self._torch
+        begins, rows = self._places(layout, align, capacity, expert_rows, source_rows)
+        x, at_x = of_slot.x.tensor((*rows, shape.hidden), torch=torch)
+        scales, local_ids, weights = None, None, None
+        at_scales = at_ids = at_weights = 0
+        if shape.scales:
+            scales, at_scales = of_slot.scales.tensor((*rows, shape.scales), torch=torch)
+        if layout == "tokens":
+            local_ids, at_ids = of_slot.local_ids.tensor((*rows, shape.top_k), torch=torch)
+            weights, at_weights = of_slot.weights.tensor((*rows, shape.top_k), torch=torch)
+        with translated():
+            self._exchange.place(
+                slot, layout == "tokens", begins, at_x, at_scales, at_ids, at_weights
+            )
+            missing = self._exchange.arrival(slot)[2]
+        of_slot.rows = (*rows, shape.hidden)
+        run = self._agreement.run(of_slot.step)
+        of_slot.table = run.table
+        return Dispatched(
+            of_slot.step,
+            run.members,
+            layout,
+            x,
+            scales,
+            expert_rows,
+            begins,
+            source_rows,
+            local_ids,
+            weights,
+            _ranks(missing),
+        )
+
+    def combine_send(self, y: Any, *, slot: int = 0) -> None:
+        """Sends back what the experts made of the slot's tokens.
+
+        y: of the combine's dtype and the shape of Dispatched.x, each row where that of x was. By
+        the layout "tokens", a row is the weighted sum of the token's local experts; by the others
+        that of one expert, and the group weighs it. May change once this returns.
+        """
+        of_slot = self._slot(slot)
+        if not of_slot.rows:
+            raise InvalidArgument(f"combine_send() of slot {slot} comes before its dispatch_recv()")
+        address = address_of(y, "y", self.shape.combine, of_slot.rows)
+        with translated():
+            self._exchange.combine_send(slot, address)
+
+    def combine_recv(self, *, slot: int = 0, out: Any = None) -> Combined:
+        """Waits for the contributions of all ranks to this rank's tokens, adds them, and ends the
+        step. The contribution of a lost rank is whole or absent.
+
+        out: where the sums go, [tokens, hidden] of the output's dtype; see Combined.
+        """
+        of_slot, shape = self._slot(slot), self.shape
+        wanted = (len(of_slot.ids), shape.hidden)
+        self._wait(self._exchange.combine_wait, slot, "contributions", agreed=False)
+        if out is None:
+            out, address = of_slot.out.tensor(wanted, torch=self._torch)
+        else:
+            address = address_of(out, "out", shape.output, wanted)
+        with translated():
+            missing = self._exchange.combine(slot, address)
+        self._agreement.step_ended(of_slot.step)
+        return Combined(of_slot.step, out, _ranks(missing), of_slot.ids, of_slot.table)
+
+    def _slot(self, slot: int) -> _Slot:
+        if not 0 <= slot < len(self._slots):
+            raise InvalidArgument(f"slot is {slot}; the group has {len(self._slots)}")
+        return self._slots[slot]
+
+    def _wait(self, wait: _Wait, slot: int, what: str, *, agreed: bool) -> None:
+        """agreed: not while the ranks agree on a view, which may run the step again."""
+        deadline = self._clock.monotonic() + self.timeout
+        while True:
+            if agreed:
+                self._agreement.settle(deadline)
+            left = max(0.0, deadline - self._clock.monotonic())
+            with translated():
+                waited = wait(slot, min(_TURN_SECONDS, left))
+            if waited == "done" and not self._agreement.doubt(deadline):
+                return
+            if waited == "events":
+                self._agreement.attend()
+            elif not left:
+                ranks = self._exchange.awaited(slot)
+                raise DeadlineExceeded(
+                    f"no {what} of ranks {ranks} within {self.timeout:g} s, in step "
+                    f"{self._slots[slot].step}; they are alive: do they run the same steps?"
+                )
+
+    def _places(
+        self,
+        layout: Layout,
+        align: int,
+        capacity: int | None,
+        expert_rows: npt.NDArray[np.int64],
+        source_rows: npt.NDArray[np.int64],
+    ) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
+        """Where rows begin, and the shape of all."""
+        match layout:
+            case "tokens":
+                return _begins(source_rows), (int(source_rows.sum()),)
+            case "experts" if align >= 1:
+                aligned = -(-expert_rows // align) * align
+                return _begins(aligned), (int(aligned.sum()),)
+            case "padded":
+                most = len(self.placement.ranks) * self.shape.max_tokens
+                capacity = most if capacity is None else capacity
+                if len(expert_rows) and (largest := int(expert_rows.max())) > capacity:
+                    raise InvalidArgument(
+                        f"local expert {int(expert_rows.argmax())} has {largest} rows, but "
+                        f"capacity is {capacity}"
+                    )
+                begins = np.arange(len(expert_rows), dtype=np.int64) * capacity
+                return begins, (len(expert_rows), capacity)
+        raise InvalidArgument(
+            f"layout is {layout!r} with align {align}; choose from experts, padded, tokens, and an "
+            "align of at least 1"
+        )
+
+
+def _begins(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.concatenate(([0], np.cumsum(rows)[:-1])).astype(np.int64)
+
+
+def _ranks(flags: npt.NDArray[np.bool_]) -> tuple[int, ...]:
+    return tuple(np.flatnonzero(flags).tolist()) if flags.any() else ()
+
+
+def _require_placement(shape: MoeShape, placement: Placement, rank: int, ranks: int) -> None:
+    if not 0 <= rank < ranks:
+        raise InvalidArgument(f"rank is {rank} of {ranks} ranks")
+    if len(placement.ranks) != ranks or placement.experts != shape.experts:
+        raise InvalidArgument(
+            f"the placement has {placement.experts} experts on {len(placement.ranks)} ranks, but "
+            f"the group {shape.experts} on {ranks}"
+        )

@@ -1,0 +1,67 @@
+"""What a step gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.moe.tensors import Tensor
+
+Layout: TypeAlias = Literal["experts", "padded", "tokens"]
+_Counts: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """The tokens that have arrived for this rank's experts, in memory of the group: valid until the
+    slot's combine_recv().
+
+    members: the ranks that run the step.
+    x: of the wire's dtype. By layout "experts": [rows, hidden], where local expert e has
+    `expert_rows[e]` rows from row `begins[e]` on; "padded": [experts, capacity, hidden]; "tokens":
+    [tokens, hidden], where source rank s has `source_rows[s]` rows from row `begins[s]` on. What
+    lies between these rows is undefined.
+    scales: [..., scales of a row] float32 for rows as of x, where the wire has scales.
+    expert_rows: rows by local expert. source_rows: tokens by source rank.
+    ids, weights: only by "tokens": [tokens, top_k] int32 local experts, -1 for none, and float32.
+    missing: ranks whose tokens are not here, as they were lost; rows of theirs that are here are
+    zero.
+    """
+
+    step: int
+    members: tuple[int, ...]
+    layout: Layout
+    x: Any
+    scales: Any
+    expert_rows: _Counts
+    begins: _Counts
+    source_rows: _Counts
+    ids: Any
+    weights: Any
+    missing: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Combined:
+    """The sum of each token's experts.
+
+    out: [tokens, hidden] of the output's dtype; without an `out` of the caller's, in memory of the
+    group that the slot's next combine_recv() reuses. missing: ranks that had tokens of this one,
+    and whose contribution is absent for all of them. Weights are not scaled up for it.
+    """
+
+    step: int
+    out: Tensor
+    missing: tuple[int, ...]
+    _ids: npt.NDArray[np.int64]
+    _table: npt.NDArray[np.int64]
+
+    @property
+    def contributed(self) -> npt.NDArray[np.bool_]:
+        """[tokens, top_k]: whether that expert's output is in `out`. Not where its id is -1, where
+        no replica was alive, and where its rank is missing."""
+        owners = np.where(self._ids >= 0, self._table[self._ids] >> 32, -1)
+        return (owners >= 0) & ~np.isin(owners, self.missing)

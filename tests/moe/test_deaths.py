@@ -1,0 +1,49 @@
+"""Ranks that are killed or frozen within a step: what the others get, and how they go on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import pytest
+
+from tests.moe.conftest import WHOLE, Drive
+from tests.moe.scenario import Scenario
+
+pytestmark = pytest.mark.realtime
+
+PHASES: Final = ("before dispatch", "after dispatch", "after arrival", "after answer")
+FAULTY: Final = Scenario(ranks=4, experts=12, top_k=3, copies=2, victim=2)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_killed_rank_costs_its_part_of_a_step(drive: Drive, fabric: str, phase: Any) -> None:
+    """With replicas, all experts answer again from the next step on. Its place is taken again."""
+    base = replace(FAULTY, phase=phase, fabric=fabric)
+    drive(base, replace(base, victim=0, rejoin=True, layout="tokens", overlap=True))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_frozen_rank_is_excluded(drive: Drive, fabric: str, phase: Any) -> None:
+    """It hears of it when it runs again, and may join as a newcomer."""
+    base = replace(FAULTY, fault="freeze", phase=phase, fabric=fabric)
+    drive(base, replace(base, victim=0, rejoin=True, layout="padded"))
+
+
+def test_experts_without_a_replica_are_missing(drive: Drive, fabric: str) -> None:
+    drive(replace(FAULTY, copies=1, fabric=fabric, routing="holes"))
+
+
+def test_one_of_two_ranks_goes_on_alone(drive: Drive, fabric: str) -> None:
+    base = replace(FAULTY, ranks=2, victim=1, fabric=fabric)
+    drive(base, replace(base, victim=0, rejoin=True), replace(base, victim=0, fault="freeze"))
+
+
+def test_a_group_of_too_few_ranks_ends(drive: Drive, fabric: str) -> None:
+    drive(replace(FAULTY, min_ranks=4, fabric=fabric))
+
+
+@pytest.mark.skipif(not WHOLE, reason="make test-moe")
+def test_eight_ranks(drive: Drive, fabric: str) -> None:
+    base = replace(FAULTY, ranks=8, experts=32, victim=5, rejoin=True, fabric=fabric)
+    drive(*[replace(base, phase=phase, overlap=True) for phase in PHASES])
