@@ -1,4 +1,5 @@
 // Which tokens go where, and routes that come from elsewhere.
+#include <algorithm>
 #include <cstring>
 
 #include "moe/memory_layout.hpp"
