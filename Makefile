@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-weights test-moe test-gpu test-sglang test-page test-stability lint docs bench bench-control bench-gpu bench-vllm bench-weights sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights soak attack simulate simulate-moe helm-test verify clean
+.PHONY: demo test test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-weights test-moe test-gpu test-sglang test-page test-stability lint docs bench bench-control bench-gpu bench-vllm bench-weights sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights chaos-moe soak attack simulate simulate-moe helm-test verify clean
 
 demo:
 	@DEVICE=$(DEVICE) scripts/demo
@@ -114,6 +114,11 @@ chaos-vllm:
 chaos-weights:
 	@scripts/setup test
 	@$(VENV)/python -m verify.faults.weights $(if $(ROUNDS),--rounds $(ROUNDS))
+
+# ROUNDS groups of two to eight processes.
+chaos-moe:
+	@scripts/setup test
+	@$(VENV)/python -m verify.faults.moe $(if $(ROUNDS),--rounds $(ROUNDS))
 
 soak:
 	@scripts/setup test

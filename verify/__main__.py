@@ -67,6 +67,7 @@ STEPS: Final = (
     Step("test-vllm-gpu", {}, "the connector with caches in memory of a GPU"),
     Step("chaos-vllm", {}, "vLLM servers killed and frozen under load"),
     Step("chaos-weights", {}, "weight updates whose members are killed and frozen"),
+    Step("chaos-moe", {}, "MoE groups whose ranks are killed and frozen at every phase"),
     Step("chaos", {"ROUNDS": "2000"}, "workers, network and control plane broken in mid-transfer"),
     Step("soak", {"MINUTES": "10"}, "memory is flat, and every byte is accounted for"),
     Step("fuzz", {"SECONDS": "30"}, "every decoder of bytes from outside"),

@@ -1,0 +1,40 @@
+"""A few of the rounds of `make chaos-moe`, and that it finds what it is for."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+
+from verify.faults.moe.__main__ import FABRICS
+from verify.faults.moe.breakage import Fault
+from verify.faults.moe.defects import DEFECTS
+from verify.faults.moe.member import Setting
+from verify.faults.moe.run import Round, choose, run
+
+pytestmark = pytest.mark.realtime
+
+ROUNDS = 20 if os.environ.get("KVXFER_MOE_WHOLE") else 3
+"""Over each fabric."""
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+def test_broken_ranks_cost_their_part(fabric: str) -> None:
+    seed = random.SystemRandom().getrandbits(32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(ROUNDS):
+        round_ = choose(fabric, rng)
+        run(round_)
+        assert not round_.broken, f"{round_.setting}, {round_.faults}"
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_broken_code_is_found(defect: str) -> None:
+    prepare: Callable[[], None] = DEFECTS[defect]
+    setting = Setting(4, "tcp", layout="experts", overlap=False, copies=2, seed=1)
+    round_ = Round(setting, {2: Fault("kill", "before combine_send", 4, 0.0)}, rejoins=False)
+    run(round_, prepare=prepare)
+    assert round_.broken

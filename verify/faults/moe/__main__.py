@@ -1,0 +1,127 @@
+"""Kills and freezes ranks of MoE groups at every phase of a step; prints what happened.
+
+Groups of two to eight processes, over shared memory and over tcp. Exit code 1 on a rank that is
+missed and did not break, a sum that is not that of the contributions it is said to have, a row that
+is not its source's, a rank that hangs, and one that was frozen and is not told that it is excluded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import random
+import sys
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from verify.arguments import above_zero
+from verify.faults.chaos import percentile
+
+from .run import Round, choose, run
+
+FABRICS: Final = ("local", "tcp")
+_SHARES: Final = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+
+
+def _rows(rounds: list[Round]) -> list[tuple[str, str, int, list[float]]]:
+    """Act, phase, how often, and the seconds until a survivor knew of it."""
+    times: dict[tuple[str, str], int] = collections.Counter()
+    seconds: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
+    for each in rounds:
+        for rank in each.happened:
+            fault = each.faults[rank]
+            for key in ((fault.act, fault.phase), (fault.act, "all")):
+                times[key] += 1
+        for act, phase, after in each.naming:
+            seconds[act, phase].append(after)
+            seconds[act, "all"].append(after)
+    return [(*key, times[key], seconds[key]) for key in sorted(times)]
+
+
+def figures(rounds: list[Round], seed: int) -> dict[str, Any]:
+    """All that the table shows, for --json."""
+    return {
+        "seed": seed,
+        "rounds": len(rounds),
+        "without_fault": sum(not each.faults for each in rounds),
+        "rows": [
+            {
+                "act": act,
+                "phase": phase,
+                "times": times,
+                "naming_seconds": {
+                    name: round(percentile(named, share), 3) for name, share in _SHARES.items()
+                }
+                if named
+                else {},
+            }
+            for act, phase, times, named in _rows(rounds)
+        ],
+        "broken": [line for each in rounds for line in each.broken],
+    }
+
+
+def show(rounds: list[Round], console: Console) -> None:
+    table = Table(
+        title="Ranks of MoE groups that break; seconds until a rank that survives knew",
+        title_justify="left",
+        box=None,
+        padding=(0, 1, 0, 0),
+    )
+    for name in ("act", "phase"):
+        table.add_column(name, no_wrap=True)
+    for name in ("times", *_SHARES):
+        table.add_column(name, justify="right")
+    for act, phase, times, named in _rows(rounds):
+        shares = (f"{percentile(named, share):.3f}" if named else "-" for share in _SHARES.values())
+        table.add_row(act, phase, str(times), *shares)
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make chaos-moe", description=__doc__)
+    parser.add_argument("--rounds", type=above_zero, default=300)
+    parser.add_argument("--seed", type=int, default=None, help="repeat the choices of a run")
+    parser.add_argument("--json", action="store_true", help="figures instead of a table")
+    options = parser.parse_args()
+    seed = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
+    console = Console(stderr=options.json)
+    console.print(f"seed {seed}", highlight=False)
+    rng = random.Random(seed)
+    rounds = [choose(FABRICS[number % 2], rng) for number in range(options.rounds)]
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        auto_refresh=False,  # a thread would be forked
+    ) as progress:
+        bar = progress.add_task("rounds", total=len(rounds))
+        for each in rounds:
+            run(each)
+            for line in each.broken:
+                progress.console.print(
+                    f"[bold red]not held[/] {each.setting}, {each.faults}: {line}"
+                )
+            progress.update(bar, advance=1, refresh=True)
+    if options.json:
+        sys.stdout.write(json.dumps(figures(rounds, seed), indent=2) + "\n")
+    else:
+        show(rounds, console)
+    broken = sum(bool(each.broken) for each in rounds)
+    happened = sum(len(each.happened) for each in rounds)
+    proved = "" if broken else "proved: "
+    console.print(
+        f"{proved}{happened} faults in {len(rounds)} groups, {broken} promises broken",
+        highlight=False,
+    )
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""One rank of a round: runs steps until it is told to stop, and compares all that it gets.
+
+Values, weights and what experts make of them are small integers: sums in float32 are exact.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.clock import SYSTEM_CLOCK
+from kvxfer.errors import KvxferError, MoeGroupLost, RankExcluded
+from kvxfer.moe.all_to_all import AllToAll
+from kvxfer.moe.placement import Placement
+from kvxfer.moe.shape import MoeShape
+
+from .breakage import Breakage, Fault
+
+KEY: Final = "chaos of MoE groups, 32 bytes ..."
+TIMEOUT: Final = 25.0
+"""Seconds; a call that takes longer hangs."""
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Of the group of a round."""
+
+    ranks: int
+    fabric: Literal["local", "tcp"]
+    layout: Literal["experts", "tokens"]
+    overlap: bool
+    copies: int
+    seed: int
+
+    @property
+    def shape(self) -> MoeShape:
+        return MoeShape(experts=2 * self.ranks, hidden=96, top_k=2, max_tokens=16, input="float32")
+
+    @property
+    def placement(self) -> Placement:
+        return Placement.even(2 * self.ranks, self.ranks, self.copies)
+
+    def batch(self, step: int, rank: int) -> tuple[Array, Array, Array]:
+        """Rows, choices and weights of a rank in a step."""
+        rng = np.random.default_rng((self.seed, step, rank))
+        count = int(rng.integers(0, self.shape.max_tokens + 1))
+        x = rng.integers(-8, 9, (count, self.shape.hidden)).astype(np.float32)
+        ids = rng.permuted(np.tile(np.arange(self.shape.experts), (count, 1)), axis=1)[:, :2]
+        weights = rng.integers(1, 5, (count, 2)).astype(np.float32)
+        return x, np.ascontiguousarray(ids, np.int64), weights
+
+    def table(self, members: tuple[int, ...], rank: int) -> Array:
+        """Where a rank sends each expert's tokens. By tcp, none knows that all are on one host."""
+        near = {*members} - {rank} if self.fabric == "local" else set()
+        alive = [each in members for each in range(self.ranks)]
+        return self.placement.table(alive, rank, near)
+
+
+def expert(number: Any, values: Array) -> Array:
+    """What a logical expert makes of rows."""
+    made: Array = values * (number % 5 - 2) + number % 7
+    return made
+
+
+class Wrong(Exception):
+    """A promise was not kept."""
+
+
+class Shared:
+    """Between the processes of a round: when the victims broke, whether others still may, which
+    step is run, and the one with which all stop."""
+
+    def __init__(self, context: Any, ranks: int) -> None:
+        self.broke_at = context.RawArray("d", ranks)
+        self.armed = context.RawValue("q", 1)
+        self.steps = context.RawValue("q", 0)
+        self.asked = context.RawValue("q", 0)
+        self.stop = context.RawValue("q", -1)
+
+
+class Member:
+    """Tells its driver: its address, each view, whom it missed when, and how it ended."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        rank: int,
+        fault: Fault | None,
+        victims: frozenset[int],
+        shared: Shared,
+        driver: Connection,
+    ) -> None:
+        self._setting, self.rank, self._driver, self._shared = setting, rank, driver, shared
+        self._victims = victims
+        self._leads = rank == min({*range(setting.ranks)} - victims, default=0)
+        self._breakage = Breakage(fault, lambda: bool(shared.armed.value), self._broke)
+        self._random = random.Random(setting.seed * 64 + rank)
+        self._named: set[int] = set()
+        self._members: tuple[int, ...] = ()
+        self._tables: dict[int, Array] = {}
+        self._sent: dict[int, tuple[Array, Array, Array]] = {}
+
+    def run(self, member: str | None) -> None:
+        setting = self._setting
+        ended, why = "", ""
+        try:
+            with AllToAll(
+                setting.shape,
+                rank=self.rank,
+                ranks=setting.ranks,
+                cluster_key=KEY,
+                exchange=None if member else self._exchange,
+                member=member,
+                placement=setting.placement,
+                timeout=TIMEOUT,
+                torch=False,
+                fabrics=["tcp"] if setting.fabric == "tcp" else ["local", "tcp"],
+            ) as self._group:
+                agreement = self._group._agreement
+                self._breakage.watch(agreement._mesh, agreement)
+                self._steps()
+        except (RankExcluded, MoeGroupLost) as error:
+            ended, why = error.code, str(error)
+        except (KvxferError, Wrong) as error:
+            ended, why = "wrong", f"{type(error).__name__}: {error}"
+        self._driver.send(("ended", ended, why))
+
+    def _exchange(self, address: str) -> list[str]:
+        self._driver.send(("address", address, ""))
+        addresses: list[str] = self._driver.recv()
+        return addresses
+
+    def _broke(self, at: float) -> None:
+        self._shared.broke_at[self.rank] = at
+
+    def _steps(self) -> None:
+        step = self._group.next_step
+        while not self._over(step):
+            if self._setting.overlap and step % 2 == 0:  # a newcomer may begin with an odd one
+                for act in (self._dispatch, self._compute, self._combine):
+                    act(step, 0)
+                    act(step + 1, 1)
+                step += 2
+            else:
+                for act in (self._dispatch, self._compute, self._combine):
+                    act(step, step % 2)
+                step += 1
+
+    def _over(self, step: int) -> bool:
+        """The rank that leads says with which step all stop. No other is beyond it by then, as a
+        step needs all."""
+        shared = self._shared
+        if self._leads:
+            shared.steps.value = step
+        if self._leads and shared.asked.value and shared.stop.value < 0:
+            shared.stop.value = step + 4
+        return bool(0 <= shared.stop.value <= step)
+
+    # --- a step
+
+    def _dispatch(self, step: int, slot: int) -> None:
+        if self._random.random() < 0.2:  # not idle: the core is another's meanwhile
+            sum(range(self._random.randrange(100_000)))
+        batch = self._sent[step] = self._setting.batch(step, self.rank)
+        self._breakage.at("dispatch_send", step)
+        found = self._group.dispatch_send(*batch, slot=slot)
+        self._require(found == step, f"step {found} began, not {step}")
+        if self._group.members != self._members:
+            self._members = self._group.members
+            self._driver.send(("members", self._members, self._group.address))
+            self._name({*range(self._setting.ranks)} - {*self._members})
+
+    def _compute(self, step: int, slot: int) -> None:
+        self._breakage.at("dispatch_recv", step)
+        got = self._group.dispatch_recv(slot=slot, layout=self._setting.layout)
+        self._breakage.at("compute", step)
+        self._require(got.step == step, f"tokens of step {got.step} came, not of {step}")
+        self._missing(got.missing)
+        self._tables[step] = self._setting.table(got.members, self.rank)
+        y = self._answers(got)
+        self._breakage.at("combine_send", step)
+        self._group.combine_send(y, slot=slot)
+
+    def _answers(self, got: Any) -> Array:
+        """What the experts make of the rows, which have to be those of their sources."""
+        setting, step = self._setting, got.step
+        y = np.zeros_like(got.x)
+        row_of = dict(enumerate(np.asarray(got.begins).tolist()))
+        for source in got.members:
+            x, ids, weights = setting.batch(step, source)
+            table = setting.table(got.members, source)
+            if source in got.missing and not got.source_rows[source]:
+                continue
+            for token, chosen in enumerate(ids.tolist()):
+                mine = [
+                    (choice, number)
+                    for choice, number in enumerate(chosen)
+                    if table[number] >> 32 == self.rank
+                ]
+                for at, (choice, number) in enumerate(mine):
+                    by_token = got.layout == "tokens"
+                    place = source if by_token else int(table[number]) & 0xFFFFFFFF
+                    row = row_of[place]
+                    if not by_token or at + 1 == len(mine):
+                        row_of[place] += 1
+                    values = got.x[row]
+                    zeros = source in got.missing and not values.any()
+                    self._require(
+                        zeros or np.array_equal(values, x[token]),
+                        f"step {step}: row {row} is not token {token} of rank {source}",
+                    )
+                    made = expert(number, values)
+                    y[row] += weights[token, choice] * made if by_token else made
+        return y
+
+    def _combine(self, step: int, slot: int) -> None:
+        x, ids, weights = self._sent.pop(step)
+        self._breakage.at("combine_recv", step)
+        combined = self._group.combine_recv(slot=slot)
+        self._require(combined.step == step, f"step {combined.step} ended, not {step}")
+        self._missing(combined.missing)
+        owners = self._tables.pop(step)[ids] >> 32
+        contributed = (owners >= 0) & ~np.isin(owners, combined.missing)
+        self._require(
+            np.array_equal(combined.contributed, contributed),
+            f"step {step}: contributed is {combined.contributed.tolist()} with owners "
+            f"{owners.tolist()} and missing {combined.missing}",
+        )
+        total = np.zeros_like(x)
+        for choice in range(ids.shape[1]):
+            shares = (weights[:, choice] * contributed[:, choice])[:, None]
+            total += shares * expert(ids[:, choice, None], x)
+        self._require(
+            np.array_equal(combined.out, total.astype(np.float32)),
+            f"step {step}: the sums are wrong, with missing {combined.missing}",
+        )
+
+    # --- whom it misses
+
+    def _missing(self, ranks: tuple[int, ...]) -> None:
+        if ranks:
+            self._name({*ranks})
+
+    def _name(self, ranks: set[int]) -> None:
+        now = SYSTEM_CLOCK.monotonic()
+        for rank in ranks - self._named:
+            self._named.add(rank)
+            broke_at = self._shared.broke_at[rank]
+            self._require(
+                rank in self._victims and broke_at > 0,
+                f"rank {rank} is missing, and was not broken",
+            )
+            self._driver.send(("named", rank, now - broke_at))
+
+    def _require(self, holds: bool, text: str) -> None:
+        if not holds:
+            raise Wrong(f"rank {self.rank}: {text}")
