@@ -14,7 +14,7 @@ from kvxfer.engine.callback import logger
 from kvxfer.engine.native import translated
 from kvxfer.engine.peer import Peer
 from kvxfer.engine.synchronous import SynchronousEngine
-from kvxfer.errors import DeadlineExceeded, PeerLost, PeerTimeout
+from kvxfer.errors import DeadlineExceeded, KvxferError, PeerLost, PeerTimeout
 from kvxfer.moe.membership import Membership, first_view
 from kvxfer.moe.mesh import CONNECT_SECONDS, Mesh
 from kvxfer.moe.messages import Farewell, Leaving, Message
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _TURN_SECONDS: Final = 0.5
 _SHORT_SECONDS: Final = 0.05
 """Between two looks at what is to be tried again."""
+_JOIN_SECONDS: Final = 0.25
+"""Between two times that a newcomer asks who is there, as members may have changed."""
 _REFUSAL_SECONDS: Final = 1.0
 """For others to hear why there is no group."""
 
@@ -65,7 +67,6 @@ class Agreement:
         self._failure: Exception | None = None
         self._refusing: set[int] = set()
         self._wanted: frozenset[int] = frozenset()
-        self._announced: frozenset[int] = frozenset()
         self._asks: list[tuple[float, AskRank]] = []
         self._leaving: dict[int, int] = {}  # ranks, and how many steps they have run
         self._let_go: set[int] = set()
@@ -97,8 +98,8 @@ class Agreement:
                         f"{self._mesh.missing(others)}"
                     )
             self._raise()
-        except Exception as error:
-            self._refuse(error)
+        except KvxferError as error:
+            self._refuse(error, others)
             raise
         self._mesh.addresses |= dict(enumerate(addresses))
         view = first_view(self._ranks)
@@ -108,9 +109,10 @@ class Agreement:
         for rank, message in early:
             self.heard(rank, message)
 
-    def _refuse(self, error: Exception) -> None:
+    def _refuse(self, error: KvxferError, others: frozenset[int]) -> None:
         """Tells all ranks, and waits until they have heard it or are gone."""
-        self._refusing = set(self._mesh.refuse(error))
+        self._refusing = set(others)
+        self._mesh.refuse(error)
         deadline = self._clock.monotonic() + _REFUSAL_SECONDS
         while self._refusing and self._pass(deadline):
             pass
@@ -120,11 +122,13 @@ class Agreement:
         self._membership = Membership(self._rank, self._ranks, None, min_ranks=self._min_ranks)
         met: list[Peer | Exception] = []
         self._engine.connect(address, CONNECT_SECONDS, met.append)
+        asked = -_JOIN_SECONDS
         while self._membership.view is None:
-            for peer in met:
-                if isinstance(peer, Exception):
-                    raise peer
-                self._mesh.ask_members(peer)
+            if met and (now := self._clock.monotonic()) >= asked + _JOIN_SECONDS:
+                if isinstance(met[0], Exception):
+                    raise met[0]
+                asked = now
+                self._mesh.ask_members(met[0])
             if not self._pass(deadline, _SHORT_SECONDS):
                 raise DeadlineExceeded(
                     f"rank {self._rank} was not let in by {address}: "
@@ -142,11 +146,8 @@ class Agreement:
 
     def _announce(self) -> None:
         """Tells all, where this newcomer is set up with all that it knows of."""
-        done = self._mesh.set_up_with
-        if self._membership is None or not self._wanted or not done >= self._wanted:
-            return
-        if done != self._announced:
-            self._announced = done
+        complete = self._wanted and self._mesh.set_up_with >= self._wanted
+        if self._membership is not None and complete:
             self._do(self._membership.announce())
 
     # --- between and within steps
@@ -349,4 +350,4 @@ class Agreement:
         if self._membership is None or self._membership.view is None:
             self._failure = self._failure or error
         else:
-            logger.warning("rank %d: rank %s does not join: %s", self._rank, rank, error)
+            logger.warning("rank %d: a rank does not join: %s", self._rank, error)

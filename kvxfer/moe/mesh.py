@@ -70,7 +70,7 @@ class MeshHandler(Protocol):
         """The answer to ask_members(): none if this rank's place is taken."""
 
     def refused(self, rank: int | None, error: Exception) -> None:
-        """No pair with that rank, as this one says or the other."""
+        """No pair, as that rank says; None: as this one says."""
 
 
 @dataclass(slots=True)
@@ -112,6 +112,7 @@ class Mesh:
         self._dialed: set[int] = set()
         self._redials: dict[int, float] = {}
         self._failed: dict[int, str] = {}  # why a rank is dialed again
+        self._refusal: KvxferError | None = None
         self._early: list[tuple[Peer, Hello]] = []  # of ranks whose place is not free yet
         engine.handler = self
 
@@ -165,7 +166,7 @@ class Mesh:
         def connected(peer: Peer | Exception) -> None:
             if isinstance(peer, Peer):
                 self._greet(peer)
-            elif isinstance(peer, AuthenticationFailed):
+            elif isinstance(peer, AuthenticationFailed) or self._refusal is not None:
                 self._handler.refused(rank, peer)
             else:
                 self._dialed.discard(rank)
@@ -203,8 +204,9 @@ class Mesh:
             self._say(asker, answer)
 
     def ask_members(self, peer: Peer) -> None:
-        """members_known() follows."""
-        self._say(peer, Join(self.rank))
+        """Asks a rank, and all that are set up; members_known() follows."""
+        for each in {peer, *(pair.peer for pair in self._pairs.values())}:
+            self._say(each, Join(self.rank))
 
     def fence(self, rank: int) -> None:
         """After this no write of the rank lands, and it is lost."""
@@ -220,12 +222,11 @@ class Mesh:
             if peer.alive:
                 self._receive(peer, hello)
 
-    def refuse(self, error: Exception) -> list[int]:
-        """Tells all why there is no group; whom it has told."""
-        told = sorted(rank for rank, pair in self._pairs.items() if pair.peer.alive)
-        for rank in told:
+    def refuse(self, error: KvxferError) -> None:
+        """Tells all why there is no group, also those that say Hello from now on."""
+        self._refusal = error
+        for rank in self._pairs:
             self.send(rank, _refusal(error))
-        return told
 
     def close(self) -> None:
         self._socket.close()
@@ -248,7 +249,10 @@ class Mesh:
             self._handler.answered(*asked, None)
         self._secrets.pop(peer.id, None)
         rank = self._ranks.pop(peer.id, None)
-        if rank is not None:
+        if rank is None:
+            return
+        pair = self._pairs.get(rank)
+        if pair is None or pair.peer is peer:  # not a second process that says it is this rank
             self._dialed.discard(rank)
             self._handler.lost(rank, error)
 
@@ -260,39 +264,42 @@ class Mesh:
             self._cut_off(peer, error)
         except KvxferError as error:
             self._say(peer, _refusal(error))
-            self._handler.refused(self._ranks.get(peer.id), error)
+            self._handler.refused(None, error)
 
     def _cut_off(self, peer: Peer, error: ProtocolError) -> None:
         logger.warning("rank %s: %s", self._ranks.get(peer.id, "?"), error)
         _fence(peer)
 
     def _take(self, peer: Peer, message: Message) -> None:
+        rank = self._ranks.get(peer.id)
         match message:
             case Hello():
                 self._hello(peer, message)
-            case Join(rank):
-                known = {} if rank in self.members else self._known()
+            case Join(place):
+                known = {} if place in self.members else self._known()
                 self._say(peer, Members(known))
             case Members(addresses):
-                others = {rank: at for rank, at in addresses.items() if rank < self._of}
+                others = {each: at for each, at in addresses.items() if each < self._of}
                 self._handler.members_known(others)
             case Ask():
                 self._askers[message.rank] = peer
                 self._handler.asked(message)
             case Excluded() | Yield() | Wait() if peer.id in self._asked:
-                rank, ask = self._asked.pop(peer.id)
-                self._handler.answered(rank, ask, message)
+                asked, ask = self._asked.pop(peer.id)
+                self._handler.answered(asked, ask, message)
             case Refused():
-                self._handler.refused(self._ranks.get(peer.id), message.error())
-            case _ if peer.id not in self._ranks:
+                self._handler.refused(rank, message.error())
+            case _ if rank is None or rank not in self._pairs:
                 raise ProtocolError(f"{peer.name!r} has not said Hello")
+            case _ if self._pairs[rank].peer is not peer:
+                raise ProtocolError(f"{peer.name!r} is not rank {rank} any more")
             case Terms():
-                self._terms(self._ranks[peer.id], peer, message)
+                self._terms(rank, peer, message)
             case Welcome():
-                self._pairs[self._ranks[peer.id]].theirs = True
-                self._look(self._ranks[peer.id])
+                self._pairs[rank].theirs = True
+                self._look(rank)
             case _:
-                self._handler.heard(self._ranks[peer.id], message)
+                self._handler.heard(rank, message)
 
     # --- set-up of a pair
 
@@ -319,11 +326,13 @@ class Mesh:
             return
         if peer.id not in self._secrets:  # it has connected
             self._greet(peer)
+        self._ranks[peer.id] = hello.rank
+        if self._refusal is not None:
+            raise self._refusal
         self._require_same(hello)
         if hello.rank in self._pairs:  # of a process that is lost
             self._exchange.remove(hello.rank)
         self._pairs[hello.rank] = _Pair(peer, hello)
-        self._ranks[peer.id] = hello.rank
         self.addresses[hello.rank] = hello.address
         if peer.fabric == "local":
             give(hello.socket, hello.secret, self._memory())

@@ -127,7 +127,7 @@ def messages() -> Iterator[bytes]:
         b"\x00\x00\x00\x91\x01",
     ):
         yield b"\x04" + tail
-    for number in range(3):  # messages of MoE groups, as they are meant and damaged
+    for number in range(6):  # messages of MoE groups, as they are meant and damaged
         yield bytes((0xFD, 0, number))
         yield bytes((0xFD, 0, number, 2, 40, 0xC0, 60, 0xFF))
     yield b"\xfd\x01" + _packed({"type": "terms", "remote": 1})
