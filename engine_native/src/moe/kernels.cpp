@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "fabric/local/page_copy.hpp"
 #include "moe/element.hpp"
@@ -56,6 +57,12 @@ void weighted_sum(std::byte* to, std::span<const WeightedRow> rows, std::size_t 
 }  // namespace
 }  // namespace portable
 
+namespace {
+
+constexpr std::size_t kRepFrom = 2048;
+
+}  // namespace
+
 Simd best_simd() {
   static const Simd best = avx2::supported() ? Simd::avx2 : Simd::portable;
   return best;
@@ -78,6 +85,9 @@ void quantise(std::byte* payload, float* scales, std::uint32_t block, const std:
 void copy(std::byte* to, const std::byte* from, std::size_t bytes, Stores stores) {
   if (bytes == 0) return;
   if (stores == Stores::cached) {
+    // A long memcpy may be a `rep movsb`, which some processors do at a fifth of the speed where
+    // `to` lies a few bytes behind `from` within a page, as malloc() places large buffers.
+    if (bytes >= kRepFrom && best_simd() == Simd::avx2) return avx2::copy(to, from, bytes);
     std::memcpy(to, from, bytes);
     return;
   }

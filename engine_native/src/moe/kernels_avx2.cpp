@@ -323,6 +323,17 @@ bool supported() {
          __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
 }
 
+[[gnu::target("avx2")]] void copy(std::byte* to, const std::byte* from, std::size_t bytes) {
+  std::size_t at = 0;
+  for (; at + 64 <= bytes; at += 64) {
+    const auto low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at));
+    const auto high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at + 32));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + at), low);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + at + 32), high);
+  }
+  if (at < bytes) std::memcpy(to + at, from + at, bytes - at);
+}
+
 void convert(std::byte* to, DType to_type, const std::byte* from, DType from_type, std::size_t n) {
   with_types(to_type, from_type, [&](auto a, auto b) { convert<a, b>(to, from, n); });
 }
@@ -345,6 +356,7 @@ void weighted_sum(std::byte* to, DType to_type, std::span<const WeightedRow> row
 #else
 
 bool supported() { return false; }
+void copy(std::byte*, const std::byte*, std::size_t) {}
 void convert(std::byte*, DType, const std::byte*, DType, std::size_t) {}
 void quantise(std::byte*, float*, std::uint32_t, const std::byte*, DType, std::size_t) {}
 void weighted_sum(std::byte*, DType, std::span<const WeightedRow>, DType, std::size_t) {}

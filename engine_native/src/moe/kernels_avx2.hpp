@@ -7,6 +7,7 @@ namespace kvxfer::moe::avx2 {
 
 bool supported();
 
+void copy(std::byte* to, const std::byte* from, std::size_t bytes);
 void convert(std::byte* to, DType to_type, const std::byte* from, DType from_type, std::size_t n);
 void quantise(std::byte* payload, float* scales, std::uint32_t block, const std::byte* from,
               DType from_type, std::size_t n);
