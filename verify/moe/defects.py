@@ -21,7 +21,6 @@ class Defects:
 
     completes_blocked: bool = False
     deaf_in_combine: bool = False
-    losses_late: bool = False
     patches: tuple[tuple[Any, str, Callable[..., Any]], ...] = ()
 
     @contextlib.contextmanager
@@ -109,7 +108,6 @@ def _each_is_for_itself(rank: int, told: Any) -> int | None:
 DEFECTS: Final[dict[str, Defects]] = {
     "dispatches complete in a change": Defects(completes_blocked=True),
     "no answer in combine_recv": Defects(deaf_in_combine=True),
-    "losses told after the FLUSH": Defects(losses_late=True),
     "a decision is not passed on": _patch(Membership, "_received_flush", _keeps_its_view),
     "newcomers hear the leader alone": _patch(
         Membership, "_adopt", _leaves_newcomers_to_the_leader

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvxfer.moe.view_messages import View
 
 if TYPE_CHECKING:
     from .network import Connection
     from .rank import Rank
+
+
+_NONE: Final = (-1, frozenset[int]())
 
 
 class Exchange:
@@ -18,6 +21,7 @@ class Exchange:
         self._rank = rank
         self.next_step = 0
         self.down: set[int] = set()
+        self._waits_for = ("", -1)
         self._views: dict[int, View] = {}  # in which each step was dispatched
         self._gone: dict[int, set[int]] = {}  # of each step, members that left since
         self._sources: dict[int, frozenset[int]] = {}
@@ -31,9 +35,16 @@ class Exchange:
         kind, step, *rest = data
         if kind == "dispatch":
             self._dispatches[rank.rank, step] = rest[0]
+            complete = self._waits_for == (kind, step) and self.dispatched(step)
         else:
             self._answers[rank.rank, step] = (rest[0], rest[1])
-        self._rank.wake()
+            complete = self._waits_for == (kind, step) and self.combined(step)
+        if complete:
+            self._rank.wake()
+
+    def waits_for(self, kind: str, step: int) -> None:
+        """What wakes the rank up once it is complete."""
+        self._waits_for = (kind, step)
 
     def lost(self, rank: int) -> None:
         self.down.add(rank)
@@ -73,11 +84,12 @@ class Exchange:
 
     def dispatched(self, step: int) -> bool:
         """Whether each other rank of the step's view has dispatched it, or is lost."""
-        number = self._views[step].number
-        return all(
-            self._dispatches.get((rank, step)) == number or self._is_lost(rank, step)
-            for rank in self._others(step)
-        )
+        view, own = self._views[step], self._rank.rank
+        for rank in view.members:
+            here = rank == own or self._dispatches.get((rank, step)) == view.number
+            if not here and not self._is_lost(rank, step):
+                return False
+        return True
 
     def receive(self, step: int) -> set[int]:
         """The ranks that are missing."""
@@ -94,11 +106,12 @@ class Exchange:
 
     def combined(self, step: int) -> bool:
         """Whether each other rank of the step's view has answered, or is lost."""
-        number = self._views[step].number
-        return all(
-            self._answers.get((rank, step), (None,))[0] == number or self._is_lost(rank, step)
-            for rank in self._others(step)
-        )
+        view, own = self._views[step], self._rank.rank
+        for rank in view.members:
+            here = rank == own or self._answers.get((rank, step), _NONE)[0] == view.number
+            if not here and not self._is_lost(rank, step):
+                return False
+        return True
 
     def combine(self, step: int) -> tuple[dict[int, frozenset[int]], set[int]]:
         """What each rank was sent by, where it has answered; and the ranks that have not."""
@@ -107,7 +120,7 @@ class Exchange:
         whole = {
             rank: self._answers[rank, step][1]
             for rank in others
-            if self._answers.get((rank, step), (None,))[0] == number
+            if self._answers.get((rank, step), _NONE)[0] == number
         }
         missing = set(others) - whole.keys()
         del self._views[step], self._sources[step]

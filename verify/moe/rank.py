@@ -17,6 +17,7 @@ from .network import Connection
 if TYPE_CHECKING:
     from .group import Group
 
+_NEVER: Final = float("inf")
 WAIT: Final = -1.0
 """What a loop gives that goes on when something comes; else the seconds for which it computes."""
 JOIN_SECONDS: Final = 0.5
@@ -41,7 +42,7 @@ class Rank:
         self.exchange = Exchange(self)
         self.connections: dict[int, Connection] = {}
         self.addresses: dict[int, Rank] = {}
-        self.alive, self.frozen_at = True, float("inf")
+        self.alive, self.frozen_at = True, _NEVER
         self.resumed_at = 0.0
         self.host_gone = False
         self.ended_at: float | None = None
@@ -57,7 +58,7 @@ class Rank:
 
     @property
     def runs(self) -> bool:
-        return self.alive and self.frozen_at == float("inf")
+        return self.alive and self.frozen_at == _NEVER
 
     def lets(self, event: Callable[[], None]) -> bool:
         if self.alive and not self.runs:
@@ -68,7 +69,7 @@ class Rank:
         """When the other rank last heard of this one, if it does not any more."""
         since = self.group.clock.now if not self.host_gone else self.frozen_at
         if self.runs:
-            since = float("inf")
+            since = _NEVER
         elif self.alive:
             since = self.frozen_at
         return min(since, self.group.network.cut_since(self, peer))
@@ -78,7 +79,7 @@ class Rank:
         self._fall_silent()
 
     def resume(self) -> None:
-        self.frozen_at, self.resumed_at = float("inf"), self.group.clock.now
+        self.frozen_at, self.resumed_at = _NEVER, self.group.clock.now
         held, self._held = self._held, []
         for event in held:
             if self.lets(event):
@@ -138,9 +139,6 @@ class Rank:
         """Tells the machine all that came."""
         self._drain()
         events, self._events = self._events, []
-        if self.group.defects.losses_late:
-            self._events = [event for event in events if event[0] == "lost"]
-            events = [event for event in events if event[0] != "lost"]
         for event in events:
             self._meet(*event)
 
@@ -281,7 +279,9 @@ class Rank:
         assert self.exchange.dispatch(view) == step
 
     def _dispatched(self, step: int) -> Iterator[float]:
+        self.exchange.waits_for("dispatch", step)
         yield from self._wait(lambda: self._may_complete() and self.exchange.dispatched(step))
+        self.exchange.waits_for("nothing", step)
         if self.machine.ended is None:
             view = self.exchange.view(step)
             missing = self.exchange.receive(step)
@@ -292,8 +292,10 @@ class Rank:
         return not self.machine.blocked or self.group.defects.completes_blocked
 
     def _combined(self, step: int) -> Iterator[float]:
+        self.exchange.waits_for("combine", step)
         waits = not self.group.defects.deaf_in_combine
         yield from self._wait(lambda: self.exchange.combined(step), answers=waits)
+        self.exchange.waits_for("nothing", step)
         if self.machine.ended is None:
             view = self.exchange.view(step)
             lost = {r for r in view.members if self.exchange.is_lost(r, step)}
