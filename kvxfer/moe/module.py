@@ -1,0 +1,114 @@
+"""A layer of experts for torch whose experts are spread over the ranks of a group."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from kvxfer.errors import InvalidArgument
+from kvxfer.moe.all_to_all import AllToAll
+from kvxfer.moe.results import Combined, Dispatched, Layout
+
+
+class LocalExperts(Protocol):
+    """What one rank computes."""
+
+    @property
+    def layout(self) -> Layout:
+        """How it wants its tokens."""
+
+    def __call__(self, got: Dispatched) -> Tensor:
+        """What the experts make of `got.x`: of its shape, of any dtype. By the layout "tokens" the
+        weighted sum of a token's local experts, else the output of one expert."""
+
+
+class GroupedExperts(nn.Module):
+    """SwiGLU networks: down @ (silu(gate @ x) * (up @ x)). Each computes all its tokens at once.
+
+    gate_up: [local experts, 2 * inner, hidden], gate first. down: [local experts, hidden, inner].
+    They are in the order of `placement.ranks[rank]`, and computed with in their dtype.
+    """
+
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        count, hidden, inner = down.shape
+        if gate_up.shape != (count, 2 * inner, hidden):
+            raise InvalidArgument(
+                f"gate_up has the shape {list(gate_up.shape)}; down is {list(down.shape)}, so it "
+                f"has to be {[count, 2 * inner, hidden]}"
+            )
+        self.gate_up = nn.Parameter(gate_up, requires_grad=False)
+        self.down = nn.Parameter(down, requires_grad=False)
+
+    @property
+    def layout(self) -> Layout:
+        return "experts"
+
+    def forward(self, got: Dispatched) -> Tensor:
+        y = torch.empty(got.x.shape, dtype=self.down.dtype)
+        for expert, (begin, rows) in enumerate(
+            zip(got.begins.tolist(), got.expert_rows.tolist(), strict=True)
+        ):
+            if rows:
+                some = slice(begin, begin + rows)
+                x = _dequantised(got.x[some], None if got.scales is None else got.scales[some])
+                gate, up = F.linear(x.to(y.dtype), self.gate_up[expert]).chunk(2, dim=-1)
+                y[some] = F.linear(F.silu(gate) * up, self.down[expert])
+        return y
+
+
+class MoEAllToAll(nn.Module):
+    """Sends each token to the ranks of its experts, computes what has come here, and adds up what
+    comes back. Inference only; tensors are on the CPU.
+
+    A step of the group is one call at every rank. A rank without tokens calls it too, with none.
+    Several modules may use one group in turn, in the same order at all ranks.
+    """
+
+    def __init__(self, group: AllToAll, experts: LocalExperts) -> None:
+        super().__init__()
+        self.group, self.experts = group, experts
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, slot: int = 0) -> Combined:
+        """One step. Arguments as of dispatch(), result as of combine()."""
+        self.dispatch(x, ids, weights, slot)
+        self.compute(slot)
+        return self.combine(slot)
+
+    @torch.no_grad()
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, slot: int = 0) -> None:
+        """Begins a step. One in another slot may be under way meanwhile.
+
+        Args:
+            x: [tokens, hidden]; of another dtype than the group's input, it is converted.
+            ids: integers [tokens, top_k], the experts of each token; -1: none.
+            weights: floats [tokens, top_k].
+        """
+        dtype = getattr(torch, self.group.shape.input)
+        self.group.dispatch_send(
+            x.to(dtype).contiguous(), ids.contiguous(), weights.float().contiguous(), slot=slot
+        )
+
+    @torch.no_grad()
+    def compute(self, slot: int = 0) -> None:
+        """The part of this rank's experts in the slot's step."""
+        got = self.group.dispatch_recv(slot=slot, layout=self.experts.layout)
+        y = self.experts(got).to(getattr(torch, self.group.shape.combine))
+        self.group.combine_send(y.contiguous(), slot=slot)
+
+    def combine(self, slot: int = 0) -> Combined:
+        """Ends the slot's step. `out` is valid until its next one. Where `missing` is not empty,
+        ranks were lost in this step; the same tokens may be sent again with the next one."""
+        return self.group.combine_recv(slot=slot)
+
+
+def _dequantised(x: Tensor, scales: Tensor | None) -> Tensor:
+    """[rows, hidden], of float32 where there are scales."""
+    if scales is None:
+        return x
+    blocks = x.float().view(*scales.shape, -1)
+    return (blocks * scales.unsqueeze(-1)).flatten(1)

@@ -1,0 +1,73 @@
+"""The experts of all layers, spread over the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvxfer.moe import AllToAll, Dispatched
+from kvxfer.moe.module import MoEAllToAll
+from kvxfer.moe.results import Layout
+from kvxfer.reference.experts import answer
+from kvxfer.reference.weights import ExpertWeights
+
+
+class TokenExperts:
+    """Experts of this rank, for one token after another."""
+
+    def __init__(self, weights: Sequence[ExpertWeights]) -> None:
+        """`weights` by local expert."""
+        self._weights = weights
+
+    @property
+    def layout(self) -> Layout:
+        return "tokens"
+
+    def __call__(self, got: Dispatched) -> Tensor:
+        y = torch.empty_like(got.x)
+        for row, ids, shares, to in zip(got.x, got.ids, got.weights, y, strict=True):
+            to.copy_(
+                answer(
+                    row,
+                    (
+                        (self._weights[expert], share)
+                        for expert, share in zip(ids.tolist(), shares, strict=True)
+                        if expert >= 0
+                    ),
+                )
+            )
+        return y
+
+
+class SpreadExperts:
+    """`Experts` of a model: each call is a step of the group, or more if a rank is lost in it."""
+
+    def __init__(
+        self, group: AllToAll, weights: Sequence[ExpertWeights], experts_per_layer: int
+    ) -> None:
+        """`weights` by local expert of the group."""
+        self.repeated = 0
+        """Steps that were run again, since a rank was lost in them."""
+        self.absent = 0
+        """Outputs of experts that no live rank has, and without which the model went on."""
+        self._module = MoEAllToAll(group, TokenExperts(weights))
+        self._experts = experts_per_layer
+
+    def __call__(self, layer: int, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+        logical = ids + layer * self._experts
+        while (combined := self._module(x, logical, shares)).missing:
+            self.repeated += 1
+        self.absent += int((~combined.contributed).sum())
+        found: Tensor = combined.out
+        return found
+
+    def idle(self) -> None:
+        """A step in which this rank has no tokens, and computes those of others."""
+        shape = self._module.group.shape
+        self._module(
+            torch.empty(0, shape.hidden),
+            torch.empty(0, shape.top_k, dtype=torch.int64),
+            torch.empty(0, shape.top_k),
+        )
