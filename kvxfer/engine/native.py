@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
+from typing import Final
 
 from kvxfer.errors import EngineError, KvxferError, NotBuilt, by_code
 
@@ -25,11 +25,26 @@ def error_of(code: str, message: str) -> KvxferError:
     return (EngineError if error_class is KvxferError else error_class)(message)
 
 
-@contextmanager
-def translated() -> Iterator[None]:
+class _Translated:
+    """Without state: one for all uses, as it is around every step of a MoE group."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, native.Error):
+            code, message = error.args
+            raise error_of(code, message) from None
+
+
+_TRANSLATED: Final = _Translated()
+
+
+def translated() -> _Translated:
     """Runs native calls; native errors leave as the public classes."""
-    try:
-        yield
-    except native.Error as error:
-        code, message = error.args
-        raise error_of(code, message) from None
+    return _TRANSLATED

@@ -116,11 +116,11 @@ class AllToAll:
             raise
         self._slots = [
             _Slot(
-                x=Room(shape.wire),
-                scales=Room("float32"),
-                local_ids=Room("int32"),
-                weights=Room("float32"),
-                out=Room(shape.output),
+                x=Room(shape.wire, torch=self._torch),
+                scales=Room("float32", torch=self._torch),
+                local_ids=Room("int32", torch=self._torch),
+                weights=Room("float32", torch=self._torch),
+                out=Room(shape.output, torch=self._torch),
             )
             for _ in range(shape.slots)
         ]
@@ -282,22 +282,23 @@ class AllToAll:
         of_slot = self._slot(slot)
         self._wait(self._exchange.dispatch_wait, slot, "tokens", agreed=True)
         with translated():
-            expert_rows, source_rows, _ = self._exchange.arrival(slot)
-        shape, torch = self.shape, self._torch
+            expert_rows, source_rows, missing = self._exchange.arrival(slot)
+        shape = self.shape
         begins, rows = self._places(layout, align, capacity, expert_rows, source_rows)
-        x, at_x = of_slot.x.tensor((*rows, shape.hidden), torch=torch)
+        x, at_x = of_slot.x.tensor((*rows, shape.hidden))
         scales, local_ids, weights = None, None, None
         at_scales = at_ids = at_weights = 0
         if shape.scales:
-            scales, at_scales = of_slot.scales.tensor((*rows, shape.scales), torch=torch)
+            scales, at_scales = of_slot.scales.tensor((*rows, shape.scales))
         if layout == "tokens":
-            local_ids, at_ids = of_slot.local_ids.tensor((*rows, shape.top_k), torch=torch)
-            weights, at_weights = of_slot.weights.tensor((*rows, shape.top_k), torch=torch)
+            local_ids, at_ids = of_slot.local_ids.tensor((*rows, shape.top_k))
+            weights, at_weights = of_slot.weights.tensor((*rows, shape.top_k))
         with translated():
             self._exchange.place(
                 slot, layout == "tokens", begins, at_x, at_scales, at_ids, at_weights
             )
-            missing = self._exchange.arrival(slot)[2]
+            if self._exchange.lost():  # maybe found out while placing
+                missing = self._exchange.arrival(slot)[2]
         of_slot.rows = (*rows, shape.hidden)
         run = self._agreement.run(of_slot.step)
         of_slot.table = run.table
@@ -339,7 +340,7 @@ class AllToAll:
         wanted = (len(of_slot.ids), shape.hidden)
         self._wait(self._exchange.combine_wait, slot, "contributions", agreed=False)
         if out is None:
-            out, address = of_slot.out.tensor(wanted, torch=self._torch)
+            out, address = of_slot.out.tensor(wanted)
         else:
             address = address_of(out, "out", shape.output, wanted)
         with translated():
@@ -404,11 +405,13 @@ class AllToAll:
 
 
 def _begins(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return np.concatenate(([0], np.cumsum(rows)[:-1])).astype(np.int64)
+    begins = np.zeros(len(rows), np.int64)
+    np.cumsum(rows[:-1], out=begins[1:])
+    return begins
 
 
 def _ranks(flags: npt.NDArray[np.bool_]) -> tuple[int, ...]:
-    return tuple(np.flatnonzero(flags).tolist()) if flags.any() else ()
+    return tuple([rank for rank, flag in enumerate(flags.tolist()) if flag])
 
 
 def _require_placement(shape: MoeShape, placement: Placement, rank: int, ranks: int) -> None:

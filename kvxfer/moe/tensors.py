@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -27,28 +28,30 @@ def is_torch(value: object) -> bool:
     return hasattr(value, "data_ptr")
 
 
-def address_of(value: Any, name: str, dtype: str, shape: Sequence[int]) -> int:
+@functools.cache
+def _name_of(dtype: object) -> str:
+    """Of a dtype of torch or numpy."""
+    return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
+
+
+def address_of(value: Any, name: str, dtype: str, shape: tuple[int, ...]) -> int:
     """The address of a contiguous tensor in host memory of this dtype and shape. bfloat16 and
     float8_e4m3fn of numpy may also be the unsigned integers of their bits. Raises
     InvalidArgument."""
     if is_torch(value):
-        found = str(value.dtype).removeprefix("torch.")
-        contiguous = value.device.type == "cpu" and value.is_contiguous()
-        address = value.data_ptr()
+        contiguous = value.is_contiguous() and value.is_cpu
     elif isinstance(value, np.ndarray):
-        found = value.dtype.name
-        found = dtype if found == _AS_NUMPY.get(dtype) else found
         contiguous = value.flags.c_contiguous
-        address = value.ctypes.data
     else:
         raise InvalidArgument(f"{name} is a {type(value).__name__}, not a torch tensor or an array")
-    if tuple(value.shape) != tuple(shape) or found != dtype:
+    found = _name_of(value.dtype)
+    if value.shape != shape or (found != dtype and found != _AS_NUMPY.get(dtype)):
         raise InvalidArgument(
             f"{name} is {found} {list(value.shape)}; it has to be {dtype} {list(shape)}"
         )
     if not contiguous:
         raise InvalidArgument(f"{name} is not contiguous in host memory")
-    return int(address)
+    return int(value.data_ptr() if is_torch(value) else value.ctypes.data)
 
 
 def choices(value: Any, name: str, dtype: type, shape: Sequence[int]) -> npt.NDArray[Any]:
@@ -68,26 +71,29 @@ def choices(value: Any, name: str, dtype: type, shape: Sequence[int]) -> npt.NDA
 class Room:
     """Memory that grows, given out as one tensor at a time: the next one lies over the last."""
 
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
-        self._memory = np.empty(_ITEM_BYTES[dtype], np.uint8)
+    def __init__(self, dtype: str, *, torch: bool) -> None:
+        self._dtype, self._torch = dtype, torch
+        self._hold(1)
 
-    def tensor(self, shape: Sequence[int], *, torch: bool) -> tuple[Tensor, int]:
+    def _hold(self, count: int) -> None:
+        memory = np.empty(count * _ITEM_BYTES[self._dtype], np.uint8)
+        self._count, self._address = count, int(memory.ctypes.data)
+        self._whole: Any = tensor_in(memory, self._dtype, (count,), torch=self._torch)
+
+    def tensor(self, shape: tuple[int, ...]) -> tuple[Any, int]:
         """Of this shape, with what lies there; and its address."""
-        item = _ITEM_BYTES[self.dtype]
-        count, has = math.prod(shape), self._memory.nbytes // item
-        if count > has:
-            self._memory = np.empty(max(count, has * 3 // 2) * item, np.uint8)
-        return tensor_in(self._memory, self.dtype, shape, torch=torch), self._memory.ctypes.data
+        count = math.prod(shape)
+        if count > self._count:
+            self._hold(max(count, self._count * 3 // 2))
+        return self._whole[:count].reshape(shape), self._address
 
 
 def tensor_in(
-    memory: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int], *, torch: bool
+    memory: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...], *, torch: bool
 ) -> Tensor:
-    """The beginning of the memory, which is some elements of this dtype, as a tensor."""
-    count = math.prod(shape)
+    """The memory, which is as large, as a tensor."""
     if not torch:
-        return memory.view(_AS_NUMPY.get(dtype, dtype))[:count].reshape(shape)
+        return memory.view(_AS_NUMPY.get(dtype, dtype)).reshape(shape)
     import torch as library
 
-    return library.from_numpy(memory).view(getattr(library, dtype))[:count].view(*shape)
+    return library.from_numpy(memory).view(getattr(library, dtype)).view(*shape)

@@ -13,18 +13,24 @@ from tests.moe.scenario import Scenario
 pytestmark = pytest.mark.realtime
 
 PHASES: Final = ("before dispatch", "after dispatch", "after arrival", "after answer")
+FABRICS: Final = ("local", "tcp")
+CASES: Final = (
+    [(phase, fabric) for phase in PHASES for fabric in FABRICS]
+    if WHOLE
+    else list(zip(PHASES, FABRICS * 2, strict=True))
+)
 FAULTY: Final = Scenario(ranks=4, experts=12, top_k=3, copies=2, victim=2)
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_killed_rank_costs_its_part_of_a_step(drive: Drive, fabric: str, phase: Any) -> None:
+@pytest.mark.parametrize(("phase", "fabric"), CASES)
+def test_a_killed_rank_costs_its_part_of_a_step(drive: Drive, phase: Any, fabric: Any) -> None:
     """With replicas, all experts answer again from the next step on. Its place is taken again."""
     base = replace(FAULTY, phase=phase, fabric=fabric)
     drive(base, replace(base, victim=0, rejoin=True, layout="tokens", overlap=True))
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_frozen_rank_is_excluded(drive: Drive, fabric: str, phase: Any) -> None:
+@pytest.mark.parametrize(("phase", "fabric"), CASES)
+def test_a_frozen_rank_is_excluded(drive: Drive, phase: Any, fabric: Any) -> None:
     """It hears of it when it runs again, and may join as a newcomer."""
     base = replace(FAULTY, fault="freeze", phase=phase, fabric=fabric)
     drive(base, replace(base, victim=0, rejoin=True, layout="padded"))
