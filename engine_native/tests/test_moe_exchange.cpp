@@ -29,10 +29,11 @@ struct Reach {
   Pairs pairs;
 };
 
-// By each other's memory, then by engines over the fabrics of the tests that need no devices.
+// By each other's memory, then by engines over each fabric of this run.
 std::vector<Reach> ways() {
-  std::vector<Reach> ways{{"tcp", Pairs::memory}};
-  for (const std::string fabric : {"tcp", "local", "simulated", "ordered"}) {
+  std::vector<Reach> ways;
+  if (why_not("tcp").empty()) ways.push_back({"tcp", Pairs::memory});
+  for (const std::string& fabric : all_fabrics()) {
     if (why_not(fabric).empty()) ways.push_back({fabric, Pairs::engine});
   }
   return ways;
