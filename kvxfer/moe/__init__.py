@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from kvxfer.moe.all_to_all import AllToAll
+    from kvxfer.moe.module import GroupedExperts, MoEAllToAll
     from kvxfer.moe.placement import Placement
     from kvxfer.moe.results import Combined, Dispatched
     from kvxfer.moe.shape import MoeShape
@@ -25,11 +26,21 @@ _HOMES: Final = {
     "AllToAll": "kvxfer.moe.all_to_all",
     "Combined": "kvxfer.moe.results",
     "Dispatched": "kvxfer.moe.results",
+    "GroupedExperts": "kvxfer.moe.module",
+    "MoEAllToAll": "kvxfer.moe.module",
     "MoeShape": "kvxfer.moe.shape",
     "Placement": "kvxfer.moe.placement",
 }
 
-__all__ = ["AllToAll", "Combined", "Dispatched", "MoeShape", "Placement"]
+__all__ = [
+    "AllToAll",
+    "Combined",
+    "Dispatched",
+    "GroupedExperts",
+    "MoEAllToAll",
+    "MoeShape",
+    "Placement",
+]
 
 
 def __getattr__(name: str) -> Any:
