@@ -199,14 +199,14 @@ class Agreement:
     def _pass(self, deadline: float, most: float = _TURN_SECONDS) -> bool:
         """Waits for something to come, and feeds it. False at the deadline."""
         now = self._clock.monotonic()
-        if self._asks or self._mesh.redials:
-            most = min(most, _SHORT_SECONDS)
-        self._engine.wait(max(0.0, min(most, deadline - now)))
-        self._mesh.redial()
         due = [ask for at, ask in self._asks if at <= now]
         self._asks = [(at, ask) for at, ask in self._asks if at > now]
         for ask in due:
             self._mesh.ask(ask.rank, ask.ask)
+        if self._asks or self._mesh.redials:
+            most = min(most, _SHORT_SECONDS)
+        self._engine.wait(max(0.0, min(most, deadline - now)))
+        self._mesh.redial()
         self._losses()
         self._bid()
         return now < deadline

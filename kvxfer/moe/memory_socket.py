@@ -51,6 +51,8 @@ class MemorySocket:
         self.name = f"kvxfer-moe-{secrets.token_hex(SECRET_BYTES)}"
         self._expected: set[bytes] = set()
         self._taken: dict[bytes, Handed] = {}
+        self._open: list[socket.socket] = []
+        """From which nothing has come yet: its giver is between connect() and send()."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
         self._socket.bind(f"\0{self.name}")
@@ -64,33 +66,43 @@ class MemorySocket:
 
     def take(self, secret: bytes) -> Handed:
         """What was given with this secret. Raises PeerLost where nothing was."""
-        while secret not in self._taken:
-            try:
-                connection, _ = self._socket.accept()
-            except BlockingIOError:
-                raise PeerLost("the rank on this host has not handed its memory over") from None
-            with connection:
-                self._receive(connection)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._open.append(self._socket.accept()[0])
+        for connection in self._open[:-_BACKLOG]:
+            connection.close()
+        self._open = [each for each in self._open[-_BACKLOG:] if not self._receive(each)]
+        if secret not in self._taken:
+            raise PeerLost("the rank on this host has not handed its memory over")
         self._expected.discard(secret)
         return self._taken.pop(secret)
 
     def close(self) -> None:
         self._socket.close()
+        for connection in self._open:
+            connection.close()
         for handed in self._taken.values():
             with handed:
                 pass
 
-    def _receive(self, connection: socket.socket) -> None:
+    def _receive(self, connection: socket.socket) -> bool:
+        """Whether something has come, or the giver is gone: then it is closed."""
         connection.setblocking(False)
         header, fds = b"", list[int]()
-        with contextlib.suppress(OSError):
+        try:
             header, fds, _, _ = socket.recv_fds(
                 connection, _HEADER.size, 2, socket.MSG_CMSG_CLOEXEC
             )
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        connection.close()
         if len(header) == _HEADER.size and len(fds) == 2:
             secret, nbytes = _HEADER.unpack(header)
             if secret in self._expected and secret not in self._taken:
                 self._taken[secret] = Handed(fds[0], fds[1], nbytes)
-                return
+                return True
         for fd in fds:
             os.close(fd)
+        return True

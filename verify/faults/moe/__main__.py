@@ -12,6 +12,7 @@ import collections
 import json
 import random
 import sys
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rich.console import Console
@@ -27,19 +28,32 @@ FABRICS: Final = ("local", "tcp")
 _SHARES: Final = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
-def _rows(rounds: list[Round]) -> list[tuple[str, str, int, list[float]]]:
-    """Act, phase, how often, and the seconds until a survivor knew of it."""
-    times: dict[tuple[str, str], int] = collections.Counter()
-    seconds: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
+@dataclass
+class _Row:
+    """Faults of one act and phase. seconds: until a survivor knew of them ("named"), and until it
+    ran a step in a view without the rank ("without")."""
+
+    times: int = 0
+    seconds: dict[str, list[float]] = field(
+        default_factory=lambda: collections.defaultdict[str, list[float]](list)
+    )
+
+    def shares(self, what: str) -> dict[str, float]:
+        found = self.seconds[what]
+        return {name: percentile(found, share) for name, share in _SHARES.items()} if found else {}
+
+
+def _rows(rounds: list[Round]) -> list[tuple[str, str, _Row]]:
+    rows: dict[tuple[str, str], _Row] = collections.defaultdict(_Row)
     for each in rounds:
         for rank in each.happened:
-            fault = each.faults[rank]
-            for key in ((fault.act, fault.phase), (fault.act, "all")):
-                times[key] += 1
-        for act, phase, after in each.naming:
-            seconds[act, phase].append(after)
-            seconds[act, "all"].append(after)
-    return [(*key, times[key], seconds[key]) for key in sorted(times)]
+            for phase in (each.faults[rank].phase, "all"):
+                rows[each.faults[rank].act, phase].times += 1
+        for what, found in each.seconds.items():
+            for act, phase, seconds in found:
+                rows[act, phase].seconds[what].append(seconds)
+                rows[act, "all"].seconds[what].append(seconds)
+    return [(*key, rows[key]) for key in sorted(rows)]
 
 
 def figures(rounds: list[Round], seed: int) -> dict[str, Any]:
@@ -52,14 +66,11 @@ def figures(rounds: list[Round], seed: int) -> dict[str, Any]:
             {
                 "act": act,
                 "phase": phase,
-                "times": times,
-                "naming_seconds": {
-                    name: round(percentile(named, share), 3) for name, share in _SHARES.items()
-                }
-                if named
-                else {},
+                "times": row.times,
+                "named_seconds": row.shares("named"),
+                "without_seconds": row.shares("without"),
             }
-            for act, phase, times, named in _rows(rounds)
+            for act, phase, row in _rows(rounds)
         ],
         "broken": [line for each in rounds for line in each.broken],
     }
@@ -67,18 +78,20 @@ def figures(rounds: list[Round], seed: int) -> dict[str, Any]:
 
 def show(rounds: list[Round], console: Console) -> None:
     table = Table(
-        title="Ranks of MoE groups that break; seconds until a rank that survives knew",
+        title="Ranks of MoE groups that break; seconds until a rank that survives knew, and until "
+        "it ran a step in a view without them",
         title_justify="left",
         box=None,
         padding=(0, 1, 0, 0),
     )
     for name in ("act", "phase"):
         table.add_column(name, no_wrap=True)
-    for name in ("times", *_SHARES):
+    for name in ("times", *(f"knew {share}" for share in _SHARES), *_SHARES):
         table.add_column(name, justify="right")
-    for act, phase, times, named in _rows(rounds):
-        shares = (f"{percentile(named, share):.3f}" if named else "-" for share in _SHARES.values())
-        table.add_row(act, phase, str(times), *shares)
+    for act, phase, row in _rows(rounds):
+        shares = [row.shares(what).get(name) for what in ("named", "without") for name in _SHARES]
+        shown = ("-" if share is None else f"{share:.3f}" for share in shares)
+        table.add_row(act, phase, str(row.times), *shown)
     console.print(table)
 
 

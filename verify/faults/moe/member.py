@@ -102,6 +102,7 @@ class Member:
         self._breakage = Breakage(fault, lambda: bool(shared.armed.value), self._broke)
         self._random = random.Random(setting.seed * 64 + rank)
         self._named: set[int] = set()
+        self._without: set[int] = set()
         self._members: tuple[int, ...] = ()
         self._tables: dict[int, Array] = {}
         self._sent: dict[int, tuple[Array, Array, Array]] = {}
@@ -174,7 +175,11 @@ class Member:
         if self._group.members != self._members:
             self._members = self._group.members
             self._driver.send(("members", self._members, self._group.address))
-            self._name({*range(self._setting.ranks)} - {*self._members})
+            gone = {*range(self._setting.ranks)} - {*self._members}
+            self._name(gone)
+            for rank in gone - self._without:
+                self._tell("without", rank)
+            self._without = gone
 
     def _compute(self, step: int, slot: int) -> None:
         self._breakage.at("dispatch_recv", step)
@@ -248,15 +253,16 @@ class Member:
             self._name({*ranks})
 
     def _name(self, ranks: set[int]) -> None:
-        now = SYSTEM_CLOCK.monotonic()
         for rank in ranks - self._named:
             self._named.add(rank)
-            broke_at = self._shared.broke_at[rank]
-            self._require(
-                rank in self._victims and broke_at > 0,
-                f"rank {rank} is missing, and was not broken",
-            )
-            self._driver.send(("named", rank, now - broke_at))
+            broke = rank in self._victims and self._shared.broke_at[rank] > 0
+            self._require(broke, f"rank {rank} is missing, and did not break")
+            self._tell("named", rank)
+
+    def _tell(self, what: str, rank: int) -> None:
+        """With the seconds since the rank broke."""
+        seconds = SYSTEM_CLOCK.monotonic() - self._shared.broke_at[rank]
+        self._driver.send((what, rank, seconds))
 
     def _require(self, holds: bool, text: str) -> None:
         if not holds:

@@ -33,8 +33,11 @@ class Round:
     faults: dict[int, Fault]
     rejoins: bool
     happened: set[int] = field(default_factory=set)
-    naming: list[tuple[str, str, float]] = field(default_factory=list)
-    """Act, phase, and seconds from a fault until a survivor knew of it, of each survivor."""
+    seconds: dict[str, list[tuple[str, str, float]]] = field(
+        default_factory=lambda: {"named": [], "without": []}
+    )
+    """Act, phase, and seconds from a fault until a survivor knew of it, or ran its first step in a
+    view without the rank; of each survivor."""
     broken: list[str] = field(default_factory=list)
     """Promises that were not kept."""
 
@@ -215,10 +218,10 @@ class _Driver:
                 self._addresses[rank] = said
             case "members":
                 self._members[rank], self._addresses[rank] = said, more
-            case "named":
+            case "named" | "without":
                 fault = self._round.faults[said]
-                if rank not in self._round.faults and more >= 0:
-                    self._round.naming.append((fault.act, fault.phase, more))
+                if rank not in self._round.faults:
+                    self._round.seconds[kind].append((fault.act, fault.phase, more))
             case "ended":
                 self._ended[rank] = said
                 if said == "wrong":
