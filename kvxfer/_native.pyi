@@ -296,6 +296,9 @@ class MoeExchange:
     # A step.
     def input(self, slot: int) -> int:
         """The address of room for max_tokens rows."""
+    def answers(self, slot: int) -> int:
+        """The address of room for ranks * max_tokens rows by source, which combine_send() does not
+        copy; 0: there is none."""
     def dispatch_send(
         self,
         slot: int,

@@ -173,6 +173,12 @@ void bind_moe(py::module_& module) {
             return reinterpret_cast<std::uintptr_t>(unwrap(exchange.input(slot)));
           },
           py::arg("slot"))
+      .def(
+          "answers",
+          [](Exchange& exchange, std::uint32_t slot) {
+            return reinterpret_cast<std::uintptr_t>(unwrap(exchange.answers(slot)));
+          },
+          py::arg("slot"))
       .def("dispatch_send", &dispatch_send, py::arg("slot"), py::arg("x"), py::arg("scales"),
            py::arg("ids"), py::arg("weights"))
       .def(

@@ -278,7 +278,8 @@ bool equal(const std::vector<float>& a, const std::vector<float>& b) {
 
 }  // namespace
 
-Bytes place_and_compute(const StepOf& step, Member& member, std::uint32_t slot, Order order) {
+Bytes place_and_compute(const StepOf& step, Member& member, std::uint32_t slot, Order order,
+                        std::byte* into) {
   const moe::Shape& shape = step.shape;
   const std::uint32_t rank = member.shape.rank;
   const bool by_expert = order == Order::by_expert;
@@ -289,8 +290,9 @@ Bytes place_and_compute(const StepOf& step, Member& member, std::uint32_t slot, 
   std::vector<float> scales(room.rows * format.scales());
   std::vector<std::int32_t> ids(room.rows * shape.top_k);
   std::vector<float> weights(room.rows * shape.top_k);
-  good(member.exchange->place(slot, order, room.begins, x.data(), scales.data(), ids.data(),
+  good(member.exchange->place(slot, order, room.begins, into ? into : x.data(), scales.data(), ids.data(),
                               weights.data()));
+  if (into) std::memcpy(x.data(), into, x.size());
   const moe::Arrival arrival = *good(member.exchange->arrival(slot));
   CHECK(arrival.source_rows == before.source_rows);
   Bytes y(room.rows * shape.combine_row().payload_bytes());

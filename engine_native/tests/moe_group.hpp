@@ -91,8 +91,9 @@ struct StepOf {
 };
 
 // Places what has arrived at this rank, checks every row, and computes what combine_send() takes.
-// Rows of a missing source are zero.
-Bytes place_and_compute(const StepOf& step, Member& member, std::uint32_t slot, moe::Order order);
+// Rows of a missing source are zero. `into`: room for x; null: memory of the test.
+Bytes place_and_compute(const StepOf& step, Member& member, std::uint32_t slot, moe::Order order,
+                        std::byte* into = nullptr);
 // Combines, and checks every row of the output. By rank: what is missing.
 std::vector<bool> combine_and_check(const StepOf& step, Member& member, std::uint32_t slot);
 

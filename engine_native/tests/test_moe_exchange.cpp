@@ -176,6 +176,84 @@ TEST_CASE("steps of random shapes give what a plain computation gives") {
   }
 }
 
+TEST_CASE("rows in answers() are placed, computed and sent back where they lie") {
+  Random random;
+  CAPTURE(random.seed);
+  const moe::Shape shape{.ranks = 3,
+                         .experts = 12,
+                         .local_experts = {5, 4, 6},
+                         .top_k = 4,
+                         .hidden = 96,
+                         .max_tokens = 20};
+  for (const Reach& way : ways()) {
+    CAPTURE(way.fabric);
+    CAPTURE(name(way.pairs));
+    Group group(way.fabric, way.pairs, shape);
+    const Tables tables(shape, std::vector<bool>(shape.ranks, true), random);
+    std::vector<std::vector<Given>> given;
+    for (int n = 0; n < 6; ++n) {
+      // Few enough that there is room for the gaps between sources.
+      given.emplace_back();
+      for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) {
+        given.back().push_back(random_given(shape, random.below(shape.max_tokens - 1), random));
+      }
+    }
+    group.each(group.all(), [&](Member& member) {
+      const std::uint32_t rank = member.shape.rank;
+      moe::Exchange& exchange = *member.exchange;
+      good(exchange.set_view(tables.view(1, rank), 0));
+      // Rows of the step before must not be taken for those of this one.
+      for (std::size_t n = 0; n < given.size(); ++n) {
+        const StepOf step{shape, given[n], tables.of};
+        std::byte* const answers = good(exchange.answers(0));
+        good(exchange.dispatch_send(0, given[n][rank].tokens()));
+        member.await_dispatch(0);
+        const Bytes y = place_and_compute(step, member, 0, Order::by_source, answers);
+        std::memcpy(answers, y.data(), y.size());
+        good(exchange.combine_send(0, answers));
+        member.await_combine(0);
+        CHECK(combine_and_check(step, member, 0) == std::vector<bool>(shape.ranks));
+      }
+    });
+  }
+}
+
+TEST_CASE("answers() takes all rows by source, and no others") {
+  Random random;
+  CAPTURE(random.seed);
+  const moe::Shape shape{.ranks = 1,
+                         .experts = 2,
+                         .local_experts = {2},
+                         .top_k = 2,
+                         .hidden = 32,
+                         .max_tokens = 4};
+  Group group("tcp", Pairs::memory, shape);
+  moe::Exchange& exchange = *group.members[0]->exchange;
+  const Tables tables(shape, {true}, random);
+  good(exchange.set_view(tables.view(1, 0), 0));
+  const Given given = random_given(shape, 3, random, 0);
+  good(exchange.dispatch_send(0, given.tokens()));
+  group.members[0]->await_dispatch(0);
+  std::byte* const answers = good(exchange.answers(0));
+  std::vector<std::int32_t> ids(8 * shape.top_k);
+  std::vector<float> weights(8 * shape.top_k);
+  const auto place = [&](Order order, std::vector<std::int64_t> begins, std::byte* x) {
+    const auto placed = exchange.place(0, order, begins, x, nullptr, ids.data(), weights.data());
+    return placed ? std::string() : placed.error().text;
+  };
+  CHECK(place(Order::by_expert, {0, 3}, answers).starts_with("rows in answers()"));
+  CHECK(place(Order::by_source, {0}, answers + 64).starts_with("rows in answers()"));
+  CHECK(place(Order::by_source, {2}, answers).starts_with("answers() has 4 rows"));
+  CHECK(place(Order::by_source, {1}, answers).empty());
+  CHECK(exchange.combine_send(0, answers + 64).error().text.starts_with("rows in answers()"));
+  good(exchange.combine_send(0, answers));
+  // Rows that are padded have none.
+  moe::Shape padded = shape;
+  padded.hidden = 33;
+  Group other("tcp", Pairs::memory, padded);
+  CHECK(good(other.members[0]->exchange->answers(0)) == nullptr);
+}
+
 TEST_CASE("a message longer than one write is whole when all of it is here") {
   Random random;
   CAPTURE(random.seed);

@@ -141,7 +141,7 @@ TEST_CASE("parts of own memory and of an inbox do not overlap") {
       parts.emplace_back(own.combine_word(slot, rank), sizeof(moe::Word));
       parts.emplace_back(own.message(slot, rank), moe::most_message_bytes(shape, rank));
       parts.emplace_back(own.combine_head(slot, rank), sizeof(moe::MessageHead));
-      parts.emplace_back(own.combine(slot, rank), shape.max_tokens * combine);
+      parts.emplace_back(own.combine(slot, rank * shape.max_tokens), shape.max_tokens * combine);
     }
   }
   const auto disjoint = [](auto ranges, std::size_t bytes) {

@@ -201,11 +201,12 @@ Result<void> EngineWay::post_dispatch(std::uint32_t slot, std::uint64_t /*key*/,
                       operations);
 }
 
-Result<void> EngineWay::post_combine(std::uint32_t slot, std::uint64_t key, std::uint32_t rows,
+Result<void> EngineWay::post_combine(std::uint32_t slot, std::uint64_t /*key*/, std::uint32_t rows,
                                      std::vector<OperationId>& operations) {
   Lane& lane = this->lane(slot, Direction::combine);
+  const std::size_t head = own_.layout().combine_head(slot, to_);
   if (rows > 0) {
-    const SingleWrite all{own_.layout().combine(slot, to_), there_.combine(slot),
+    const SingleWrite all{own_.layout().combine(slot, own_.head(head).place), there_.combine(slot),
                           rows * shape_.combine_row().bytes()};
     if (auto good = sent(lane,
                          engine_.write(peer_, own_region_, *inbox_there_, all,
@@ -215,8 +216,6 @@ Result<void> EngineWay::post_combine(std::uint32_t slot, std::uint64_t key, std:
       return good;
     }
   }
-  const std::size_t head = own_.layout().combine_head(slot, to_);
-  own_.head(head) = {.key = key, .rows = rows};
   return post_message(slot, Direction::combine, head, sizeof(MessageHead), operations);
 }
 

@@ -88,6 +88,10 @@ class Exchange {
   // looks.
   Result<Waited> dispatch_wait(std::uint32_t slot, Duration timeout);
   Result<const Arrival*> arrival(std::uint32_t slot) const;
+  // Room for ranks * max_tokens rows of the combine dtype, for x of place() and for y of
+  // combine_send() by_source: rows of y that lie here are not copied. Null where such rows are no
+  // multiple of 64 bytes. The caller may write here from place() until combine_send().
+  Result<std::byte*> answers(std::uint32_t slot);
   // by_expert: expert e's rows are at begins[e] and behind, by source rank, then token. by_source:
   // source s's at begins[s] and behind, by token; ids [rows, top_k] (local; -1: none) and weights
   // [rows, top_k] tell the rest. `scales` only for a wire with scales, ids and weights only
@@ -96,7 +100,7 @@ class Exchange {
   Result<void> place(std::uint32_t slot, Order order, std::span<const std::int64_t> begins, void* x,
                      float* scales, std::int32_t* ids, float* weights);
   // y: rows of the combine dtype, where place() put those of x. by_source: each the weighted sum of
-  // its local experts already.
+  // its local experts already. Not in answers(), but for all of y by_source.
   Result<void> combine_send(std::uint32_t slot, const void* y);
   Result<Waited> combine_wait(std::uint32_t slot, Duration timeout);
   // out: [count, hidden] of the output dtype: for each token the sum over the ranks, in their
@@ -119,6 +123,8 @@ class Exchange {
   Result<void> check_new(std::uint32_t rank, PeerId peer) const;
   Result<void> check_view(const View& view, std::uint64_t first_step) const;
   Result<void> check_tokens(const Tokens& tokens) const;
+  // Whether rows that are placed so may lie there, and if so, whether they lie in answers().
+  Result<bool> in_answers(std::uint32_t slot, Order order, const void* rows) const;
   // The step in this slot, if it is in one of these phases.
   Result<Step*> step_in(std::uint32_t slot, const char* call, Step::Phase phase, Step::Phase other);
   Result<EngineWay*> remote(std::uint32_t rank, PeerId peer);

@@ -1,5 +1,6 @@
 // The calls of a step, in their order.
 #include <algorithm>
+#include <functional>
 #include <thread>
 
 #include "clock.hpp"
@@ -210,6 +211,33 @@ Result<Waited> Exchange::dispatch_wait(std::uint32_t slot, Duration timeout) {
   return waited;
 }
 
+Result<std::byte*> Exchange::answers(std::uint32_t slot) {
+  if (slot >= shape_.slots) {
+    return invalid_argument("slot " + std::to_string(slot) + " of " + std::to_string(shape_.slots));
+  }
+  const RowFormat row = shape_.combine_row();
+  return row.bytes() == row.payload_bytes() ? own_.at(own_.layout().combine(slot, 0)) : nullptr;
+}
+
+Result<bool> Exchange::in_answers(std::uint32_t slot, Order order, const void* rows) const {
+  const OwnLayout& layout = own_.layout();
+  const auto* const first = own_.at(layout.combine(slot, 0));
+  const auto* const last = own_.at(layout.combine(slot, shape_.combine_rows()));
+  if (!rows || std::less<>()(rows, first) || !std::less<>()(rows, last)) return false;
+  const RowFormat row = shape_.combine_row();
+  if (rows != first || order == Order::by_expert || row.bytes() != row.payload_bytes()) {
+    return invalid_argument("rows in answers() are by source, and begin where it does");
+  }
+  for (const Part& part : steps_[slot].parts) {
+    if (!part.places.empty() &&
+        static_cast<std::size_t>(part.places.back()) >= shape_.combine_rows()) {
+      return invalid_argument("answers() has " + std::to_string(shape_.combine_rows()) +
+                              " rows; begins go beyond");
+    }
+  }
+  return true;
+}
+
 Result<const Arrival*> Exchange::arrival(std::uint32_t slot) const {
   if (slot < shape_.slots &&
       (steps_[slot].phase == Phase::arrived || steps_[slot].phase == Phase::placed)) {
@@ -237,6 +265,11 @@ Result<void> Exchange::place(std::uint32_t slot, Order order, std::span<const st
         "place needs room for x, for scales where the wire has them, and by source for "
         "ids and weights");
   }
+  const OwnLayout& layout = own_.layout();
+  if (auto good = await_sent(slot, Direction::combine); !good) return good;
+  for (std::uint32_t rank = 0; rank < shape_.ranks; ++rank) {
+    own_.withdraw(layout.combine_word(slot, rank));
+  }
   step.order = order;
   std::vector<std::int64_t> next(begins.begin(), begins.end());
   std::size_t placed = 0;
@@ -245,6 +278,11 @@ Result<void> Exchange::place(std::uint32_t slot, Order order, std::span<const st
     assign_places(part.received, order,
                   by_expert ? std::span(next) : std::span(next).subspan(rank, 1), part.places);
     placed += part.places.size();
+  }
+  const auto in_place = in_answers(slot, order, x);
+  if (!in_place) return in_place.error();
+  if (*in_place && shape_.token_row().payload_bytes() > shape_.combine_row().payload_bytes()) {
+    return invalid_argument("token rows are longer than those of answers()");
   }
   const bool much = placed * shape_.token_row().payload_bytes() >= kStreamFrom;
   const Stores stores = much ? Stores::streamed : Stores::cached;
@@ -274,17 +312,24 @@ Result<void> Exchange::combine_send(std::uint32_t slot, const void* y) {
   const auto found = step_in(slot, "combine_send", Phase::placed, Phase::placed);
   if (!found) return found.error();
   Step& step = **found;
-  if (auto good = await_sent(slot, Direction::combine); !good) return good;
+  const auto in_place = in_answers(slot, step.order, y);
+  if (!in_place) return in_place.error();
   const OwnLayout& layout = own_.layout();
   for (const std::uint32_t rank : others_first_) {
     Part& part = step.parts[rank];
     part.settled = false;
     if (!part.pair || !part.pair->up()) continue;
-    const std::size_t word = layout.combine_word(slot, rank);
-    own_.withdraw(word);
-    combine_rows(shape_, part.received, step.order, part.places, static_cast<const std::byte*>(y),
-                 own_.at(layout.combine(slot, rank)));
-    own_.publish(word, step.key);
+    const std::size_t rows = part.received.rows.size();
+    std::size_t place = std::size_t{rank} * shape_.max_tokens;
+    if (*in_place) {
+      place = rows > 0 ? static_cast<std::size_t>(part.places.front()) : 0;
+    } else {
+      combine_rows(shape_, part.received, step.order, part.places,
+                   static_cast<const std::byte*>(y), own_.at(layout.combine(slot, place)));
+    }
+    own_.head(layout.combine_head(slot, rank)) = {
+        .key = step.key, .rows = static_cast<std::uint32_t>(rows), .place = place};
+    own_.publish(layout.combine_word(slot, rank), step.key);
     post(slot, Direction::combine, step, part);
   }
   step.phase = Phase::returned;

@@ -62,7 +62,11 @@ std::unique_ptr<LocalWay> LocalWay::to_self(const Shape& shape, const std::byte*
 }
 
 LocalWay::LocalWay(const Shape& shape, Mapping memory, UniqueFd doorbell)
-    : shape_(shape), layout_(shape), memory_(std::move(memory)), doorbell_(std::move(doorbell)) {}
+    : shape_(shape),
+      layout_(shape),
+      memory_(std::move(memory)),
+      combine_places_(shape.slots),
+      doorbell_(std::move(doorbell)) {}
 
 void LocalWay::Unmap::operator()(const std::byte* memory) const {
   if (bytes > 0) ::munmap(const_cast<std::byte*>(memory), bytes);
@@ -116,13 +120,21 @@ const std::byte* LocalWay::tokens(std::uint32_t slot) const {
   return memory_.get() + layout_.tokens(slot);
 }
 
-Held LocalWay::combined(std::uint32_t slot, std::uint64_t key, std::uint32_t /*rows*/) {
+Held LocalWay::combined(std::uint32_t slot, std::uint64_t key, std::uint32_t rows) {
   const std::size_t offset = layout_.combine_word(slot, shape_.rank);
-  return word(offset, std::memory_order_seq_cst) == key ? Held::whole : Held::nothing;
+  if (word(offset, std::memory_order_seq_cst) != key) return Held::nothing;
+  MessageHead head{};
+  std::memcpy(static_cast<void*>(&head), memory_.get() + layout_.combine_head(slot, shape_.rank),
+              sizeof head);
+  if (!still(slot, Direction::combine, key)) return Held::nothing;
+  const std::size_t most = shape_.combine_rows();
+  if (head.rows != rows || rows > most || head.place > most - rows) return Held::malformed;
+  combine_places_[slot] = head.place;
+  return Held::whole;
 }
 
 const std::byte* LocalWay::combine_rows(std::uint32_t slot) const {
-  return memory_.get() + layout_.combine(slot, shape_.rank);
+  return memory_.get() + layout_.combine(slot, combine_places_[slot]);
 }
 
 bool LocalWay::still(std::uint32_t slot, Direction direction, std::uint64_t key) const {

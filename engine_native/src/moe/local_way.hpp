@@ -42,6 +42,7 @@ class LocalWay final : public Way {
   const Shape shape_;
   const OwnLayout layout_;  // equal at all ranks
   Mapping memory_;
+  std::vector<std::size_t> combine_places_;  // by slot: the first row of a combine that is held
   UniqueFd doorbell_;
 };
 

@@ -28,8 +28,9 @@ OwnLayout::OwnLayout(const Shape& shape) {
       up_to(kPage, combine_heads_ + std::size_t{shape.slots} * shape.ranks * sizeof(MessageHead));
   tokens_of_slot_ = shape.max_tokens * shape.token_row().bytes();
   combine_ = up_to(kPage, tokens_ + shape.slots * tokens_of_slot_);
-  combine_of_rank_ = shape.max_tokens * shape.combine_row().bytes();
-  bytes_ = combine_ + std::size_t{shape.slots} * shape.ranks * combine_of_rank_;
+  combine_row_ = shape.combine_row().bytes();
+  combine_of_slot_ = shape.combine_rows() * combine_row_;
+  bytes_ = combine_ + shape.slots * combine_of_slot_;
 }
 
 std::vector<std::pair<std::string, std::uint64_t>> OwnLayout::parts() const {

@@ -44,6 +44,8 @@ struct alignas(64) MessageHead {
   // and direction, from 1 on; and how many data immediates all so far have.
   std::uint64_t ordinal;
   std::uint64_t data;
+  // Of a combine in own memory: which of the slot's combine rows is the first of the message's.
+  std::uint64_t place;
   std::uint64_t check;  // what seal() gives: a head that is half written does not have it
 
   std::uint64_t seal() const {
@@ -82,9 +84,10 @@ class OwnLayout {
   }
   // max_tokens rows, by token.
   std::size_t tokens(std::uint32_t slot) const { return tokens_ + slot * tokens_of_slot_; }
-  // max_tokens rows for one rank, by row of its routes.
-  std::size_t combine(std::uint32_t slot, std::uint32_t to) const {
-    return combine_ + (std::size_t{slot} * message_of_.size() + to) * combine_of_rank_;
+  // max_tokens rows for each rank, by row of its routes: for rank r from row r * max_tokens on, or
+  // where the combine head says.
+  std::size_t combine(std::uint32_t slot, std::size_t row) const {
+    return combine_ + slot * combine_of_slot_ + row * combine_row_;
   }
   std::size_t bytes() const { return bytes_; }
   std::vector<std::pair<std::string, std::uint64_t>> parts() const;
@@ -99,7 +102,8 @@ class OwnLayout {
   std::size_t tokens_ = 0;
   std::size_t tokens_of_slot_ = 0;
   std::size_t combine_ = 0;
-  std::size_t combine_of_rank_ = 0;
+  std::size_t combine_of_slot_ = 0;
+  std::size_t combine_row_ = 0;
   std::size_t bytes_ = 0;
 };
 

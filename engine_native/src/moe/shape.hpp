@@ -32,6 +32,8 @@ struct Shape {
 
   RowFormat token_row() const { return {wire, hidden, scale_block}; }
   RowFormat combine_row() const { return {combine, hidden, 0}; }
+  // Of one rank for all others, at most.
+  std::size_t combine_rows() const { return std::size_t{ranks} * max_tokens; }
   // Entries of one token at this rank, at most.
   std::uint32_t entries_per_row(std::uint32_t at) const {
     return top_k < local_experts[at] ? top_k : local_experts[at];
