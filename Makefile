@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-weights test-moe test-gpu test-sglang test-page test-stability lint docs bench bench-control bench-gpu bench-vllm bench-weights sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights chaos-moe soak attack simulate simulate-moe helm-test verify clean
+.PHONY: demo test test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-weights test-moe test-gpu test-sglang test-page test-stability lint docs bench bench-control bench-gpu bench-vllm bench-weights bench-moe sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights chaos-moe soak attack simulate simulate-moe helm-test verify clean
 
 demo:
 	@DEVICE=$(DEVICE) scripts/demo
@@ -78,6 +78,11 @@ bench-gpu:
 bench-weights:
 	@scripts/setup test
 	@scripts/bench-weights $(BENCH)
+
+# BENCH="--case 2x128" and the like for its options.
+bench-moe:
+	@scripts/setup moe
+	@scripts/bench-moe $(BENCH)
 
 bench-vllm:
 	@scripts/setup test

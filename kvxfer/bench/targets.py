@@ -117,6 +117,18 @@ def _weights(name: str, against: str, bound: float) -> Target:
     )
 
 
+def _moe(ranks: int, tokens: int, name: str, against: str, bound: float) -> Target:
+    return Target(
+        name=f"MoE, EP {ranks}, {tokens:,} tokens, {name}",
+        measured="GB/s of dispatch, or of combine where that is less",
+        against=against,
+        direction=Direction.AT_LEAST,
+        bound=bound,
+        command="make bench-moe",
+        required=ranks < 8,
+    )
+
+
 # By the KiB of the smallest pages that a bound is for.
 _THROUGHPUT: Final = {
     name: _throughput(CASES[name], bounds)
@@ -223,6 +235,26 @@ WEIGHTS: Final = {
 }
 """By fabric, and whether digests are on: by what is measured beside the update."""
 
+MOE_MPI: Final = 1.3
+MOE_MEMCPY: Final = 0.8
+_GLOO: Final = "all_to_all_single of gloo"
+_HOST: Final = f"the lesser of {MOE_MPI:g} MPI_Alltoallv and {MOE_MEMCPY:g} memcpy"
+MOE: Final = {
+    **{
+        (ranks, tokens): {
+            "local": _moe(ranks, tokens, "local", _GLOO, 5),
+            "host": _moe(ranks, tokens, "local, MPI and memcpy", _HOST, 1),
+            "tcp": _moe(ranks, tokens, "tcp", _GLOO, 2),
+        }
+        for ranks, tokens in ((2, 128), (4, 128), (2, 4096))
+    },
+    **{
+        (ranks, tokens): {"tcp": _moe(ranks, tokens, "tcp", _GLOO, 1.5)}
+        for ranks, tokens in ((8, 128), (8, 512))
+    },
+}
+"""By ranks and the tokens of each."""
+
 TARGETS: Final = (
     *(target for of_it in _THROUGHPUT.values() for target in of_it.values()),
     *(target for pair in OVERHEAD.values() for target in pair),
@@ -231,6 +263,7 @@ TARGETS: Final = (
     *(target for of_it in CONTROL.values() for target in of_it.values()),
     *(VISIBLE_TRANSFER, FIRST_TOKEN, LAYER, IDLE_VLLM, WAITING_VLLM, VLLM_CACHE),
     *(target for of_it in WEIGHTS.values() for target in of_it.values()),
+    *(target for of_it in MOE.values() for target in of_it.values()),
 )
 
 

@@ -1,0 +1,1 @@
+"""MoE dispatch and combine beside gloo, MPI and memcpy: `python -m benchmarks.moe`."""

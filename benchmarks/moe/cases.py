@@ -1,0 +1,95 @@
+"""What is measured: tokens and their experts, and which rows that moves between ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+_SEED: Final = 26
+ITEM_BYTES: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`tokens` of each rank in bf16, each to `top_k` of the experts, which are spread evenly."""
+
+    tokens: int
+    ranks: int
+    rounds: int = 20
+    """In each block."""
+    hidden: int = 7168
+    experts: int = 256
+    top_k: int = 8
+
+    @property
+    def name(self) -> str:
+        return f"EP {self.ranks}, {self.tokens:,} tokens"
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden * ITEM_BYTES
+
+
+CASES: Final = (
+    Case(128, 2),
+    Case(128, 4),
+    Case(128, 8),
+    Case(4096, 2, rounds=10),
+    Case(512, 8, rounds=10),
+)
+
+
+def expert_ids(case: Case, rank: int) -> NDArray[np.int64]:
+    """The logical experts of this rank's tokens [tokens, top_k]: distinct, and each as likely as
+    any other."""
+    random = np.random.default_rng([_SEED, case.tokens, case.ranks, rank])
+    drawn = random.random((case.tokens, case.experts), np.float32)
+    return np.argpartition(drawn, case.top_k, axis=1)[:, : case.top_k].astype(np.int64)
+
+
+class Routes:
+    """Which rows travel: a token goes once to each rank that has an expert of its own."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        experts = case.experts // case.ranks
+        self.reached = np.zeros((case.ranks, case.tokens, case.ranks), np.bool_)
+        """By source rank and token: which ranks it goes to."""
+        for rank in range(case.ranks):
+            np.put_along_axis(self.reached[rank], expert_ids(case, rank) // experts, True, axis=1)
+        self.rows = self.reached.sum(axis=1).astype(np.int64)
+        """[source, destination]"""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows, those within a rank too: what dispatch moves, and combine moves back."""
+        return int(self.rows.sum()) * self.case.row_bytes
+
+    @property
+    def expanded_bytes(self) -> int:
+        """Of the rows by expert: a token once for each of its experts."""
+        case = self.case
+        return case.ranks * case.tokens * case.top_k * case.row_bytes
+
+    def sent(self, rank: int) -> NDArray[np.int64]:
+        """The tokens of this rank's rows: all for rank 0, then all for rank 1, …"""
+        return np.nonzero(self.reached[rank].T)[1]
+
+    def dispatched(self, rank: int) -> NDArray[np.int64]:
+        """The rows that come to this rank, as places in the tokens of all ranks in their order."""
+        source, token = np.nonzero(self.reached[:, :, rank])
+        return source * self.case.tokens + token
+
+    def combined(self, rank: int) -> NDArray[np.int64]:
+        """The rows that come back to this rank, as places in the rows that all ranks received."""
+        before = np.concatenate(([0], np.cumsum(self.rows.sum(axis=0))))[:-1]
+        begins = before + self.rows[:rank].sum(axis=0)
+        return np.concatenate(
+            [
+                np.arange(begin, begin + count)
+                for begin, count in zip(begins, self.rows[rank], strict=True)
+            ]
+        )
