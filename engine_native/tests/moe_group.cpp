@@ -290,8 +290,8 @@ Bytes place_and_compute(const StepOf& step, Member& member, std::uint32_t slot, 
   std::vector<float> scales(room.rows * format.scales());
   std::vector<std::int32_t> ids(room.rows * shape.top_k);
   std::vector<float> weights(room.rows * shape.top_k);
-  good(member.exchange->place(slot, order, room.begins, into ? into : x.data(), scales.data(), ids.data(),
-                              weights.data()));
+  good(member.exchange->place(slot, order, room.begins, into ? into : x.data(), scales.data(),
+                              ids.data(), weights.data()));
   if (into) std::memcpy(x.data(), into, x.size());
   const moe::Arrival arrival = *good(member.exchange->arrival(slot));
   CHECK(arrival.source_rows == before.source_rows);

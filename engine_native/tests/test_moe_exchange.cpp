@@ -221,12 +221,8 @@ TEST_CASE("rows in answers() are placed, computed and sent back where they lie")
 TEST_CASE("answers() takes all rows by source, and no others") {
   Random random;
   CAPTURE(random.seed);
-  const moe::Shape shape{.ranks = 1,
-                         .experts = 2,
-                         .local_experts = {2},
-                         .top_k = 2,
-                         .hidden = 32,
-                         .max_tokens = 4};
+  const moe::Shape shape{
+      .ranks = 1, .experts = 2, .local_experts = {2}, .top_k = 2, .hidden = 32, .max_tokens = 4};
   Group group("tcp", Pairs::memory, shape);
   moe::Exchange& exchange = *group.members[0]->exchange;
   const Tables tables(shape, {true}, random);

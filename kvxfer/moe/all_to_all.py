@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from kvxfer.moe.agreement import Agreement
 from kvxfer.moe.placement import Placement
 from kvxfer.moe.results import Combined, Dispatched, Layout
 from kvxfer.moe.shape import ITEM_BYTES, DType, MoeShape
-from kvxfer.moe.tensors import Room, Tensor, address_of, choices, tensor_in
+from kvxfer.moe.tensors import Room, Tensor, address_of, choices, memory_at, tensor_in
 
 logger = logging.getLogger("kvxfer.moe")
 
@@ -42,6 +42,7 @@ class _Slot:
     """A step that is under way, and the memory of the last one in this slot."""
 
     x: Room
+    x_by_token: Room
     scales: Room
     local_ids: Room
     weights: Room
@@ -117,12 +118,17 @@ class AllToAll:
         self._slots = [
             _Slot(
                 x=Room(shape.wire, torch=self._torch),
+                x_by_token=Room(
+                    shape.wire,
+                    self._answers(slot) if shape.wire == shape.combine else None,
+                    torch=self._torch,
+                ),
                 scales=Room("float32", torch=self._torch),
                 local_ids=Room("int32", torch=self._torch),
                 weights=Room("float32", torch=self._torch),
                 out=Room(shape.output, torch=self._torch),
             )
-            for _ in range(shape.slots)
+            for slot in range(shape.slots)
         ]
         try:
             self._meet(exchange, addresses, member)
@@ -226,12 +232,31 @@ class AllToAll:
         """[max_tokens, hidden] of the input's dtype: what is dispatched from its first rows is not
         copied, where the wire has the same dtype. It may be written from the slot's
         combine_recv() until its dispatch_send(), and not after close()."""
-        shape = self.shape
-        nbytes = shape.max_tokens * shape.hidden * ITEM_BYTES[shape.input]
         with translated():
             address = self._exchange.input(slot)
-        memory = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-        return tensor_in(memory, shape.input, (shape.max_tokens, shape.hidden), torch=self._torch)
+        shape = (self.shape.max_tokens, self.shape.hidden)
+        memory = memory_at(address, math.prod(shape) * ITEM_BYTES[self.shape.input])
+        return tensor_in(memory, self.shape.input, shape, torch=self._torch)
+
+    def answers(self, slot: int = 0) -> Tensor:
+        """[ranks * max_tokens, hidden] of the combine's dtype: what is sent back from its first
+        rows by layout "tokens" is not copied. With that layout, dispatch_recv() gives x here where
+        the wire has the same dtype. It may be written from dispatch_recv() until combine_send(),
+        and not after close(). Raises InvalidArgument where a row is no multiple of 64 bytes."""
+        shape, memory = self.shape, self._answers(slot)
+        if memory is None:
+            raise InvalidArgument(
+                f"rows of {shape.hidden} {shape.combine} are no multiple of 64 bytes"
+            )
+        rows = len(self.placement.ranks) * shape.max_tokens
+        return tensor_in(memory, shape.combine, (rows, shape.hidden), torch=self._torch)
+
+    def _answers(self, slot: int) -> npt.NDArray[np.uint8] | None:
+        with translated():
+            address = self._exchange.answers(slot)
+        rows = len(self.placement.ranks) * self.shape.max_tokens
+        row_bytes = self.shape.hidden * ITEM_BYTES[self.shape.combine]
+        return memory_at(address, rows * row_bytes) if address else None
 
     # --- a step
 
@@ -285,7 +310,8 @@ class AllToAll:
             expert_rows, source_rows, missing = self._exchange.arrival(slot)
         shape = self.shape
         begins, rows = self._places(layout, align, capacity, expert_rows, source_rows)
-        x, at_x = of_slot.x.tensor((*rows, shape.hidden))
+        room = of_slot.x_by_token if layout == "tokens" else of_slot.x
+        x, at_x = room.tensor((*rows, shape.hidden))
         scales, local_ids, weights = None, None, None
         at_scales = at_ids = at_weights = 0
         if shape.scales:
@@ -321,7 +347,8 @@ class AllToAll:
 
         y: of the combine's dtype and the shape of Dispatched.x, each row where that of x was. By
         the layout "tokens", a row is the weighted sum of the token's local experts; by the others
-        that of one expert, and the group weighs it. May change once this returns.
+        that of one expert, and the group weighs it. May change once this returns, but for rows of
+        answers(): these not before combine_recv().
         """
         of_slot = self._slot(slot)
         if not of_slot.rows:

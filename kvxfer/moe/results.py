@@ -22,8 +22,9 @@ class Dispatched:
     members: the ranks that run the step.
     x: of the wire's dtype. By layout "experts": [rows, hidden], where local expert e has
     `expert_rows[e]` rows from row `begins[e]` on; "padded": [experts, capacity, hidden]; "tokens":
-    [tokens, hidden], where source rank s has `source_rows[s]` rows from row `begins[s]` on. What
-    lies between these rows is undefined.
+    [tokens, hidden], where source rank s has `source_rows[s]` rows from row `begins[s]` on, in
+    answers() where combine's dtype is the same: then only valid until combine_send(), and what
+    is written over x is sent back without a copy. What lies between these rows is undefined.
     scales: [..., scales of a row] float32 for rows as of x, where the wire has scales.
     expert_rows: rows by local expert. source_rows: tokens by source rank.
     ids, weights: only by "tokens": [tokens, top_k] int32 local experts, -1 for none, and float32.

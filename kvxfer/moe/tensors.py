@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from collections.abc import Sequence
@@ -69,14 +70,19 @@ def choices(value: Any, name: str, dtype: type, shape: Sequence[int]) -> npt.NDA
 
 
 class Room:
-    """Memory that grows, given out as one tensor at a time: the next one lies over the last."""
+    """Memory that grows, given out as one tensor at a time: the next one lies over the last.
 
-    def __init__(self, dtype: str, *, torch: bool) -> None:
+    memory: to begin with; whole elements.
+    """
+
+    def __init__(
+        self, dtype: str, memory: npt.NDArray[np.uint8] | None = None, *, torch: bool
+    ) -> None:
         self._dtype, self._torch = dtype, torch
-        self._hold(1)
+        self._hold(np.empty(_ITEM_BYTES[dtype], np.uint8) if memory is None else memory)
 
-    def _hold(self, count: int) -> None:
-        memory = np.empty(count * _ITEM_BYTES[self._dtype], np.uint8)
+    def _hold(self, memory: npt.NDArray[np.uint8]) -> None:
+        count = memory.nbytes // _ITEM_BYTES[self._dtype]
         self._count, self._address = count, int(memory.ctypes.data)
         self._whole: Any = tensor_in(memory, self._dtype, (count,), torch=self._torch)
 
@@ -84,8 +90,14 @@ class Room:
         """Of this shape, with what lies there; and its address."""
         count = math.prod(shape)
         if count > self._count:
-            self._hold(max(count, self._count * 3 // 2))
+            most = max(count, self._count * 3 // 2)
+            self._hold(np.empty(most * _ITEM_BYTES[self._dtype], np.uint8))
         return self._whole[:count].reshape(shape), self._address
+
+
+def memory_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory that the caller keeps alive."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 def tensor_in(

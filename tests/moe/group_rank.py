@@ -112,7 +112,7 @@ class GroupRank:
         self._sent[step] = batch
         tensors: Callable[[torch.Tensor], Any] = _to_numpy if scenario.numpy else lambda each: each
         x = tensors(batch.x)
-        if scenario.own_input:
+        if scenario.own_memory:
             own = self.group.input(slot)[: len(batch.x)]
             own[:] = x
             x = own
@@ -135,7 +135,12 @@ class GroupRank:
         assert got.step == step
         self._at("after arrival", step)
         answers = self._check(got)
-        self.group.combine_send(_to_numpy(answers) if scenario.numpy else answers, slot=slot)
+        answers = _to_numpy(answers) if scenario.numpy else answers
+        if scenario.own_memory and scenario.layout == "tokens":
+            own = self.group.answers(slot)[: len(answers)]
+            own[:] = answers
+            answers = own
+        self.group.combine_send(answers, slot=slot)
         self._at("after answer", step)
 
     def _combine(self, step: int, slot: int) -> None:

@@ -39,7 +39,7 @@ class Scenario:
     overlap: bool = False
     pauses: bool = False
     numpy: bool = False
-    own_input: bool = False
+    own_memory: bool = False
     seed: int = 0
     victim: int = -1
     fault: Literal["kill", "freeze"] = "kill"

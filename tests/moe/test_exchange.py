@@ -40,7 +40,7 @@ def test_all_dtypes_and_layouts(drive: Drive, fabric: str, ranks: int) -> None:
                 layout=layout,
                 fabric=fabric,
                 numpy=number % 3 == 2,
-                own_input=number % 2 == 1,
+                own_memory=number % 2 == 1,
                 steps=4,
                 **dtypes,
             )
@@ -106,7 +106,7 @@ def _any_scenario(rng: random.Random) -> Scenario:
         overlap=rng.random() < 0.3,
         pauses=rng.random() < 0.3,
         numpy=rng.random() < 0.3,
-        own_input=rng.random() < 0.3,
+        own_memory=rng.random() < 0.3,
         steps=8,
         **rng.choice(list(DTYPES.values())),
     )

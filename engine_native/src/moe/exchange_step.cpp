@@ -324,8 +324,8 @@ Result<void> Exchange::combine_send(std::uint32_t slot, const void* y) {
     if (*in_place) {
       place = rows > 0 ? static_cast<std::size_t>(part.places.front()) : 0;
     } else {
-      combine_rows(shape_, part.received, step.order, part.places,
-                   static_cast<const std::byte*>(y), own_.at(layout.combine(slot, place)));
+      combine_rows(shape_, part.received, step.order, part.places, static_cast<const std::byte*>(y),
+                   own_.at(layout.combine(slot, place)));
     }
     own_.head(layout.combine_head(slot, rank)) = {
         .key = step.key, .rows = static_cast<std::uint32_t>(rows), .place = place};
