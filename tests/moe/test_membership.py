@@ -200,6 +200,7 @@ def test_one_of_two_that_accuse_each_other_goes(silent: tuple[bool, bool], goes:
         group.deliver()
         group.waiting(rank, 2)
     group.deliver()
+    assert {each.rank for _, each in group.asks} == {goes}, "it may have gone on meanwhile"
     group.unanswered()
     group.deliver()
     stay = tuple(rank for rank in range(5) if rank != goes)
@@ -282,6 +283,14 @@ def test_who_is_in_no_later_view_is_excluded() -> None:
     _change(group, dict.fromkeys((0, 1), 4))
     assert group.ranks[1].asked(Ask(2, 0, (2,))) == (Reply(2, Excluded(3)),)
     assert group.ranks[1].ended is None
+
+
+def test_of_two_halves_that_have_gone_on_the_smaller_is_excluded() -> None:
+    """Also where it has seen more views."""
+    view = View(number=6, previous=0, members=(0, 1, 2), newcomers=(), first_step=1)
+    larger, smaller = Membership(2, 6, view), Membership(2, 6, view)
+    assert larger.asked(Ask(4, 16, (4, 5))) == (Reply(4, Excluded(6)),)
+    assert smaller.asked(Ask(3, 15, (3, 4, 5, 1)))[0] == Reply(3, Yield(6))
 
 
 def test_a_rank_that_is_excluded_tells_those_that_it_led() -> None:
