@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
@@ -411,7 +412,8 @@ class AllToAll:
         """Where rows begin, and the shape of all."""
         match layout:
             case "tokens":
-                return _begins(source_rows), (int(source_rows.sum()),)
+                *places, rows = itertools.accumulate(source_rows.tolist(), initial=0)
+                return np.array(places, np.int64), (rows,)
             case "experts" if align >= 1:
                 aligned = -(-expert_rows // align) * align
                 return _begins(aligned), (int(aligned.sum()),)

@@ -58,7 +58,7 @@ def address_of(value: Any, name: str, dtype: str, shape: tuple[int, ...]) -> int
 def choices(value: Any, name: str, dtype: type, shape: Sequence[int]) -> npt.NDArray[Any]:
     """What a router says, as an array of this dtype. Raises InvalidArgument for another shape."""
     if is_torch(value):
-        value = value.detach()
+        value = value.detach() if value.requires_grad else value
         value = (value.float() if value.is_floating_point() else value).numpy()
     found: npt.NDArray[Any] = np.asarray(value)
     if found.shape != tuple(shape) or (found.dtype.kind == "f") != (dtype is np.float32):
@@ -85,14 +85,25 @@ class Room:
         count = memory.nbytes // _ITEM_BYTES[self._dtype]
         self._count, self._address = count, int(memory.ctypes.data)
         self._whole: Any = tensor_in(memory, self._dtype, (count,), torch=self._torch)
+        self._rows: Any = self._whole
+        self._row: tuple[int, ...] = ()
 
     def tensor(self, shape: tuple[int, ...]) -> tuple[Any, int]:
         """Of this shape, with what lies there; and its address."""
+        if shape[1:] != self._row or shape[0] > len(self._rows):
+            self._fit(shape)
+        return self._rows[: shape[0]], self._address
+
+    def _fit(self, shape: tuple[int, ...]) -> None:
+        """All of the memory in rows of this shape's: the next shapes differ in their number."""
         count = math.prod(shape)
         if count > self._count:
             most = max(count, self._count * 3 // 2)
             self._hold(np.empty(most * _ITEM_BYTES[self._dtype], np.uint8))
-        return self._whole[:count].reshape(shape), self._address
+        self._row = shape[1:]
+        row = math.prod(self._row)
+        rows = self._count // row if row else shape[0]
+        self._rows = self._whole[: rows * row].reshape((rows, *self._row))
 
 
 def memory_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
