@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from kvxfer._native import MoeExchange
 
 CONNECT_SECONDS: Final = 2.0
+_ASK_SECONDS: Final = 0.25
+"""In which the engine of a lost rank takes a connection, unless it is dead or frozen."""
 _REDIAL_SECONDS: Final = 0.1
 
 
@@ -195,7 +197,7 @@ class Mesh:
             else:
                 self._handler.answered(rank, ask, None)
 
-        self._engine.connect(self.addresses[rank], CONNECT_SECONDS, connected)
+        self._engine.connect(self.addresses[rank], _ASK_SECONDS, connected)
 
     def reply(self, rank: int, answer: Answer) -> None:
         """To a rank that asked."""
