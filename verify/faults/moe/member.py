@@ -97,7 +97,6 @@ class Member:
         driver: Connection,
     ) -> None:
         self._setting, self.rank, self._driver, self._shared = setting, rank, driver, shared
-        self._victims = victims
         self._leads = rank == min({*range(setting.ranks)} - victims, default=0)
         self._breakage = Breakage(fault, lambda: bool(shared.armed.value), self._broke)
         self._random = random.Random(setting.seed * 64 + rank)
@@ -255,9 +254,11 @@ class Member:
     def _name(self, ranks: set[int]) -> None:
         for rank in ranks - self._named:
             self._named.add(rank)
-            broke = rank in self._victims and self._shared.broke_at[rank] > 0
+            # A rank that was frozen may first see one of those that have excluded it go.
+            broke = any(self._shared.broke_at[each] > 0 for each in (rank, self.rank))
             self._require(broke, f"rank {rank} is missing, and did not break")
-            self._tell("named", rank)
+            if self._shared.broke_at[rank] > 0:
+                self._tell("named", rank)
 
     def _tell(self, what: str, rank: int) -> None:
         """With the seconds since the rank broke."""
