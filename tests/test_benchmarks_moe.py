@@ -30,7 +30,7 @@ MICROSECONDS = {
 
 
 def samples(case: Case, **combine: float) -> list[Sample]:
-    """Three blocks, the second of which is ten times as slow by all ways."""
+    """Three blocks; the second is ten times as slow by all ways."""
     return [
         Sample(
             case.name,

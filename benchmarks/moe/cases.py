@@ -51,7 +51,7 @@ def expert_ids(case: Case, rank: int) -> NDArray[np.int64]:
 
 
 class Routes:
-    """Which rows travel: a token goes once to each rank that has an expert of its own."""
+    """Which rows travel: a token goes once to each rank that has one of its experts."""
 
     def __init__(self, case: Case) -> None:
         self.case = case

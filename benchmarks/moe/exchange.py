@@ -48,6 +48,6 @@ class Exchange:
 
 
 def tokens_of(case: Case, rank: int) -> torch.Tensor:
-    """[tokens, hidden] of bf16, of which all sums of up to top_k are exact."""
+    """[tokens, hidden] of bf16; all sums of up to top_k of them are exact."""
     token = torch.arange(case.tokens).unsqueeze(1) + rank * case.tokens
     return ((token * 7 + torch.arange(case.hidden)) % 63 - 31).to(torch.bfloat16)

@@ -23,7 +23,7 @@ def shared_rows(routes: Routes) -> NDArray[np.uint8]:
 
 
 class Memcpy:
-    """The rows that come to one rank, into memory of its own."""
+    """The rows that come to one rank, into its own memory."""
 
     def __init__(self, routes: Routes, rank: int, shared: NDArray[np.uint8]) -> None:
         self._row = routes.case.row_bytes

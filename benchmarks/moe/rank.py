@@ -1,4 +1,4 @@
-"""The process of one rank: all ways but MPI, which has processes of its own."""
+"""The process of one rank: all ways but MPI, which has its own processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model with experts, spread over four processes of which one is killed while they generate.
+"""A model with experts, spread over four processes; one is killed while they generate.
 
 Each expert is on two ranks, so that the others generate what one process with all experts does.
 

@@ -333,13 +333,18 @@ def _set_up(group: Group, rank: int) -> Membership:
     return newcomer
 
 
-def test_a_newcomer_begins_with_the_first_step_of_the_next_view() -> None:
+def _group_with_newcomer() -> Group:
+    """Of ranks 0, 2 and 3, and a newcomer in the place of rank 1 that has announced itself."""
     group = Group(4)
     group.kill(1)
     _change(group, dict.fromkeys((0, 2, 3), 5))
-    newcomer = _set_up(group, 1)
-    group.do(1, newcomer.announce())
+    group.do(1, _set_up(group, 1).announce())
     group.deliver()
+    return group
+
+
+def test_a_newcomer_begins_with_the_first_step_of_the_next_view() -> None:
+    group = _group_with_newcomer()
     group.boundary(0, 9)
     group.deliver()
     for rank in (2, 3):
@@ -352,21 +357,13 @@ def test_a_newcomer_begins_with_the_first_step_of_the_next_view() -> None:
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_only_the_leader_begins_a_change_for_a_newcomer(rank: int) -> None:
-    group = Group(4)
-    group.kill(1)
-    _change(group, dict.fromkeys((0, 2, 3), 5))
-    group.do(1, _set_up(group, 1).announce())
-    group.deliver()
+    group = _group_with_newcomer()
     group.boundary(rank, 6)
     assert group.ranks[rank].blocked == (rank == 0)
 
 
 def test_a_newcomer_that_a_member_lost_is_not_admitted_nor_tried_again() -> None:
-    group = Group(4)
-    group.kill(1)
-    _change(group, dict.fromkeys((0, 2, 3), 5))
-    group.do(1, _set_up(group, 1).announce())
-    group.deliver()
+    group = _group_with_newcomer()
     group.do(3, group.ranks[3].lose(1, silent=False))
     group.boundary(0, 6)
     group.deliver()
@@ -397,17 +394,18 @@ def test_of_two_newcomers_that_do_not_know_each_other_one_is_admitted() -> None:
     assert group.view(0).members == (0, 1, 2)
 
 
-def test_members_tell_a_newcomer_its_view_where_the_leader_is_lost() -> None:
-    group = Group(4)
-    group.kill(1)
-    _change(group, dict.fromkeys((0, 2, 3), 5))
-    group.do(1, _set_up(group, 1).announce())
-    group.deliver()
+def _leader_decides(group: Group) -> None:
+    """Rank 0, and its VIEW is on the way."""
     group.boundary(0, 6)
     group.deliver()
     group.waiting(2, 6)
     group.waiting(3, 6)
     group.deliver(only_to=0)
+
+
+def test_members_tell_a_newcomer_its_view_where_the_leader_is_lost() -> None:
+    group = _group_with_newcomer()
+    _leader_decides(group)
     group.deliver(only_to=2)
     assert not group.adopted[1]
     group.sent = [each for each in group.sent if each[0] != 0]
@@ -417,16 +415,8 @@ def test_members_tell_a_newcomer_its_view_where_the_leader_is_lost() -> None:
 
 
 def test_a_newcomer_of_a_view_that_none_else_has_is_told() -> None:
-    group = Group(4)
-    group.kill(1)
-    _change(group, dict.fromkeys((0, 2, 3), 5))
-    group.do(1, _set_up(group, 1).announce())
-    group.deliver()
-    group.boundary(0, 6)
-    group.deliver()
-    group.waiting(2, 6)
-    group.waiting(3, 6)
-    group.deliver(only_to=0)
+    group = _group_with_newcomer()
+    _leader_decides(group)
     group.deliver(only_to=1)
     assert group.view(1).members == (0, 1, 2, 3)
     group.sent = [each for each in group.sent if each[0] != 0]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Iterator
 
 import pytest
 
+from tests.verify.seeds import Happened, assert_all_happened, assert_promises_hold
+from verify.moe.__main__ import SIMULATION
 from verify.moe.defects import DEFECTS
 from verify.moe.fate import FAULTS, simulate
 
@@ -20,30 +21,20 @@ _REACHED = (
 
 
 @pytest.fixture(scope="module")
-def happened() -> Iterator[collections.Counter[str]]:
+def happened() -> Iterator[Happened]:
     """What happened in all batches together."""
-    counts: collections.Counter[str] = collections.Counter()
+    counts = Happened()
     yield counts
     print(dict(sorted(counts.items())))
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
-def test_whatever_happens_every_promise_holds(
-    first: int, happened: collections.Counter[str]
-) -> None:
-    for seed in range(first, first + BATCH):
-        outcome = simulate(seed)
-        happened += outcome.counts
-        assert not outcome.violation, (
-            f"{outcome.violation}\nreplay: python -m verify.moe --seed {seed} --trace"
-        )
-    happened["seeds"] += BATCH
+def test_whatever_happens_every_promise_holds(first: int, happened: Happened) -> None:
+    assert_promises_hold(SIMULATION, first, BATCH, happened)
 
 
-def test_everything_that_can_happen_did(happened: collections.Counter[str]) -> None:
-    if happened["seeds"] < SEEDS:
-        pytest.skip("only part of the seeds were run")
-    assert not [what for what in _REACHED if not happened[what]]
+def test_everything_that_can_happen_did(happened: Happened) -> None:
+    assert_all_happened(happened, SEEDS, _REACHED)
 
 
 @pytest.mark.parametrize("name", DEFECTS)

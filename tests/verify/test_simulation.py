@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Iterator
 
 import pytest
 
-from verify.simulation.fate import FAULTS, REQUEST_FAULTS, simulate
+from tests.verify.seeds import Happened, assert_all_happened, assert_promises_hold
+from verify.simulation.__main__ import SIMULATION
+from verify.simulation.fate import FAULTS, REQUEST_FAULTS
 
 SEEDS = 1000
 BATCH = 250
@@ -32,27 +33,17 @@ _REACHED = (
 
 
 @pytest.fixture(scope="module")
-def happened() -> Iterator[collections.Counter[str]]:
+def happened() -> Iterator[Happened]:
     """What happened in all batches together."""
-    counts: collections.Counter[str] = collections.Counter()
+    counts = Happened()
     yield counts
     print(dict(sorted(counts.items())))
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
-def test_whatever_happens_every_promise_holds(
-    first: int, happened: collections.Counter[str]
-) -> None:
-    for seed in range(first, first + BATCH):
-        outcome = simulate(seed)
-        happened += outcome.counts
-        assert not outcome.violation, (
-            f"{outcome.violation}\nreplay: python -m verify.simulation --seed {seed} --trace"
-        )
-    happened["seeds"] += BATCH
+def test_whatever_happens_every_promise_holds(first: int, happened: Happened) -> None:
+    assert_promises_hold(SIMULATION, first, BATCH, happened)
 
 
-def test_everything_that_can_happen_did(happened: collections.Counter[str]) -> None:
-    if happened["seeds"] < SEEDS:
-        pytest.skip("only part of the seeds were run")
-    assert not [what for what in _REACHED if not happened[what]]
+def test_everything_that_can_happen_did(happened: Happened) -> None:
+    assert_all_happened(happened, SEEDS, _REACHED)

@@ -8,7 +8,6 @@
 #include "moe/local_way.hpp"
 
 namespace kvxfer::moe {
-namespace {}  // namespace
 
 Result<std::unique_ptr<Exchange>> Exchange::create(TransferEngine& engine, Shape shape,
                                                    Options options) {

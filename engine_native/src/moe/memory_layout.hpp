@@ -30,7 +30,7 @@ struct OwnHead {
   std::uint64_t magic;
   std::uint64_t digest;  // of the shape
   std::uint64_t rank;
-  // Not 0: whoever changes a word that this rank may wait for rings its doorbell. Sequentially
+  // Not 0: a rank that changes a word that this one may wait for rings its doorbell. Sequentially
   // consistent, as the words are: either a sleeper sees the new key, or it is seen asleep.
   Word sleeping;
 };

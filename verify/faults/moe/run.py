@@ -1,4 +1,4 @@
-"""Rounds, one after the other: a group of processes each, of which some break."""
+"""Rounds, one after the other: a group of processes each, and some of these break."""
 
 from __future__ import annotations
 
