@@ -53,7 +53,13 @@ def dense() -> list[list[list[int]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Generation while a rank is killed")
-    parser.add_argument("--copies", type=int, default=2, help="ranks that have each expert")
+    parser.add_argument(
+        "--copies",
+        type=int,
+        choices=range(1, RANKS + 1),
+        default=2,
+        help="ranks that have each expert",
+    )
     copies = parser.parse_args().copies
     plan = Plan(
         config=CONFIG,
