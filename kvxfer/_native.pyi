@@ -309,8 +309,11 @@ class MoeExchange:
     ) -> int:
         """The step. ids and weights are [count, top_k]; others are converted. scales 0: none."""
     def dispatch_wait(self, slot: int, timeout: float) -> Literal["done", "events", "deadline"]: ...
-    def arrival(self, slot: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Copies: rows by local expert, rows by source rank, missing by rank."""
+    def arrival(
+        self, slot: int, by_source: bool, align: int, capacity: int | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
+        """Rows by local expert, rows by source rank, where those of each source or expert begin,
+        and the rows of all. Only by expert: a multiple of `align`, or `capacity` apart."""
     def place(
         self,
         slot: int,
@@ -320,14 +323,17 @@ class MoeExchange:
         scales: int,
         ids: int,
         weights: int,
-    ) -> None:
-        """ids [rows, top_k] int32 and weights [rows, top_k] float32 only by source, else 0."""
+    ) -> tuple[int, ...]:
+        """ids [rows, top_k] int32 and weights [rows, top_k] float32 only by source, else 0. Lost
+        ranks whose rows are zero or not there."""
     def combine_send(self, slot: int, y: int) -> None: ...
     def combine_wait(self, slot: int, timeout: float) -> Literal["done", "events", "deadline"]: ...
-    def combine(self, slot: int, out: int) -> NDArray[np.bool_]:
-        """By rank: it had rows of ours, and its contribution is absent."""
+    def combine(self, slot: int, out: int) -> tuple[int, ...]:
+        """Ranks that had rows of ours, and whose contribution is absent."""
     def awaited(self, slot: int) -> list[int]: ...
     def events(
         self,
     ) -> list[tuple[str, int, int, str, str, bytes, str, int, list[tuple[int, str, str]]]]:
         """As TransferEngine.drain(), without what is the exchange's."""
+    def quiet(self) -> bool:
+        """There are none, and no rank of the view is lost."""

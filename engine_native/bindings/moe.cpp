@@ -1,8 +1,8 @@
 // Dispatch and combine of MoE token rows.
 #include <pybind11/numpy.h>
 
-#include <algorithm>
 #include <array>
+#include <optional>
 
 #include "bindings.hpp"
 #include "moe/exchange.hpp"
@@ -51,10 +51,18 @@ Array<std::int64_t> to_array(const std::vector<std::int64_t>& values) {
   return Array<std::int64_t>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
-Array<bool> to_array(const std::vector<bool>& values) {
-  Array<bool> array(static_cast<py::ssize_t>(values.size()));
-  std::ranges::copy(values, array.mutable_data());
-  return array;
+py::tuple ranks_in(const std::vector<bool>& flags) {
+  std::vector<std::size_t> ranks;
+  for (std::size_t rank = 0; rank < flags.size(); ++rank) {
+    if (flags[rank]) ranks.push_back(rank);
+  }
+  py::tuple found(ranks.size());
+  for (std::size_t at = 0; at < ranks.size(); ++at) found[at] = ranks[at];
+  return found;
+}
+
+moe::Order order(bool by_source) {
+  return by_source ? moe::Order::by_source : moe::Order::by_expert;
 }
 
 UniqueFd duplicate(int fd) {
@@ -189,22 +197,27 @@ void bind_moe(py::module_& module) {
           py::arg("slot"), py::arg("timeout"), NoGil())
       .def(
           "arrival",
-          [](const Exchange& exchange, std::uint32_t slot) {
+          [](const Exchange& exchange, std::uint32_t slot, bool by_source, std::int64_t align,
+             std::optional<std::int64_t> capacity) {
             const moe::Arrival& arrival = *unwrap(exchange.arrival(slot));
+            const moe::Places places = unwrap(moe::places_of(
+                arrival, {.order = order(by_source), .align = align, .capacity = capacity}));
             return py::make_tuple(to_array(arrival.expert_rows), to_array(arrival.source_rows),
-                                  to_array(arrival.missing));
+                                  to_array(places.begins), places.rows);
           },
-          py::arg("slot"))
+          py::arg("slot"), py::arg("by_source"), py::arg("align"), py::arg("capacity"))
       .def(
           "place",
           [](Exchange& exchange, std::uint32_t slot, bool by_source,
              const Array<std::int64_t>& begins, std::uintptr_t x, std::uintptr_t scales,
              std::uintptr_t ids, std::uintptr_t weights) {
             const auto starts = of(begins);
-            const auto order = by_source ? moe::Order::by_source : moe::Order::by_expert;
-            const py::gil_scoped_release unlocked;
-            unwrap(exchange.place(slot, order, starts, at<void>(x), at<float>(scales),
-                                  at<std::int32_t>(ids), at<float>(weights)));
+            {
+              const py::gil_scoped_release unlocked;
+              unwrap(exchange.place(slot, order(by_source), starts, at<void>(x), at<float>(scales),
+                                    at<std::int32_t>(ids), at<float>(weights)));
+            }
+            return ranks_in(unwrap(exchange.arrival(slot))->missing);
           },
           py::arg("slot"), py::arg("by_source"), py::arg("begins"), py::arg("x"), py::arg("scales"),
           py::arg("ids"), py::arg("weights"))
@@ -228,11 +241,12 @@ void bind_moe(py::module_& module) {
               const py::gil_scoped_release unlocked;
               missing = unwrap(exchange.combine(slot, at<void>(out)));
             }
-            return to_array(missing);
+            return ranks_in(missing);
           },
           py::arg("slot"), py::arg("out"))
       .def("awaited", &Exchange::awaited, py::arg("slot"))
-      .def("events", [](Exchange& exchange) { return to_list(exchange.events()); });
+      .def("events", [](Exchange& exchange) { return to_list(exchange.events()); })
+      .def("quiet", &Exchange::quiet);
 }
 
 }  // namespace kvxfer::python

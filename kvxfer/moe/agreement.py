@@ -14,7 +14,7 @@ from kvxfer.engine.callback import logger
 from kvxfer.engine.native import translated
 from kvxfer.engine.peer import Peer
 from kvxfer.engine.synchronous import SynchronousEngine
-from kvxfer.errors import DeadlineExceeded, KvxferError, PeerLost, PeerTimeout
+from kvxfer.errors import DeadlineExceeded, InvalidArgument, KvxferError, PeerLost, PeerTimeout
 from kvxfer.moe.membership import Membership, first_view
 from kvxfer.moe.mesh import CONNECT_SECONDS, Mesh
 from kvxfer.moe.messages import Farewell, Leaving, Message
@@ -81,7 +81,10 @@ class Agreement:
 
     def run(self, step: int) -> Run:
         """Of a step that is under way; not always of the last view."""
-        return next(run for run in reversed(self._runs) if run.first_step <= step)
+        for run in reversed(self._runs):
+            if run.first_step <= step:
+                return run
+        raise InvalidArgument(f"step {step} was never begun")
 
     # --- set-up
 
@@ -154,6 +157,8 @@ class Agreement:
 
     def boundary(self, deadline: float) -> None:
         """Before a step is begun: agrees on the next view, if there is a reason."""
+        if self._member.calm and not self._leaving and self._exchange.quiet():
+            return
         self.take()
         self._settle(self._member.boundary, deadline)
 

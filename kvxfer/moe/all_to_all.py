@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final, Literal, Self, Unpack
+from typing import Any, Final, Literal, Self, Unpack, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +28,7 @@ logger = logging.getLogger("kvxfer.moe")
 
 _TURN_SECONDS: Final = 0.5
 """In native code between two looks at the clock, and at Ctrl-C."""
+_LAYOUTS: Final = frozenset(get_args(Layout))
 _NATIVE: Final[dict[DType, str]] = {
     "float32": "f32",
     "bfloat16": "bf16",
@@ -305,27 +305,34 @@ class AllToAll:
         capacity: of "padded", rows of each expert; by default as many as there can be. An expert
         that has more is refused with InvalidArgument, and the call may be repeated.
         """
+        if layout not in _LAYOUTS or align < 1:
+            raise InvalidArgument(
+                f"layout is {layout!r} with align {align}; choose from experts, padded, tokens, "
+                "and an align of at least 1"
+            )
         of_slot = self._slot(slot)
         self._wait(self._exchange.dispatch_wait, slot, "tokens", agreed=True)
+        shape, by_source = self.shape, layout == "tokens"
+        if layout == "padded" and capacity is None:
+            capacity = len(self.placement.ranks) * shape.max_tokens
         with translated():
-            expert_rows, source_rows, missing = self._exchange.arrival(slot)
-        shape = self.shape
-        begins, rows = self._places(layout, align, capacity, expert_rows, source_rows)
-        room = of_slot.x_by_token if layout == "tokens" else of_slot.x
+            expert_rows, source_rows, begins, count = self._exchange.arrival(
+                slot, by_source, align, capacity if layout == "padded" else None
+            )
+        rows = (len(expert_rows), capacity) if layout == "padded" else (count,)
+        room = of_slot.x_by_token if by_source else of_slot.x
         x, at_x = room.tensor((*rows, shape.hidden))
         scales, local_ids, weights = None, None, None
         at_scales = at_ids = at_weights = 0
         if shape.scales:
             scales, at_scales = of_slot.scales.tensor((*rows, shape.scales))
-        if layout == "tokens":
+        if by_source:
             local_ids, at_ids = of_slot.local_ids.tensor((*rows, shape.top_k))
             weights, at_weights = of_slot.weights.tensor((*rows, shape.top_k))
         with translated():
-            self._exchange.place(
-                slot, layout == "tokens", begins, at_x, at_scales, at_ids, at_weights
+            missing = self._exchange.place(
+                slot, by_source, begins, at_x, at_scales, at_ids, at_weights
             )
-            if self._exchange.lost():  # maybe found out while placing
-                missing = self._exchange.arrival(slot)[2]
         of_slot.rows = (*rows, shape.hidden)
         run = self._agreement.run(of_slot.step)
         of_slot.table = run.table
@@ -340,7 +347,7 @@ class AllToAll:
             source_rows,
             local_ids,
             weights,
-            _ranks(missing),
+            missing,
         )
 
     def combine_send(self, y: Any, *, slot: int = 0) -> None:
@@ -374,7 +381,7 @@ class AllToAll:
         with translated():
             missing = self._exchange.combine(slot, address)
         self._agreement.step_ended(of_slot.step)
-        return Combined(of_slot.step, out, _ranks(missing), of_slot.ids, of_slot.table)
+        return Combined(of_slot.step, out, missing, of_slot.ids, of_slot.table)
 
     def _slot(self, slot: int) -> _Slot:
         if not 0 <= slot < len(self._slots):
@@ -400,47 +407,6 @@ class AllToAll:
                     f"no {what} of ranks {ranks} within {self.timeout:g} s, in step "
                     f"{self._slots[slot].step}; they are alive: do they run the same steps?"
                 )
-
-    def _places(
-        self,
-        layout: Layout,
-        align: int,
-        capacity: int | None,
-        expert_rows: npt.NDArray[np.int64],
-        source_rows: npt.NDArray[np.int64],
-    ) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
-        """Where rows begin, and the shape of all."""
-        match layout:
-            case "tokens":
-                *places, rows = itertools.accumulate(source_rows.tolist(), initial=0)
-                return np.array(places, np.int64), (rows,)
-            case "experts" if align >= 1:
-                aligned = -(-expert_rows // align) * align
-                return _begins(aligned), (int(aligned.sum()),)
-            case "padded":
-                most = len(self.placement.ranks) * self.shape.max_tokens
-                capacity = most if capacity is None else capacity
-                if len(expert_rows) and (largest := int(expert_rows.max())) > capacity:
-                    raise InvalidArgument(
-                        f"local expert {int(expert_rows.argmax())} has {largest} rows, but "
-                        f"capacity is {capacity}"
-                    )
-                begins = np.arange(len(expert_rows), dtype=np.int64) * capacity
-                return begins, (len(expert_rows), capacity)
-        raise InvalidArgument(
-            f"layout is {layout!r} with align {align}; choose from experts, padded, tokens, and an "
-            "align of at least 1"
-        )
-
-
-def _begins(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    begins = np.zeros(len(rows), np.int64)
-    np.cumsum(rows[:-1], out=begins[1:])
-    return begins
-
-
-def _ranks(flags: npt.NDArray[np.bool_]) -> tuple[int, ...]:
-    return tuple([rank for rank, flag in enumerate(flags.tolist()) if flag])
 
 
 def _require_placement(shape: MoeShape, placement: Placement, rank: int, ranks: int) -> None:

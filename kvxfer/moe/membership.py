@@ -118,6 +118,11 @@ class Membership:
         """The members that are lost here."""
         return frozenset(self._lost)
 
+    @property
+    def calm(self) -> bool:
+        """A member that has nothing to agree on with others."""
+        return not (self._lost or self._flushes or self._announced or self._idle())
+
     # --- what a rank meets
 
     def boundary(self, step: int) -> Effects:

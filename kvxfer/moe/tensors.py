@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -55,13 +54,15 @@ def address_of(value: Any, name: str, dtype: str, shape: tuple[int, ...]) -> int
     return int(value.data_ptr() if is_torch(value) else value.ctypes.data)
 
 
-def choices(value: Any, name: str, dtype: type, shape: Sequence[int]) -> npt.NDArray[Any]:
+def choices(value: Any, name: str, dtype: type, shape: tuple[int, ...]) -> npt.NDArray[Any]:
     """What a router says, as an array of this dtype. Raises InvalidArgument for another shape."""
     if is_torch(value):
         value = value.detach() if value.requires_grad else value
-        value = (value.float() if value.is_floating_point() else value).numpy()
+        found_dtype = _name_of(value.dtype)
+        as_float = "float" in found_dtype and found_dtype != "float32"
+        value = (value.float() if as_float else value).numpy()
     found: npt.NDArray[Any] = np.asarray(value)
-    if found.shape != tuple(shape) or (found.dtype.kind == "f") != (dtype is np.float32):
+    if found.shape != shape or (found.dtype.kind == "f") != (dtype is np.float32):
         raise InvalidArgument(
             f"{name} is {found.dtype.name} {list(found.shape)}; it has to be "
             f"{np.dtype(dtype).name} {list(shape)}"
@@ -92,7 +93,8 @@ class Room:
         """Of this shape, with what lies there; and its address."""
         if shape[1:] != self._row or shape[0] > len(self._rows):
             self._fit(shape)
-        return self._rows[: shape[0]], self._address
+        rows = self._rows.narrow(0, 0, shape[0]) if self._torch else self._rows[: shape[0]]
+        return rows, self._address
 
     def _fit(self, shape: tuple[int, ...]) -> None:
         """All of the memory in rows of this shape's: the next shapes differ in their number."""

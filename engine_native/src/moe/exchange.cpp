@@ -259,4 +259,10 @@ std::vector<Completion> Exchange::events() {
   return std::exchange(events_, {});
 }
 
+bool Exchange::quiet() {
+  const InUse in_use(in_use_);
+  drain();
+  return events_.empty() && lost().empty();
+}
+
 }  // namespace kvxfer::moe

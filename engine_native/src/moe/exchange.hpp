@@ -111,6 +111,8 @@ class Exchange {
 
   // Completions that are not the exchange's, and all peer_down.
   std::vector<Completion> events();
+  // Whether there are none, and no rank of the view is lost.
+  bool quiet();
 
  private:
   struct Posted {

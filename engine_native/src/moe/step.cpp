@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 
 namespace kvxfer::moe {
 namespace {
@@ -43,6 +44,28 @@ Arrival arrival_of(const Shape& shape, const std::vector<Part>& parts) {
     arrival.missing.push_back(part.pair && !part.dispatched);
   }
   return arrival;
+}
+
+Result<Places> places_of(const Arrival& arrival, const Packing& packing) {
+  const bool by_expert = packing.order == Order::by_expert;
+  const auto& groups = by_expert ? arrival.expert_rows : arrival.source_rows;
+  Places places;
+  for (std::size_t group = 0; group < groups.size(); ++group) {
+    const std::int64_t rows = groups[group];
+    places.begins.push_back(places.rows);
+    if (!by_expert) {
+      places.rows += rows;
+    } else if (!packing.capacity) {
+      places.rows += (rows + packing.align - 1) / packing.align * packing.align;
+    } else if (rows <= *packing.capacity) {
+      places.rows += *packing.capacity;
+    } else {
+      return Error{Errc::invalid_argument, "local expert " + std::to_string(group) + " has " +
+                                               std::to_string(rows) + " rows, but capacity is " +
+                                               std::to_string(*packing.capacity)};
+    }
+  }
+  return places;
 }
 
 void assign_places(const Routes& routes, Order order, std::span<std::int64_t> next,

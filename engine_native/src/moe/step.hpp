@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -35,6 +36,20 @@ struct Arrival {
 enum class Order : std::uint8_t {
   by_expert,  // one row for each token and local expert
   by_source,  // one row for each token
+};
+
+// by_source: one source behind the other. by_expert: each expert's rows begin at a multiple of
+// `align`, or, where there is one, `capacity` rows apart.
+struct Packing {
+  Order order = Order::by_expert;
+  std::int64_t align = 1;
+  std::optional<std::int64_t> capacity;
+};
+
+// Where the rows of each expert or source begin, and how many rows there are with those between.
+struct Places {
+  std::vector<std::int64_t> begins;
+  std::int64_t rows = 0;
 };
 
 // A rank, this one too, from when it was added until it is removed.
@@ -86,6 +101,9 @@ void pack(const Shape& shape, const Tokens& tokens, std::byte* to);
 
 // Of parts that are settled.
 Arrival arrival_of(const Shape& shape, const std::vector<Part>& parts);
+
+// Fails where an expert has more rows than `capacity`.
+Result<Places> places_of(const Arrival& arrival, const Packing& packing);
 
 // Gives each row that is placed its place: for each entry of the routes by_expert, for each row
 // by_source. `next`: by local expert, or of this source; it moves on.
