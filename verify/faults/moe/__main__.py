@@ -26,6 +26,7 @@ from .run import Round, choose, run
 
 FABRICS: Final = ("local", "tcp")
 _SHARES: Final = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+_FEW_RANKS: Final = 4
 
 
 @dataclass
@@ -46,14 +47,22 @@ class _Row:
 def _rows(rounds: list[Round]) -> list[tuple[str, str, _Row]]:
     rows: dict[tuple[str, str], _Row] = collections.defaultdict(_Row)
     for each in rounds:
+        size = f"all, {'2 to 4' if each.setting.ranks <= _FEW_RANKS else '5 to 8'} ranks"
         for rank in each.happened:
-            for phase in (each.faults[rank].phase, "all"):
-                rows[each.faults[rank].act, phase].times += 1
+            act = _act(each, each.faults[rank].act)
+            for phase in (each.faults[rank].phase, size):
+                rows[act, phase].times += 1
         for what, found in each.seconds.items():
             for act, phase, seconds in found:
-                rows[act, phase].seconds[what].append(seconds)
-                rows[act, "all"].seconds[what].append(seconds)
+                for row in (phase, size):
+                    rows[_act(each, act), row].seconds[what].append(seconds)
     return [(*key, rows[key]) for key in sorted(rows)]
+
+
+def _act(round_: Round, act: str) -> str:
+    """A step that waits for a frozen rank ends late, and names one that was killed late too."""
+    frozen = any(round_.faults[rank].act == "freeze" for rank in round_.happened)
+    return "kill, and freeze another" if act == "kill" and frozen else act
 
 
 def figures(rounds: list[Round], seed: int) -> dict[str, Any]:
