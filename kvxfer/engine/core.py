@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from kvxfer.engine.callback import logger, tell
 from kvxfer.engine.counter import Counter
+from kvxfer.engine.forks import keep_in_forks
 from kvxfer.engine.memory import Memory, MemoryRegion, register
 from kvxfer.engine.native import error_of, native, translated
 from kvxfer.engine.operation import Operation
@@ -57,6 +58,7 @@ class EngineCore(ABC):
             self.native = native.TransferEngine(
                 native.EngineOptions(cluster_key=cluster_key, thread=thread, **fabrics, **options)
             )
+        keep_in_forks(self.native)
         self.handler: EngineHandler | None = None
         self._closed = False
         self._peers: dict[int, Peer] = {}

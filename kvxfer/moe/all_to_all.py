@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.clock import SYSTEM_CLOCK, Clock
+from kvxfer.engine.forks import keep_in_forks
 from kvxfer.engine.native import native, translated
 from kvxfer.engine.options import EngineOptions
 from kvxfer.engine.synchronous import SynchronousEngine
@@ -109,6 +110,7 @@ class AllToAll:
         self._engine = SynchronousEngine(cluster_key=cluster_key, **options)
         try:
             self._exchange = self._native_exchange(ranks, busy_wait)
+            keep_in_forks(self._exchange)
             self._engine.completions = self._exchange.events
             self._agreement = Agreement(
                 self._engine, self._exchange, shape, placement, rank, min_ranks, clock
