@@ -288,6 +288,8 @@ class MoeExchange:
         self, number: int, alive: Sequence[bool], table: NDArray[np.int64], first_step: int
     ) -> None:
         """table: by logical expert, rank << 32 | local expert, or -1."""
+    def set_hosts(self, hosts: Sequence[int]) -> None:
+        """By rank, a number of its host; ranks of one have added each other as local."""
     @property
     def next_step(self) -> int: ...
     def lost(self) -> list[int]: ...

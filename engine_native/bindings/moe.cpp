@@ -166,6 +166,12 @@ void bind_moe(py::module_& module) {
             unwrap(exchange.set_view(view, first_step));
           },
           py::arg("number"), py::arg("alive"), py::arg("table"), py::arg("first_step"))
+      .def(
+          "set_hosts",
+          [](Exchange& exchange, std::vector<std::uint32_t> hosts) {
+            unwrap(exchange.set_hosts(std::move(hosts)));
+          },
+          py::arg("hosts"))
       .def_property_readonly("next_step", &Exchange::next_step)
       .def("lost", &Exchange::lost)
       .def(

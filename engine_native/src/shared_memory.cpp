@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <fstream>
 #include <iterator>
 #include <map>
@@ -52,19 +53,24 @@ Allocated& allocated() {
   return *all;
 }
 
+// The kernel would not say no, but end some process.
+Result<void> check_available(std::size_t bytes) {
+  const std::size_t available = available_memory();
+  if (bytes <= available) return {};
+  return Error{Errc::out_of_memory, "cannot allocate " + std::to_string(bytes) +
+                                        " bytes: this host has " + std::to_string(available) +
+                                        " bytes of memory available"};
+}
+
 }  // namespace
 
-Result<std::shared_ptr<SharedMemory>> SharedMemory::allocate(std::size_t bytes) {
+Result<std::shared_ptr<SharedMemory>> SharedMemory::allocate(std::size_t bytes,
+                                                             std::size_t resident) {
   if (bytes == 0 || bytes > std::size_t{1} << 46) {
     return Error{Errc::invalid_argument,
                  "cannot allocate " + std::to_string(bytes) + " bytes; ask for 1 byte to 64 TiB"};
   }
-  // The memory is populated at once; the kernel would not say no, but end some process.
-  if (const std::size_t available = available_memory(); bytes > available) {
-    return Error{Errc::out_of_memory, "cannot allocate " + std::to_string(bytes) +
-                                          " bytes: this host has " + std::to_string(available) +
-                                          " bytes of memory available"};
-  }
+  if (auto good = check_available(std::min(bytes, resident)); !good) return good.error();
   const std::size_t mapped = in_pages(bytes);
   UniqueFd memfd(::memfd_create("kvxfer", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!memfd || ::ftruncate(memfd.get(), static_cast<off_t>(mapped)) != 0 ||
@@ -73,11 +79,17 @@ Result<std::shared_ptr<SharedMemory>> SharedMemory::allocate(std::size_t bytes) 
   }
   std::byte* data = map_aligned(memfd.get(), mapped, PROT_READ | PROT_WRITE);
   if (!data) return cannot_allocate(bytes);
-  populate_huge(data, mapped);
+  populate_huge(data, std::min(mapped, resident));
   std::shared_ptr<SharedMemory> memory(new SharedMemory(std::move(memfd), {data, bytes}));
   const std::lock_guard lock(allocated().mutex);
   allocated().by_address.emplace(memory->address(), memory);
   return memory;
+}
+
+Result<void> SharedMemory::make_resident(std::span<std::byte> bytes) {
+  if (auto good = check_available(bytes.size()); !good) return good;
+  populate_huge(bytes.data(), bytes.size());
+  return {};
 }
 
 // From now on the memfd that peers are given cannot be written through, this mapping apart.

@@ -16,13 +16,18 @@ class SharedMemory {
  public:
   // Zeroed, and sealed so that a peer can map it safely: it can neither shrink nor grow under the
   // peer, who cannot write to it. A kernel that cannot promise the latter (before Linux 5.1) leaves
-  // it unsealed. Huge pages are asked for.
-  static Result<std::shared_ptr<SharedMemory>> allocate(std::size_t bytes);
+  // it unsealed. Huge pages are asked for. Of these the first `resident` bytes are: the rest is when
+  // make_resident() says so.
+  static Result<std::shared_ptr<SharedMemory>> allocate(std::size_t bytes,
+                                                        std::size_t resident = SIZE_MAX);
   // What these bytes of this process lie in; null for other memory.
   static std::shared_ptr<SharedMemory> around(std::uint64_t address, std::size_t bytes);
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
+
+  // Fails with out-of-memory where the host has less.
+  static Result<void> make_resident(std::span<std::byte> bytes);
 
   std::span<std::byte> bytes() const { return bytes_; }
   std::uint64_t address() const { return reinterpret_cast<std::uint64_t>(bytes_.data()); }

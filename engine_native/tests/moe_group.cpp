@@ -107,6 +107,12 @@ Group::Group(const std::string& fabric, Pairs pairs, moe::Shape shape, Duration 
   }
 }
 
+namespace {
+
+std::uint32_t host_of(std::uint32_t rank) { return rank / 2; }
+
+}  // namespace
+
 void Group::start(std::uint32_t rank, const std::vector<std::uint32_t>& others) {
   shape_.rank = rank;
   members[rank] = std::make_unique<Member>(fabric_, shape_, spin_);
@@ -114,7 +120,8 @@ void Group::start(std::uint32_t rank, const std::vector<std::uint32_t>& others) 
   const auto pair = [&](Member& from, Member& to) {
     const PeerId peer = from.peers[to.shape.rank];
     const PeerId back = to.peers[from.shape.rank];
-    if (pairs_ == Pairs::memory) {
+    if (pairs_ == Pairs::memory ||
+        (pairs_ == Pairs::hosts && host_of(from.shape.rank) == host_of(to.shape.rank))) {
       good(from.exchange->add_local(to.shape.rank, peer, dup_of(to.exchange->memory_fd()),
                                     to.exchange->memory_bytes(),
                                     dup_of(to.exchange->doorbell_fd())));
@@ -124,6 +131,11 @@ void Group::start(std::uint32_t rank, const std::vector<std::uint32_t>& others) 
     }
   };
   Member& fresh = *members[rank];
+  if (pairs_ == Pairs::hosts) {
+    std::vector<std::uint32_t> hosts;
+    for (std::uint32_t each = 0; each < shape_.ranks; ++each) hosts.push_back(host_of(each));
+    good(fresh.exchange->set_hosts(hosts));
+  }
   for (const std::uint32_t other : others) {
     fresh.peers[other] = fresh.engine.connect_to(members[other]->engine);
     members[other]->peers[rank] = members[other]->await_peer_up();

@@ -29,9 +29,9 @@ struct Member {
   std::unique_ptr<moe::Exchange> exchange;
 };
 
-// How two ranks reach each other: by each other's memory, or by writes of their engines, over a
-// fabric of conformance.hpp.
-enum class Pairs { memory, engine };
+// How ranks reach each other: all by each other's memory; all by writes of their engines, over a
+// fabric of conformance.hpp; or by memory where their ranks' halves are equal, else by engines.
+enum class Pairs { memory, engine, hosts };
 
 struct Group {
   // `shape` is that of all ranks.

@@ -34,15 +34,20 @@ std::vector<Reach> ways() {
   std::vector<Reach> ways;
   if (why_not("tcp").empty()) ways.push_back({"tcp", Pairs::memory});
   for (const std::string& fabric : all_fabrics()) {
-    if (why_not(fabric).empty()) ways.push_back({fabric, Pairs::engine});
+    if (!why_not(fabric).empty()) continue;
+    ways.push_back({fabric, Pairs::engine});
+    ways.push_back({fabric, Pairs::hosts});
   }
   return ways;
 }
 
-const char* name(Pairs pairs) { return pairs == Pairs::memory ? "memory" : "engine"; }
+const char* name(Pairs pairs) {
+  if (pairs == Pairs::hosts) return "hosts";
+  return pairs == Pairs::memory ? "memory" : "engine";
+}
 
 moe::Shape random_shape(Random& random) {
-  moe::Shape shape{.ranks = 2 + static_cast<std::uint32_t>(random.below(3)), .slots = 2};
+  moe::Shape shape{.ranks = 2 + static_cast<std::uint32_t>(random.below(4)), .slots = 2};
   std::uint32_t physical = 0;
   for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) {
     shape.local_experts.push_back(static_cast<std::uint32_t>(random.below(6)));
@@ -455,6 +460,108 @@ TEST_CASE(
   }
 }
 
+// --- several ranks of a host -----------------------------------------------------------------
+
+namespace {
+
+// Ranks 0 and 1 are on one host, 2 and 3 on another. Each token goes to all: to ranks 2 and 3 by
+// rank 2 from rank 0, and by rank 3 from rank 1.
+const moe::Shape kTwoHosts{.ranks = 4,
+                           .experts = 4,
+                           .local_experts = {1, 1, 1, 1},
+                           .top_k = 4,
+                           .hidden = 1024,
+                           .max_tokens = 32};
+
+std::vector<Given> to_all(Random& random) {
+  std::vector<Given> given;
+  for (std::uint32_t rank = 0; rank < kTwoHosts.ranks; ++rank) {
+    given.push_back(random_given(kTwoHosts, kTwoHosts.max_tokens, random));
+    for (std::size_t choice = 0; choice < given.back().ids.size(); ++choice) {
+      given.back().ids[choice] = static_cast<std::int64_t>(choice % kTwoHosts.top_k);
+    }
+  }
+  return given;
+}
+
+}  // namespace
+
+TEST_CASE("a token goes once to a host with several of its ranks") {
+  Random random;
+  CAPTURE(random.seed);
+  const std::vector<Given> given = to_all(random);
+  const std::vector<bool> alive(kTwoHosts.ranks, true);
+  const Tables tables(kTwoHosts, alive, random);
+  const StepOf step{kTwoHosts, given, tables.of};
+  const std::size_t rows = kTwoHosts.max_tokens * kTwoHosts.token_row().bytes();
+  for (const bool known : {true, false}) {
+    Group group("tcp", Pairs::hosts, kTwoHosts);
+    group.each(group.all(), [&](Member& member) {
+      if (!known) good(member.exchange->set_hosts({0, 1, 2, 3}));
+      good(member.exchange->set_view(tables.view(1, member.shape.rank), 0));
+      CHECK(whole_step(step, member, 0, Order::by_expert) == std::vector<bool>(kTwoHosts.ranks));
+    });
+    std::uint64_t received = 0;
+    for (const auto& member : group.members) received += member->engine->stats().bytes_received;
+    // Of each rank's rows, and what two ranks of the other host send back; a part more for what
+    // says which row is whose.
+    const std::uint64_t wanted = 4 * ((known ? 1 : 2) + 2) * rows;
+    CHECK(received > wanted);
+    CHECK(received < wanted + wanted / 16);
+  }
+  Member alone("tcp", kTwoHosts, {});
+  CHECK(alone.exchange->set_hosts({0, 0}).error().code == Errc::invalid_argument);
+}
+
+TEST_CASE("a rank that takes tokens for its neighbours and ends costs no other rank's tokens") {
+  Random random;
+  CAPTURE(random.seed);
+  constexpr std::uint32_t kDying = 2;
+  const std::vector<Given> given = to_all(random);
+  const Tables all(kTwoHosts, {true, true, true, true}, random);
+  const Tables left(kTwoHosts, {true, true, false, true}, random);
+  for (const Reach& way : ways()) {
+    if (way.pairs != Pairs::hosts) continue;
+    CAPTURE(way.fabric);
+    for (int phase = 0; phase < 4; ++phase) {
+      CAPTURE(phase);
+      Group group(way.fabric, way.pairs, kTwoHosts);
+      std::atomic<int> sent = 0;
+      group.each(group.all(), [&](Member& member) {
+        const std::uint32_t rank = member.shape.rank;
+        moe::Exchange& exchange = *member.exchange;
+        const StepOf step{kTwoHosts, given, all.of};
+        good(exchange.set_view(all.view(1, rank), 0));
+        whole_step(step, member, 0, Order::by_source);
+        if (rank == kDying) {
+          Bytes y;
+          if (phase > 0) good(exchange.dispatch_send(1, given[rank].tokens()));
+          while (sent < 3) std::this_thread::yield();
+          if (phase > 1) member.await_dispatch(1);
+          if (phase > 2) y = place_and_compute(step, member, 1, Order::by_expert);
+          return member.engine->close();
+        }
+        good(exchange.dispatch_send(1, given[rank].tokens()));
+        ++sent;
+        member.await_dispatch(1);
+        const std::vector<bool> missing = good(exchange.arrival(1))->missing;
+        for (const std::uint32_t other : {0, 1, 3}) CHECK_FALSE(missing[other]);
+        const Bytes y = place_and_compute(step, member, 1, Order::by_expert);
+        good(exchange.combine_send(1, y.data()));
+        member.await_combine(1);
+        CHECK(combine_and_check(step, member, 1) ==
+              std::vector<bool>{false, false, true, false});
+        exchange.remove(kDying);
+        good(exchange.set_view(left.view(2, rank), 2));
+        std::vector<Given> rest = given;
+        rest[kDying] = {};
+        const auto none = whole_step({kTwoHosts, rest, left.of}, member, 0, Order::by_source);
+        CHECK(none == std::vector<bool>(kTwoHosts.ranks));
+      });
+    }
+  }
+}
+
 TEST_CASE("steps that were posted in a view are posted again in the next ones, by their tables") {
   Random random;
   CAPTURE(random.seed);
@@ -579,7 +686,7 @@ struct Liar {
       way = good(moe::EngineWay::open(*engine, with_rank(1), 0, to_honest, own, kDeadline));
       good(exchange.add_remote(1, to_liar, way->terms()));
       good(way->accept(good(exchange.open_remote(1, to_liar)),
-                       good(engine->register_memory(own.at(0), own.bytes().size()))));
+                       good(engine->register_memory(own.at(0), own.own_bytes().size()))));
     }
     moe::View view{.number = 1, .alive = {true, true}};
     for (std::int64_t expert = 0; expert < 6; ++expert) {
@@ -604,7 +711,9 @@ struct Liar {
     own.publish(own.layout().routes_word(0), key);
     own.publish(own.layout().rows_word(0), key);
     std::vector<OperationId> operations;
-    if (way) good(way->post_dispatch(0, key, routes, operations));
+    std::vector<std::int64_t> tokens;
+    for (const moe::RouteRow& row : routes.rows) tokens.push_back(row.token);
+    if (way) good(way->post_dispatch(0, {tokens, {}}, operations));
   }
   void check_lost() {
     honest.await_dispatch(0);

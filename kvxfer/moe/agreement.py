@@ -15,9 +15,10 @@ from kvxfer.engine.native import translated
 from kvxfer.engine.peer import Peer
 from kvxfer.engine.synchronous import SynchronousEngine
 from kvxfer.errors import DeadlineExceeded, InvalidArgument, KvxferError, PeerLost, PeerTimeout
+from kvxfer.moe.hosts import hosts_of
 from kvxfer.moe.membership import Membership, first_view
 from kvxfer.moe.mesh import CONNECT_SECONDS, Mesh
-from kvxfer.moe.messages import Farewell, Leaving, Message
+from kvxfer.moe.messages import Farewell, Leaving, Message, Near
 from kvxfer.moe.placement import Placement
 from kvxfer.moe.shape import MoeShape
 from kvxfer.moe.view_effects import Adopt, AskRank, Effect, Effects, End, Fence, Reply, Send
@@ -71,6 +72,8 @@ class Agreement:
         self._leaving: dict[int, int] = {}  # ranks, and how many steps they have run
         self._let_go: set[int] = set()
         self._lets_us_go: set[int] = set()
+        self._near: dict[int, frozenset[int]] = {}
+        """What ranks have said, each with itself."""
 
     @property
     def view(self) -> View:
@@ -269,10 +272,19 @@ class Agreement:
         earlier = [run for run in self._runs if self.steps and run.first_step < view.first_step]
         self._runs = [*earlier, Run(view.first_step, view.members, table)]
         self._mesh.admit(frozenset(view.members))
+        near = Near(frozenset(self._mesh.near & {*view.members}))
+        self._near[self._rank] = near.ranks | {self._rank}
+        for rank in {*view.members} - {self._rank}:
+            self._mesh.send(rank, near)
+        self._hosts_known()
         logger.info(
             "rank %d: view %d of ranks %s from step %d on",
             *(self._rank, view.number, list(view.members), view.first_step),
         )
+
+    def _hosts_known(self) -> None:
+        with translated():
+            self._exchange.set_hosts(hosts_of(self._ranks, self._near))
 
     # --- the end
 
@@ -325,6 +337,9 @@ class Agreement:
                 self._leaving[rank] = steps
             case Farewell():
                 self._lets_us_go.add(rank)
+            case Near(ranks):
+                self._near[rank] = ranks | {rank}
+                self._hosts_known()
             case Flush() | View() | Ended() | Ready():
                 self._do(self._membership.received(rank, message))
 
@@ -338,6 +353,7 @@ class Agreement:
 
     def lost(self, rank: int, error: Exception) -> None:
         self._refusing.discard(rank)
+        self._near.pop(rank, None)
         self._leaving.pop(rank, None)
         self._let_go.discard(rank)
         self._lets_us_go.discard(rank)

@@ -71,6 +71,16 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """This side of the pair is set up."""
 
 
+# --- hosts
+
+
+class Near(msgspec.Struct, frozen=True, tag="near"):
+    """The members whose memory the rank reads, as they are on its host: what is for several of them
+    may go to one of them."""
+
+    ranks: Annotated[frozenset[Rank], Meta(max_length=MOST_RANKS)]
+
+
 # --- the end
 
 
@@ -105,6 +115,7 @@ Message: TypeAlias = (
     | Refused
     | Terms
     | Welcome
+    | Near
     | Leaving
     | Farewell
     | Join

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from verify.faults.moe.__main__ import FABRICS
+from verify.faults.moe.__main__ import FABRICS, two_hosts
 from verify.faults.moe.breakage import Fault
 from verify.faults.moe.defects import DEFECTS
 from verify.faults.moe.member import Setting
@@ -25,10 +25,13 @@ def test_broken_ranks_cost_their_part(fabric: str) -> None:
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    for _ in range(ROUNDS):
-        round_ = choose(fabric, rng)
-        run(round_)
-        assert not round_.broken, f"{round_.setting}, {round_.faults}"
+    with two_hosts() as hosts:
+        if fabric == "hosts" and not hosts:
+            pytest.skip("needs network namespaces")
+        for _ in range(ROUNDS):
+            round_ = choose(fabric, rng, hosts)
+            run(round_)
+            assert not round_.broken, f"{round_.setting}, {round_.faults}"
 
 
 @pytest.mark.parametrize("defect", DEFECTS)

@@ -22,6 +22,8 @@ _RULES: Final = {
     "reset": "tcp flags & rst == 0 reject with tcp reset",
     "loss": "numgen random mod 100 < 5 drop",
 }
+_NETWORK: Final = 0x40000000
+"""CLONE_NEWNET."""
 _SMALLEST_BUFFER: Final = 4096
 _REACH_SECONDS: Final = 20.0
 _numbers: Final = itertools.count(os.getpid() % 4096)
@@ -42,6 +44,13 @@ class Host:
     def command(self, *arguments: str) -> list[str]:
         """The command that runs another one here."""
         return ["ip", "netns", "exec", self.namespace, *arguments]
+
+    def enter(self) -> None:
+        """Moves this thread here, with the threads that it starts from now on. Raises OSError."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{self.namespace}") as there:
+            if libc.setns(there.fileno(), _NETWORK) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter {self.namespace}")
 
 
 class Link:

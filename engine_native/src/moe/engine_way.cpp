@@ -37,9 +37,13 @@ T take(std::string_view& text) {
 
 Result<std::unique_ptr<EngineWay>> EngineWay::open(TransferEngine& engine, const Shape& shape,
                                                    std::uint32_t to, PeerId peer,
-                                                   const OwnMemory& own, Duration timeout) {
+                                                   OwnMemory& own, Duration timeout) {
   std::unique_ptr<EngineWay> way(new EngineWay(engine, shape, to, peer, own, timeout));
-  auto inbox = engine.allocate(way->here_.bytes());
+  const auto number = own.take_inbox();
+  if (!number) return number.error();
+  way->inbox_number_ = *number;
+  const std::span<std::byte> memory = own.inbox(*number);
+  auto inbox = engine.register_memory(memory.data(), memory.size());
   if (!inbox) return inbox.error();
   way->inbox_ = std::move(*inbox);
   for (auto& directions : way->lanes_) {
@@ -56,15 +60,14 @@ Result<std::unique_ptr<EngineWay>> EngineWay::open(TransferEngine& engine, const
 }
 
 EngineWay::EngineWay(TransferEngine& engine, const Shape& shape, std::uint32_t to, PeerId peer,
-                     const OwnMemory& own, Duration timeout)
+                     OwnMemory& own, Duration timeout)
     : engine_(engine),
       shape_(shape),
       to_(to),
       peer_(peer),
       own_(own),
       timeout_(timeout),
-      here_(shape, shape.rank),
-      there_(shape, to),
+      layout_(shape),
       lanes_(shape.slots) {}
 
 EngineWay::~EngineWay() {
@@ -78,6 +81,7 @@ EngineWay::~EngineWay() {
   // Fails where the engine is closed: then nothing lands either.
   if (inbox_) [[maybe_unused]]
     const auto given_back = engine_.deregister(inbox_);
+  if (inbox_number_) own_.give_inbox(*inbox_number_);
 }
 
 std::string EngineWay::terms() const {
@@ -113,7 +117,7 @@ Result<void> EngineWay::accept(std::string_view terms, RegionPtr own) {
   }
   const auto inbox = MrDescriptor::decode(terms);
   if (!inbox) return refuse("have a bad descriptor: " + inbox.error().text);
-  if (inbox->length < there_.bytes()) return refuse("offer too small an inbox");
+  if (inbox->length < layout_.bytes()) return refuse("offer too small an inbox");
   inbox_there_ = *inbox;
   own_region_ = std::move(own);
   return {};
@@ -140,11 +144,8 @@ Result<void> EngineWay::sent(Lane& lane, const Result<Submitted>& submitted,
   return {};
 }
 
-Result<void> EngineWay::post_message(std::uint32_t slot, Direction direction, std::size_t offset,
+Result<void> EngineWay::post_message(Lane& lane, std::size_t offset, std::size_t to,
                                      std::size_t bytes, std::vector<OperationId>& operations) {
-  Lane& lane = this->lane(slot, direction);
-  const std::uint64_t ordinal = ++lane.messages;
-  const std::size_t to = there_.message(slot, direction, ordinal);
   const std::size_t first = std::min(bytes, kOneWrite);
   if (bytes > first) {
     const SingleWrite rest{offset + first, to + first, bytes - first};
@@ -157,7 +158,7 @@ Result<void> EngineWay::post_message(std::uint32_t slot, Direction direction, st
     }
   }
   MessageHead& sealed = own_.head(offset);
-  sealed.ordinal = ordinal;
+  sealed.ordinal = ++lane.messages;
   sealed.data = lane.data;
   sealed.check = sealed.seal();
   constexpr std::int64_t kPage = 0;
@@ -174,40 +175,49 @@ Result<void> EngineWay::post_message(std::uint32_t slot, Direction direction, st
   return {};
 }
 
-Result<void> EngineWay::post_dispatch(std::uint32_t slot, std::uint64_t /*key*/,
-                                      const Routes& routes, std::vector<OperationId>& operations) {
-  Lane& lane = this->lane(slot, Direction::dispatch);
-  if (!routes.rows.empty()) {
-    pages_.clear();
-    for (const RouteRow& row : routes.rows) pages_.push_back(row.token);
-    const std::size_t row = shape_.token_row().bytes();
-    const PagedWrite rows{.page_length = row,
-                          .source_pages = pages_,
-                          .destination_pages = pages_,
-                          .source_stride = row,
-                          .destination_stride = row,
-                          .source_offset = own_.layout().tokens(slot),
-                          .destination_offset = there_.tokens(slot)};
-    if (auto good = sent(lane,
-                         engine_.write_pages(peer_, own_region_, *inbox_there_, rows,
-                                             {.imm = lane.there.data, .timeout = timeout_}),
-                         operations);
-        !good) {
-      return good;
-    }
-  }
-  return post_message(slot, Direction::dispatch, own_.layout().message(slot, to_),
-                      sizeof(MessageHead) + routes_bytes(routes.rows.size(), routes.entries.size()),
-                      operations);
+std::size_t EngineWay::dispatch_bytes(std::uint32_t slot, std::uint32_t to) const {
+  const MessageHead& head = own_.head(own_.layout().message(slot, to));
+  return std::min(sizeof head + routes_bytes(head.rows, head.entries),
+                  most_message_bytes(shape_, to));
 }
 
-Result<void> EngineWay::post_combine(std::uint32_t slot, std::uint64_t /*key*/, std::uint32_t rows,
+Result<void> EngineWay::post_dispatch(std::uint32_t slot, const Cargo& cargo,
+                                      std::vector<OperationId>& operations) {
+  Lane& lane = this->lane(slot, Direction::dispatch);
+  const OwnLayout& own = own_.layout();
+  const auto post = [&](const auto& submitted) { return sent(lane, submitted, operations); };
+  const WriteOptions options{.imm = lane.there.data, .timeout = timeout_};
+  if (!cargo.tokens.empty()) {
+    const std::size_t row = shape_.token_row().bytes();
+    const PagedWrite rows{.page_length = row,
+                          .source_pages = cargo.tokens,
+                          .destination_pages = cargo.tokens,
+                          .source_stride = row,
+                          .destination_stride = row,
+                          .source_offset = own.tokens(slot),
+                          .destination_offset = layout_.tokens(slot)};
+    const auto submitted = engine_.write_pages(peer_, own_region_, *inbox_there_, rows, options);
+    if (auto good = post(submitted); !good) return good;
+  }
+  const std::uint64_t ordinal = next_ordinal(lane);
+  for (const std::uint32_t rank : cargo.neighbours) {
+    const std::size_t message = own.message(slot, rank);
+    const SingleWrite all{message, layout_.message(slot, ordinal, rank), dispatch_bytes(slot, rank)};
+    const auto submitted = engine_.write(peer_, own_region_, *inbox_there_, all, options);
+    if (auto good = post(submitted); !good) return good;
+  }
+  const std::size_t message = own.message(slot, to_);
+  return post_message(lane, message, layout_.message(slot, ordinal, to_),
+                      dispatch_bytes(slot, to_), operations);
+}
+
+Result<void> EngineWay::post_combine(std::uint32_t slot, std::uint32_t rows,
                                      std::vector<OperationId>& operations) {
   Lane& lane = this->lane(slot, Direction::combine);
   const std::size_t head = own_.layout().combine_head(slot, to_);
   if (rows > 0) {
-    const SingleWrite all{own_.layout().combine(slot, own_.head(head).place), there_.combine(slot),
-                          rows * shape_.combine_row().bytes()};
+    const SingleWrite all{own_.layout().combine(slot, own_.head(head).place),
+                          layout_.combine(slot), rows * shape_.combine_row().bytes()};
     if (auto good = sent(lane,
                          engine_.write(peer_, own_region_, *inbox_there_, all,
                                        {.imm = lane.there.data, .timeout = timeout_}),
@@ -216,7 +226,8 @@ Result<void> EngineWay::post_combine(std::uint32_t slot, std::uint64_t /*key*/, 
       return good;
     }
   }
-  return post_message(slot, Direction::combine, head, sizeof(MessageHead), operations);
+  return post_message(lane, head, layout_.combine_head(slot, next_ordinal(lane)),
+                      sizeof(MessageHead), operations);
 }
 
 // --- receiving -------------------------------------------------------------------------------
@@ -232,8 +243,10 @@ Held EngineWay::look(std::uint32_t slot, Direction direction, std::uint64_t key,
   // looked at when they are.
   const std::uint64_t newest = engine_.take_arrivals(lane.here.heads);
   if (newest == 0) return Held::nothing;
-  std::memcpy(static_cast<void*>(&head), inbox(here_.message(slot, direction, newest)),
-              sizeof head);
+  const std::size_t message = direction == Direction::dispatch
+                                  ? layout_.message(slot, newest, shape_.rank)
+                                  : layout_.combine_head(slot, newest);
+  std::memcpy(static_cast<void*>(&head), inbox(message), sizeof head);
   if (head.key != key || head.check != head.seal() || head.ordinal > newest) return Held::nothing;
   if (head.ordinal < newest) return Held::malformed;
   if (engine_.counter_value(lane.here.data) < head.data) {
@@ -254,8 +267,7 @@ Held EngineWay::dispatched(std::uint32_t slot, std::uint64_t key) {
 }
 
 Held EngineWay::read_routes(std::uint32_t slot, std::uint64_t /*key*/, Routes& routes) {
-  const std::byte* const message =
-      inbox(here_.message(slot, Direction::dispatch, lane(slot, Direction::dispatch).ordinal));
+  const std::byte* const message = inbox(layout_.message(slot, ordinal(slot), shape_.rank));
   MessageHead head{};
   std::memcpy(static_cast<void*>(&head), message, sizeof head);
   const bool good =
@@ -263,7 +275,7 @@ Held EngineWay::read_routes(std::uint32_t slot, std::uint64_t /*key*/, Routes& r
   return good ? Held::routes : Held::malformed;
 }
 
-const std::byte* EngineWay::tokens(std::uint32_t slot) const { return inbox(here_.tokens(slot)); }
+const std::byte* EngineWay::tokens(std::uint32_t slot) const { return inbox(layout_.tokens(slot)); }
 
 Held EngineWay::combined(std::uint32_t slot, std::uint64_t key, std::uint32_t rows) {
   MessageHead head{};
@@ -272,7 +284,7 @@ Held EngineWay::combined(std::uint32_t slot, std::uint64_t key, std::uint32_t ro
 }
 
 const std::byte* EngineWay::combine_rows(std::uint32_t slot) const {
-  return inbox(here_.combine(slot));
+  return inbox(layout_.combine(slot));
 }
 
 // A peer that is lost writes no more, and one that is not waits for this rank.

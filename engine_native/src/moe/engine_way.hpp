@@ -1,4 +1,5 @@
-// To a rank that the engine writes to, and that writes by its engine into an inbox here.
+// To a rank that the engine writes to, and that writes by its engine into an inbox here: also what is
+// for other ranks of this host, which read it here.
 //
 // A message: data (token or combine rows), counted by one counter, then a head, counted by another,
 // by which the receiver knows how many data immediates there are. They arrive in any order. The
@@ -19,10 +20,10 @@ namespace kvxfer::moe {
 
 class EngineWay final : public Way {
  public:
-  // Allocates the inbox and its counters. `own` outlives the way.
+  // Takes an inbox and counters. `own` outlives the way.
   static Result<std::unique_ptr<EngineWay>> open(TransferEngine& engine, const Shape& shape,
                                                  std::uint32_t to, PeerId peer,
-                                                 const OwnMemory& own, Duration timeout);
+                                                 OwnMemory& own, Duration timeout);
   // Gives the inbox back.
   ~EngineWay() override;
   EngineWay(const EngineWay&) = delete;
@@ -35,10 +36,15 @@ class EngineWay final : public Way {
   bool accepted() const { return inbox_there_.has_value(); }
   // Something came with this immediate. False if it is none of this way's.
   bool arrived(Imm imm);
+  // Where the slot's dispatch is, which is whole.
+  std::size_t inbox_number() const { return *inbox_number_; }
+  std::uint64_t ordinal(std::uint32_t slot) const {
+    return lane(slot, Direction::dispatch).ordinal;
+  }
 
-  Result<void> post_dispatch(std::uint32_t slot, std::uint64_t key, const Routes& routes,
+  Result<void> post_dispatch(std::uint32_t slot, const Cargo& cargo,
                              std::vector<OperationId>& operations) override;
-  Result<void> post_combine(std::uint32_t slot, std::uint64_t key, std::uint32_t rows,
+  Result<void> post_combine(std::uint32_t slot, std::uint32_t rows,
                             std::vector<OperationId>& operations) override;
   Held dispatched(std::uint32_t slot, std::uint64_t key) override;
   Held read_routes(std::uint32_t slot, std::uint64_t key, Routes& routes) override;
@@ -64,7 +70,7 @@ class EngineWay final : public Way {
   };
 
   EngineWay(TransferEngine& engine, const Shape& shape, std::uint32_t to, PeerId peer,
-            const OwnMemory& own, Duration timeout);
+            OwnMemory& own, Duration timeout);
   Lane& lane(std::uint32_t slot, Direction direction) {
     return lanes_[slot][static_cast<std::size_t>(direction)];
   }
@@ -73,9 +79,11 @@ class EngineWay final : public Way {
   }
   Result<void> sent(Lane& lane, const Result<Submitted>& submitted,
                     std::vector<OperationId>& operations);
-  // The message at this offset of own memory, of this length.
-  Result<void> post_message(std::uint32_t slot, Direction direction, std::size_t offset,
-                            std::size_t bytes, std::vector<OperationId>& operations);
+  // The message at this offset of own memory, of this length: its number is next_ordinal().
+  Result<void> post_message(Lane& lane, std::size_t offset, std::size_t to, std::size_t bytes,
+                            std::vector<OperationId>& operations);
+  static std::uint64_t next_ordinal(const Lane& lane) { return lane.messages + 1; }
+  std::size_t dispatch_bytes(std::uint32_t slot, std::uint32_t to) const;
   // The head of the message of this key, where all of it is here.
   Held look(std::uint32_t slot, Direction direction, std::uint64_t key, MessageHead& head);
   const std::byte* inbox(std::size_t offset) const;
@@ -84,15 +92,14 @@ class EngineWay final : public Way {
   const Shape shape_;
   const std::uint32_t to_;
   const PeerId peer_;
-  const OwnMemory& own_;
+  OwnMemory& own_;
   const Duration timeout_;
-  const InboxLayout here_;
-  const InboxLayout there_;
+  const InboxLayout layout_;  // equal at all ranks
+  std::optional<std::size_t> inbox_number_;
   RegionPtr inbox_;
   std::vector<std::array<Lane, kDirections>> lanes_;  // by slot
   RegionPtr own_region_;
   std::optional<MrDescriptor> inbox_there_;
-  std::vector<std::int64_t> pages_;  // kept between calls
 };
 
 }  // namespace kvxfer::moe

@@ -2,6 +2,7 @@
 #include "moe/exchange.hpp"
 
 #include <algorithm>
+#include <numeric>
 
 #include "moe/engine_way.hpp"
 #include "moe/in_use.hpp"
@@ -24,11 +25,12 @@ Exchange::Exchange(TransferEngine& engine, Shape shape, Options options, OwnMemo
       options_(options),
       own_(std::move(own)),
       pairs_(shape_.ranks),
-      engine_ways_(shape_.ranks),
+      hosts_(shape_.ranks),
       why_lost_(shape_.ranks),
       steps_(shape_.slots),
       inputs_(shape_.slots),
       sending_(shape_.slots) {
+  std::iota(hosts_.begin(), hosts_.end(), 0U);
   for (std::uint32_t i = 1; i <= shape_.ranks; ++i) {
     others_first_.push_back((shape_.rank + i) % shape_.ranks);
   }
@@ -69,28 +71,32 @@ Result<void> Exchange::add_local(std::uint32_t rank, PeerId peer, UniqueFd memor
   }
   auto way = LocalWay::map(shape_, rank, memory, bytes, std::move(doorbell));
   if (!way) return way.error();
-  pairs_[rank] = std::make_shared<Counterpart>(
-      Counterpart{.rank = rank, .peer = peer, .way = std::move(*way), .ready = true});
+  LocalWay* const neighbour = way->get();
+  pairs_[rank] = std::make_shared<Counterpart>(Counterpart{.rank = rank,
+                                                           .peer = peer,
+                                                           .way = std::move(*way),
+                                                           .neighbour = neighbour,
+                                                           .ready = true});
   return {};
 }
 
 Result<EngineWay*> Exchange::remote(std::uint32_t rank, PeerId peer) {
   if (auto good = check_new(rank, peer); !good) return good.error();
   if (const auto& pair = pairs_[rank]) {
-    if (engine_ways_[rank] && pair->peer == peer) return engine_ways_[rank];
+    if (pair->remote && pair->peer == peer) return pair->remote;
     return invalid_argument("rank " + std::to_string(rank) + " has been added; remove it first");
   }
   if (!own_region_) {
-    auto region = engine_.register_memory(own_.at(0), own_.bytes().size());
+    auto region = engine_.register_memory(own_.at(0), own_.own_bytes().size());
     if (!region) return region.error();
     own_region_ = std::move(*region);
   }
   auto way = EngineWay::open(engine_, shape_, rank, peer, own_, options_.timeout);
   if (!way) return way.error();
-  engine_ways_[rank] = way->get();
+  EngineWay* const remote = way->get();
   pairs_[rank] = std::make_shared<Counterpart>(
-      Counterpart{.rank = rank, .peer = peer, .way = std::move(*way)});
-  return engine_ways_[rank];
+      Counterpart{.rank = rank, .peer = peer, .way = std::move(*way), .remote = remote});
+  return remote;
 }
 
 Result<std::string> Exchange::open_remote(std::uint32_t rank, PeerId peer) {
@@ -115,15 +121,14 @@ void Exchange::remove(std::uint32_t rank) {
   drain();  // what came of it is looked at once more by the steps that wait for it
   lose(*pairs_[rank], {Errc::peer_lost, "it was removed"});
   pairs_[rank].reset();  // steps that have rows of it keep it until they end
-  engine_ways_[rank] = nullptr;
 }
 
 std::vector<std::pair<std::string, std::uint64_t>> Exchange::memory_parts() const {
   auto parts = own_.layout().parts();
   const auto inboxes = static_cast<std::uint64_t>(
-      std::ranges::count_if(engine_ways_, [](const EngineWay* way) { return way != nullptr; }));
+      std::ranges::count_if(pairs_, [](const auto& pair) { return pair && pair->remote; }));
   if (inboxes == 0) return parts;
-  for (auto& [name, bytes] : InboxLayout(shape_, shape_.rank).parts()) {
+  for (auto& [name, bytes] : InboxLayout(shape_).parts()) {
     parts.emplace_back("inboxes: " + name, bytes * inboxes);
   }
   return parts;
@@ -140,6 +145,7 @@ void Exchange::lose(Counterpart& pair, Error why) {
   if (!pair.up()) return;
   pair.lost = std::move(why);
   why_lost_[pair.rank] = pair.lost;
+  reroute_ = true;
 }
 
 // --- views -----------------------------------------------------------------------------------
@@ -204,6 +210,16 @@ Result<void> Exchange::set_view(const View& view, std::uint64_t first_step) {
   return {};
 }
 
+Result<void> Exchange::set_hosts(std::vector<std::uint32_t> hosts) {
+  const InUse in_use(in_use_);
+  if (hosts.size() != shape_.ranks) {
+    return invalid_argument("hosts of all " + std::to_string(shape_.ranks) +
+                            " ranks are needed, not of " + std::to_string(hosts.size()));
+  }
+  hosts_ = std::move(hosts);
+  return {};
+}
+
 std::vector<std::uint32_t> Exchange::lost() const {
   std::vector<std::uint32_t> lost;
   for (std::uint32_t rank = 0; view_ && rank < shape_.ranks; ++rank) {
@@ -237,8 +253,8 @@ void Exchange::drain() {
       case Kind::arrival:
       case Kind::counter: {
         const auto imm = static_cast<Imm>(completion.id);
-        for (EngineWay* const way : engine_ways_) {
-          if (way && way->arrived(imm)) break;
+        for (const auto& each : pairs_) {
+          if (each && each->remote && each->remote->arrived(imm)) break;
         }
         break;
       }

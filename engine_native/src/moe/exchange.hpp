@@ -27,8 +27,6 @@
 
 namespace kvxfer::moe {
 
-class EngineWay;
-
 struct Options {
   Duration spin{};  // how long a wait looks again and again before it sleeps; 0: it sleeps at once
   Duration timeout = std::chrono::seconds(30);  // of a write, and of waiting for room to write
@@ -73,6 +71,10 @@ class Exchange {
   // first view also sets the next step to first_step.
   Result<void> set_view(const View& view, std::uint64_t first_step);
   std::uint64_t next_step() const { return next_step_; }
+  // By rank, a number of its host: ranks with the same one have added each other as local. By
+  // default each has one of its own. From the next dispatch on, what is for several ranks of a host
+  // goes to one of them, where that is fewer rows; the others read it there.
+  Result<void> set_hosts(std::vector<std::uint32_t> hosts);
   // Ranks that the view has alive, and that were lost since.
   std::vector<std::uint32_t> lost() const;
   // The last loss of this rank; Errc::ok if there was none.
@@ -136,7 +138,22 @@ class Exchange {
 
   // The step's choices in the view. null: its rows are packed already.
   Result<void> send(std::uint32_t slot, const Tokens* tokens);
-  void post(std::uint32_t slot, Direction direction, const Step& step, const Part& part);
+  // Decides what goes by which rank.
+  void choose_ways(Step& step);
+  // The rows of the step that are for one of these ranks, into tokens_.
+  void gather_tokens(const Step& step, std::span<const std::uint32_t> ranks);
+  void post_dispatch(std::uint32_t slot, const Step& step, std::uint32_t rank);
+  void post_combine(std::uint32_t slot, const Part& part);
+  void posted(std::uint32_t slot, Direction direction, Counterpart& pair,
+              const Result<void>& result);
+  // Sends again, and directly, what went by ranks that were lost.
+  void reroute();
+  // Looks at all dispatches that are awaited, as neighbours may wait for them too.
+  void look_for_neighbours();
+  // Tells neighbours that a dispatch of this rank is in an inbox here.
+  void tell_neighbours(std::uint32_t slot, std::uint64_t key, const Counterpart& from);
+  // A dispatch that a neighbour has in an inbox.
+  void take_from_neighbours(std::uint32_t slot, const Step& step, Part& part);
   // Returns once no operation reads the memory of this slot and direction.
   Result<void> await_sent(std::uint32_t slot, Direction direction);
   // Looks. Whether this rank need not be waited for (any longer).
@@ -153,8 +170,9 @@ class Exchange {
   OwnMemory own_;
   RegionPtr own_region_;  // once there is a rank that the engine writes to
   std::vector<std::shared_ptr<Counterpart>> pairs_;  // by rank
-  std::vector<EngineWay*> engine_ways_;              // by rank; null: another way
+  std::vector<std::uint32_t> hosts_;                 // by rank
   std::vector<Error> why_lost_;                      // by rank
+  bool reroute_ = false;                             // a rank was lost
   std::optional<View> view_;
   std::uint64_t next_step_ = 0;
   std::vector<Step> steps_;                     // by slot
@@ -166,6 +184,9 @@ class Exchange {
   std::atomic<bool> in_use_ = false;
   // Kept between calls.
   std::vector<Routes> routes_;
+  std::vector<std::uint32_t> neighbours_;
+  std::vector<bool> goes_;  // by token
+  std::vector<std::int64_t> tokens_;
   std::vector<OperationId> operations_;
 };
 

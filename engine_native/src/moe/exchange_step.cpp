@@ -4,8 +4,10 @@
 #include <thread>
 
 #include "clock.hpp"
+#include "moe/engine_way.hpp"
 #include "moe/exchange.hpp"
 #include "moe/in_use.hpp"
+#include "moe/local_way.hpp"
 
 namespace kvxfer::moe {
 namespace {
@@ -59,6 +61,8 @@ Result<Waited> Exchange::wait(Duration timeout, bool for_events, const Ready& re
   std::uint64_t spins_until = after(options_.spin);
   while (true) {
     drain();
+    reroute();
+    look_for_neighbours();
     if (closed_) return Error{Errc::engine_closed, "the engine of this rank was closed"};
     if (ready()) return Waited::done;
     if (for_events && !events_.empty()) return Waited::events;
@@ -142,7 +146,9 @@ Result<void> Exchange::send(std::uint32_t slot, const Tokens* tokens) {
   for (std::uint32_t rank = 0; rank < shape_.ranks; ++rank) {
     Part& part = step.parts[rank];
     part.settled = part.routed = part.dispatched = part.combined = false;
+    part.via.reset();
     part.received.clear();
+    part.at.reset();
     part.pair = view_->alive[rank] ? pairs_[rank] : nullptr;
     std::swap(part.sent, routes_[rank]);
     if (!part.pair) continue;
@@ -155,26 +161,136 @@ Result<void> Exchange::send(std::uint32_t slot, const Tokens* tokens) {
   own_.publish(layout.routes_word(slot), step.key);
   if (tokens) pack(shape_, *tokens, own_.at(layout.tokens(slot)));
   own_.publish(layout.rows_word(slot), step.key);
+  choose_ways(step);
   for (const std::uint32_t rank : others_first_) {
-    post(slot, Direction::dispatch, step, step.parts[rank]);
+    if (!step.parts[rank].via) post_dispatch(slot, step, rank);
   }
   return {};
 }
 
-void Exchange::post(std::uint32_t slot, Direction direction, const Step& step, const Part& part) {
+void Exchange::gather_tokens(const Step& step, std::span<const std::uint32_t> ranks) {
+  goes_.assign(step.tokens, false);
+  for (const std::uint32_t rank : ranks) {
+    for (const RouteRow& row : step.parts[rank].sent.rows) goes_[row.token] = true;
+  }
+  tokens_.clear();
+  for (std::size_t token = 0; token < goes_.size(); ++token) {
+    if (goes_[token]) tokens_.push_back(static_cast<std::int64_t>(token));
+  }
+}
+
+void Exchange::choose_ways(Step& step) {
+  for (std::uint32_t first = 0; first < shape_.ranks; ++first) {
+    neighbours_.clear();
+    std::size_t rows = 0;
+    for (std::uint32_t rank = 0; rank < shape_.ranks; ++rank) {
+      const Part& part = step.parts[rank];
+      if (hosts_[rank] != hosts_[first] || !part.pair || !part.pair->up() || !part.pair->remote) {
+        continue;
+      }
+      neighbours_.push_back(rank);
+      rows += part.sent.rows.size();
+    }
+    // Once for each host.
+    if (neighbours_.size() < 2 || neighbours_.front() != first) continue;
+    gather_tokens(step, neighbours_);
+    if (tokens_.size() == rows) continue;
+    const std::uint32_t through = neighbours_[shape_.rank % neighbours_.size()];
+    for (const std::uint32_t rank : neighbours_) {
+      if (rank != through) step.parts[rank].via = through;
+    }
+  }
+}
+
+void Exchange::post_dispatch(std::uint32_t slot, const Step& step, std::uint32_t rank) {
+  const Part& part = step.parts[rank];
+  if (!part.pair || !part.pair->up()) return;
+  neighbours_.assign(1, rank);
+  for (std::uint32_t other = 0; other < shape_.ranks; ++other) {
+    if (step.parts[other].via == rank) neighbours_.push_back(other);
+  }
+  if (part.pair->remote) gather_tokens(step, neighbours_);
+  operations_.clear();
+  posted(slot, Direction::dispatch, *part.pair,
+         part.pair->way->post_dispatch(slot, {tokens_, std::span(neighbours_).subspan(1)},
+                                       operations_));
+}
+
+void Exchange::post_combine(std::uint32_t slot, const Part& part) {
   if (!part.pair || !part.pair->up()) return;
   operations_.clear();
-  Way& way = *part.pair->way;
-  const auto posted =
-      direction == Direction::dispatch
-          ? way.post_dispatch(slot, step.key, part.sent, operations_)
-          : way.post_combine(slot, step.key, static_cast<std::uint32_t>(part.received.rows.size()),
-                             operations_);
-  for (const OperationId operation : operations_)
-    posted_.emplace(operation, Posted{slot, direction});
-  sending_[slot][static_cast<std::size_t>(direction)] += operations_.size();
-  if (!posted) lose(*part.pair, posted.error());
+  posted(slot, Direction::combine, *part.pair,
+         part.pair->way->post_combine(slot, static_cast<std::uint32_t>(part.received.rows.size()),
+                                      operations_));
 }
+
+void Exchange::posted(std::uint32_t slot, Direction direction, Counterpart& pair,
+                      const Result<void>& result) {
+  for (const OperationId operation : operations_) {
+    posted_.emplace(operation, Posted{slot, direction});
+  }
+  sending_[slot][static_cast<std::size_t>(direction)] += operations_.size();
+  if (!result) lose(pair, result.error());
+}
+
+void Exchange::reroute() {
+  if (!std::exchange(reroute_, false)) return;
+  for (std::uint32_t slot = 0; slot < shape_.slots; ++slot) {
+    Step& step = steps_[slot];
+    if (step.phase == Phase::idle || step.phase == Phase::combined) continue;
+    for (std::uint32_t rank = 0; rank < shape_.ranks; ++rank) {
+      Part& part = step.parts[rank];
+      if (!part.via || step.parts[*part.via].pair->up()) continue;
+      part.via.reset();
+      if (!part.combined) post_dispatch(slot, step, rank);
+    }
+  }
+}
+
+// --- what goes to several ranks of a host ----------------------------------------------------
+
+void Exchange::look_for_neighbours() {
+  const auto is_neighbour = [](const auto& pair) { return pair && pair->neighbour; };
+  if (std::ranges::none_of(pairs_, is_neighbour)) return;
+  for (std::uint32_t slot = 0; slot < shape_.slots; ++slot) {
+    Step& step = steps_[slot];
+    if (step.phase != Phase::sent) continue;
+    for (Part& part : step.parts) {
+      if (part.pair && part.pair->remote) dispatched(slot, step, part);
+    }
+  }
+}
+
+void Exchange::tell_neighbours(std::uint32_t slot, std::uint64_t key, const Counterpart& from) {
+  const OwnLayout& layout = own_.layout();
+  const std::size_t word = layout.relay_word(slot, from.rank);
+  own_.withdraw(word);
+  own_.head(layout.relay_head(slot, from.rank)) = {.key = key,
+                                                   .ordinal = from.remote->ordinal(slot),
+                                                   .place = from.remote->inbox_number()};
+  own_.publish(word, key);
+  for (const auto& pair : pairs_) {
+    if (pair && pair->neighbour) pair->neighbour->ring();
+  }
+}
+
+void Exchange::take_from_neighbours(std::uint32_t slot, const Step& step, Part& part) {
+  const std::uint32_t from = part.pair->rank;
+  for (const auto& pair : pairs_) {
+    if (!pair || !pair->neighbour) continue;
+    const Held held = pair->neighbour->read_relayed(from, slot, step.key, part.received);
+    if (held == Held::nothing) continue;
+    if (held == Held::malformed) {
+      return lose(*part.pair, {Errc::protocol_error, "it sent a malformed dispatch to rank " +
+                                                         std::to_string(pair->rank)});
+    }
+    part.at = pair;
+    part.routed = part.dispatched = true;
+    return;
+  }
+}
+
+// --- dispatch, at the other end --------------------------------------------------------------
 
 bool Exchange::dispatched(std::uint32_t slot, const Step& step, Part& part) {
   if (!part.pair || part.settled) return true;
@@ -189,6 +305,8 @@ bool Exchange::dispatched(std::uint32_t slot, const Step& step, Part& part) {
     lose(pair, {Errc::protocol_error, "it sent a malformed dispatch"});
   }
   part.dispatched = held == Held::whole;
+  if (pair.remote && part.dispatched) tell_neighbours(slot, step.key, pair);
+  if (pair.remote && !part.dispatched) take_from_neighbours(slot, step, part);
   // Of a lost rank nothing comes after this look.
   part.settled = part.dispatched || !pair.up();
   return part.settled;
@@ -292,9 +410,14 @@ Result<void> Exchange::place(std::uint32_t slot, Order order, std::span<const st
     Part& part = step.parts[rank];
     if (part.received.rows.empty()) continue;
     if (part.dispatched) {
-      place_rows(shape_, part.received, order, part.places, part.pair->way->tokens(slot), to,
+      const LocalWay* const relay = part.at ? part.at->neighbour : nullptr;
+      place_rows(shape_, part.received, order, part.places,
+                 relay ? relay->relayed_tokens(rank, slot) : part.pair->way->tokens(slot), to,
                  stores);
-      if (part.pair->way->still(slot, Direction::dispatch, step.key)) continue;
+      if (relay ? relay->still_relayed(rank, slot, step.key)
+                : part.pair->way->still(slot, Direction::dispatch, step.key)) {
+        continue;
+      }
       lose(*part.pair, {Errc::peer_lost, "it has given this rank up"});
       part.dispatched = false;
       step.arrival.missing[rank] = true;
@@ -330,7 +453,7 @@ Result<void> Exchange::combine_send(std::uint32_t slot, const void* y) {
     own_.head(layout.combine_head(slot, rank)) = {
         .key = step.key, .rows = static_cast<std::uint32_t>(rows), .place = place};
     own_.publish(layout.combine_word(slot, rank), step.key);
-    post(slot, Direction::combine, step, part);
+    post_combine(slot, part);
   }
   step.phase = Phase::returned;
   return {};
@@ -387,6 +510,7 @@ Result<std::vector<bool>> Exchange::combine(std::uint32_t slot, void* out) {
   for (Part& part : step.parts) {
     missing.push_back(!part.sent.rows.empty() && !part.combined);
     part.pair.reset();
+    part.at.reset();
   }
   // The caller may write to input() from now on, which others must not take for this step's rows.
   own_.withdraw(own_.layout().routes_word(slot));

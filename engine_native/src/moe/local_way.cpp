@@ -64,8 +64,10 @@ std::unique_ptr<LocalWay> LocalWay::to_self(const Shape& shape, const std::byte*
 LocalWay::LocalWay(const Shape& shape, Mapping memory, UniqueFd doorbell)
     : shape_(shape),
       layout_(shape),
+      inboxes_(shape),
       memory_(std::move(memory)),
       combine_places_(shape.slots),
+      relayed_(shape.slots, std::vector<std::size_t>(shape.ranks)),
       doorbell_(std::move(doorbell)) {}
 
 void LocalWay::Unmap::operator()(const std::byte* memory) const {
@@ -82,15 +84,13 @@ void LocalWay::ring() const {
   [[maybe_unused]] const auto written = ::write(doorbell_.get(), &one, sizeof one);
 }
 
-Result<void> LocalWay::post_dispatch(std::uint32_t /*slot*/, std::uint64_t /*key*/,
-                                     const Routes& /*routes*/,
+Result<void> LocalWay::post_dispatch(std::uint32_t /*slot*/, const Cargo& /*cargo*/,
                                      std::vector<OperationId>& /*operations*/) {
   ring();
   return {};
 }
 
-Result<void> LocalWay::post_combine(std::uint32_t /*slot*/, std::uint64_t /*key*/,
-                                    std::uint32_t /*rows*/,
+Result<void> LocalWay::post_combine(std::uint32_t /*slot*/, std::uint32_t /*rows*/,
                                     std::vector<OperationId>& /*operations*/) {
   ring();
   return {};
@@ -115,6 +115,42 @@ Held LocalWay::read_routes(std::uint32_t slot, std::uint64_t key, Routes& routes
   routes.clear();
   return Held::nothing;
 }
+
+// --- relayed ---------------------------------------------------------------------------------
+
+Held LocalWay::read_relayed(std::uint32_t from, std::uint32_t slot, std::uint64_t key,
+                            Routes& routes) {
+  if (word(layout_.relay_word(slot, from), std::memory_order_seq_cst) != key) return Held::nothing;
+  MessageHead where{};
+  std::memcpy(static_cast<void*>(&where), memory_.get() + layout_.relay_head(slot, from),
+              sizeof where);
+  if (!still_relayed(from, slot, key)) return Held::nothing;
+  if (where.place >= layout_.inboxes()) return Held::malformed;
+  const std::byte* const message =
+      inbox(where.place) + inboxes_.message(slot, where.ordinal, shape_.rank);
+  MessageHead head{};
+  std::memcpy(static_cast<void*>(&head), message, sizeof head);
+  if (head.key != key) return Held::nothing;  // what is for this rank comes directly
+  const bool good =
+      moe::read_routes(shape_, shape_.rank, head.rows, head.entries, message + sizeof head, routes);
+  if (good && still_relayed(from, slot, key)) {
+    relayed_[slot][from] = where.place;
+    return Held::whole;
+  }
+  routes.clear();
+  return still_relayed(from, slot, key) ? Held::malformed : Held::nothing;
+}
+
+const std::byte* LocalWay::relayed_tokens(std::uint32_t from, std::uint32_t slot) const {
+  return inbox(relayed_[slot][from]) + inboxes_.tokens(slot);
+}
+
+bool LocalWay::still_relayed(std::uint32_t from, std::uint32_t slot, std::uint64_t key) const {
+  end_of_copy();
+  return word(layout_.relay_word(slot, from), std::memory_order_relaxed) == key;
+}
+
+// --- of that rank ----------------------------------------------------------------------------
 
 const std::byte* LocalWay::tokens(std::uint32_t slot) const {
   return memory_.get() + layout_.tokens(slot);

@@ -1,4 +1,5 @@
 // To a rank on this host, or to this rank itself: each reads the other's memory. Nothing is sent.
+// What ranks of other hosts have sent to that one for its neighbours is read there too.
 #pragma once
 
 #include <memory>
@@ -17,9 +18,17 @@ class LocalWay final : public Way {
   // `own`: the memory of this rank, which outlives the way.
   static std::unique_ptr<LocalWay> to_self(const Shape& shape, const std::byte* own);
 
-  Result<void> post_dispatch(std::uint32_t slot, std::uint64_t key, const Routes& routes,
+  // Wakes the other rank, if it sleeps.
+  void ring() const;
+
+  // --- what rank `from` of another host has sent there: as the calls for what is of that rank
+  Held read_relayed(std::uint32_t from, std::uint32_t slot, std::uint64_t key, Routes& routes);
+  const std::byte* relayed_tokens(std::uint32_t from, std::uint32_t slot) const;
+  bool still_relayed(std::uint32_t from, std::uint32_t slot, std::uint64_t key) const;
+
+  Result<void> post_dispatch(std::uint32_t slot, const Cargo& cargo,
                              std::vector<OperationId>& operations) override;
-  Result<void> post_combine(std::uint32_t slot, std::uint64_t key, std::uint32_t rows,
+  Result<void> post_combine(std::uint32_t slot, std::uint32_t rows,
                             std::vector<OperationId>& operations) override;
   Held dispatched(std::uint32_t slot, std::uint64_t key) override;
   Held read_routes(std::uint32_t slot, std::uint64_t key, Routes& routes) override;
@@ -37,12 +46,14 @@ class LocalWay final : public Way {
   LocalWay(const Shape& shape, Mapping memory, UniqueFd doorbell);
 
   std::uint64_t word(std::size_t offset, std::memory_order order) const;
-  void ring() const;
+  const std::byte* inbox(std::size_t number) const { return memory_.get() + layout_.inbox(number); }
 
   const Shape shape_;
-  const OwnLayout layout_;  // equal at all ranks
+  const OwnLayout layout_;     // equal at all ranks
+  const InboxLayout inboxes_;  // likewise
   Mapping memory_;
   std::vector<std::size_t> combine_places_;  // by slot: the first row of a combine that is held
+  std::vector<std::vector<std::size_t>> relayed_;  // by slot and rank: the inbox of what is held
   UniqueFd doorbell_;
 };
 

@@ -1,7 +1,7 @@
-// Where everything lies in the memory that a rank shares with those on its host and sends from, and
-// in an inbox, which another rank writes by the engine.
+// Where everything lies in the memory that a rank shares with those on its host and sends from. Its
+// inboxes are in it too: each is written by another rank, by the engine.
 //
-// Own memory is written by its rank alone. Others that map it read a key, copy what the key stands
+// The rest of own memory is written by its rank alone. Others that map it read a key, copy what the key stands
 // for, and read the key again: the copy counts only where both are the key that they look for.
 #pragma once
 
@@ -35,7 +35,8 @@ struct OwnHead {
   Word sleeping;
 };
 
-// Begins a message. Dispatch: then the rows, then the entries of routes. Combine: nothing more.
+// Begins a message. Dispatch: then the rows, then the entries of routes. Combine: nothing more. Also
+// says which message of a rank of another host is here.
 struct alignas(64) MessageHead {
   std::uint64_t key;
   std::uint32_t rows;
@@ -44,7 +45,8 @@ struct alignas(64) MessageHead {
   // and direction, from 1 on; and how many data immediates all so far have.
   std::uint64_t ordinal;
   std::uint64_t data;
-  // Of a combine in own memory: which of the slot's combine rows is the first of the message's.
+  // Of a combine in own memory: which of the slot's combine rows is the first of the message's. Of a
+  // message of another host: which inbox it is in.
   std::uint64_t place;
   std::uint64_t check;  // what seal() gives: a head that is half written does not have it
 
@@ -65,22 +67,63 @@ inline constexpr std::size_t kDirections = 2;
 // Of a dispatch message to rank `to`.
 std::size_t most_message_bytes(const Shape& shape, std::uint32_t to);
 
+// What one rank writes to another one by the engine, and to the ranks of that one's host. A message
+// has two places, by the parity of its ordinal, so that the next one, of another view, does not
+// disturb a rank that still reads this one. All offsets are bytes.
+class InboxLayout {
+ public:
+  explicit InboxLayout(const Shape& shape);
+
+  // Of a dispatch, for this rank.
+  std::size_t message(std::uint32_t slot, std::uint64_t ordinal, std::uint32_t to) const {
+    return place(slot, ordinal) * messages_of_place_ + message_of_[to];
+  }
+  std::size_t combine_head(std::uint32_t slot, std::uint64_t ordinal) const {
+    return combine_heads_ + place(slot, ordinal) * sizeof(MessageHead);
+  }
+  std::size_t tokens(std::uint32_t slot) const { return tokens_ + slot * tokens_of_slot_; }
+  std::size_t combine(std::uint32_t slot) const { return combine_ + slot * combine_of_slot_; }
+  std::size_t bytes() const { return bytes_; }
+  std::vector<std::pair<std::string, std::uint64_t>> parts() const;
+
+ private:
+  static std::size_t place(std::uint32_t slot, std::uint64_t ordinal) {
+    return 2 * std::size_t{slot} + ordinal % 2;
+  }
+
+  std::vector<std::size_t> message_of_;  // by rank
+  std::size_t messages_of_place_ = 0;
+  std::size_t combine_heads_ = 0;
+  std::size_t tokens_ = 0;
+  std::size_t tokens_of_slot_ = 0;
+  std::size_t combine_ = 0;
+  std::size_t combine_of_slot_ = 0;
+  std::size_t bytes_ = 0;
+};
+
 // All offsets are bytes.
 class OwnLayout {
  public:
   explicit OwnLayout(const Shape& shape);
 
-  // Words: routes to all are here; token rows, too; combine rows for one rank are.
+  // Words: routes to all are here; token rows, too; combine rows for one rank are; a dispatch of a
+  // rank of another host is in an inbox here, for all ranks of this host.
   std::size_t routes_word(std::uint32_t slot) const { return words_ + slot * words_of_slot_; }
   std::size_t rows_word(std::uint32_t slot) const { return routes_word(slot) + sizeof(Word); }
   std::size_t combine_word(std::uint32_t slot, std::uint32_t to) const {
     return routes_word(slot) + (2 + to) * sizeof(Word);
+  }
+  std::size_t relay_word(std::uint32_t slot, std::uint32_t from) const {
+    return routes_word(slot) + (2 + message_of_.size() + from) * sizeof(Word);
   }
   std::size_t message(std::uint32_t slot, std::uint32_t to) const {
     return messages_ + slot * messages_of_slot_ + message_of_[to];
   }
   std::size_t combine_head(std::uint32_t slot, std::uint32_t to) const {
     return combine_heads_ + (std::size_t{slot} * message_of_.size() + to) * sizeof(MessageHead);
+  }
+  std::size_t relay_head(std::uint32_t slot, std::uint32_t from) const {
+    return relay_heads_ + (std::size_t{slot} * message_of_.size() + from) * sizeof(MessageHead);
   }
   // max_tokens rows, by token.
   std::size_t tokens(std::uint32_t slot) const { return tokens_ + slot * tokens_of_slot_; }
@@ -89,7 +132,13 @@ class OwnLayout {
   std::size_t combine(std::uint32_t slot, std::size_t row) const {
     return combine_ + slot * combine_of_slot_ + row * combine_row_;
   }
-  std::size_t bytes() const { return bytes_; }
+  // What this rank writes itself; then come the inboxes.
+  std::size_t own_bytes() const { return inboxes_; }
+  // More than there are other ranks: steps may still read that of a rank which has come back.
+  std::size_t inboxes() const { return 2 * (message_of_.size() - 1); }
+  std::size_t inbox_bytes() const { return inbox_bytes_; }
+  std::size_t inbox(std::size_t number) const { return inboxes_ + number * inbox_bytes_; }
+  std::size_t bytes() const { return inbox(inboxes()); }
   std::vector<std::pair<std::string, std::uint64_t>> parts() const;
 
  private:
@@ -99,39 +148,14 @@ class OwnLayout {
   std::size_t messages_of_slot_ = 0;
   std::vector<std::size_t> message_of_;  // by rank
   std::size_t combine_heads_ = 0;
+  std::size_t relay_heads_ = 0;
   std::size_t tokens_ = 0;
   std::size_t tokens_of_slot_ = 0;
   std::size_t combine_ = 0;
   std::size_t combine_of_slot_ = 0;
   std::size_t combine_row_ = 0;
-  std::size_t bytes_ = 0;
-};
-
-// What one rank writes to rank `at` by the engine. A message has two places, by the parity of its
-// ordinal, so that the next one, of another view, does not disturb who still reads this one.
-class InboxLayout {
- public:
-  InboxLayout(const Shape& shape, std::uint32_t at);
-
-  std::size_t message(std::uint32_t slot, Direction direction, std::uint64_t ordinal) const {
-    const std::size_t place = 2 * std::size_t{slot} + ordinal % 2;
-    return direction == Direction::dispatch ? messages_ + place * message_
-                                            : combine_heads_ + place * sizeof(MessageHead);
-  }
-  std::size_t tokens(std::uint32_t slot) const { return tokens_ + slot * tokens_of_slot_; }
-  std::size_t combine(std::uint32_t slot) const { return combine_ + slot * combine_of_slot_; }
-  std::size_t bytes() const { return bytes_; }
-  std::vector<std::pair<std::string, std::uint64_t>> parts() const;
-
- private:
-  std::size_t messages_ = 0;
-  std::size_t message_ = 0;
-  std::size_t combine_heads_ = 0;
-  std::size_t tokens_ = 0;
-  std::size_t tokens_of_slot_ = 0;
-  std::size_t combine_ = 0;
-  std::size_t combine_of_slot_ = 0;
-  std::size_t bytes_ = 0;
+  std::size_t inboxes_ = 0;
+  std::size_t inbox_bytes_ = 0;
 };
 
 }  // namespace kvxfer::moe

@@ -4,7 +4,9 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
+#include <string>
 #include <utility>
 
 #include "error_text.hpp"
@@ -12,7 +14,8 @@
 namespace kvxfer::moe {
 
 Result<OwnMemory> OwnMemory::create(const Shape& shape) {
-  auto memory = SharedMemory::allocate(OwnLayout(shape).bytes());
+  const OwnLayout layout(shape);
+  auto memory = SharedMemory::allocate(layout.bytes(), layout.own_bytes());
   if (!memory) return memory.error();
   UniqueFd doorbell(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!doorbell) {
@@ -23,11 +26,26 @@ Result<OwnMemory> OwnMemory::create(const Shape& shape) {
 }
 
 OwnMemory::OwnMemory(const Shape& shape, SharedMemoryPtr memory, UniqueFd doorbell)
-    : layout_(shape), memory_(std::move(memory)), doorbell_(std::move(doorbell)) {
+    : layout_(shape),
+      memory_(std::move(memory)),
+      doorbell_(std::move(doorbell)),
+      taken_(layout_.inboxes()) {
   auto* const head = reinterpret_cast<OwnHead*>(at(0));
   head->magic = OwnHead::kMagic;
   head->digest = digest(shape);
   head->rank = shape.rank;
+}
+
+Result<std::size_t> OwnMemory::take_inbox() {
+  const auto free = std::ranges::find(taken_, false);
+  if (free == taken_.end()) {
+    return Error{Errc::out_of_memory, "all " + std::to_string(taken_.size()) +
+                                          " inboxes are taken: end the steps that are under way"};
+  }
+  const auto number = static_cast<std::size_t>(free - taken_.begin());
+  if (auto good = SharedMemory::make_resident(inbox(number)); !good) return good.error();
+  *free = true;
+  return number;
 }
 
 void OwnMemory::poll(int event_fd, int timeout_ms) const {

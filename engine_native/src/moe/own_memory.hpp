@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
+#include <vector>
 
 #include "fd.hpp"
 #include "kvxfer/engine.hpp"
@@ -15,13 +17,23 @@ class OwnMemory {
  public:
   static Result<OwnMemory> create(const Shape& shape);
 
+  // The number of an inbox that is not taken, with memory. Fails with out-of-memory.
+  Result<std::size_t> take_inbox();
+  void give_inbox(std::size_t number) { taken_[number] = false; }
+
   const OwnLayout& layout() const { return layout_; }
   std::byte* at(std::size_t offset) const { return memory_->bytes().data() + offset; }
   Word& word(std::size_t offset) const { return *reinterpret_cast<Word*>(at(offset)); }
   MessageHead& head(std::size_t offset) const {
     return *reinterpret_cast<MessageHead*>(at(offset));
   }
-  std::span<std::byte> bytes() const { return memory_->bytes(); }
+  // Without the inboxes.
+  std::span<std::byte> own_bytes() const {
+    return memory_->bytes().first(layout_.own_bytes());
+  }
+  std::span<std::byte> inbox(std::size_t number) const {
+    return memory_->bytes().subspan(layout_.inbox(number), layout_.inbox_bytes());
+  }
   int memory_fd() const { return memory_->memfd(); }
   int doorbell_fd() const { return doorbell_.get(); }
 
@@ -52,6 +64,7 @@ class OwnMemory {
   OwnLayout layout_;
   SharedMemoryPtr memory_;
   UniqueFd doorbell_;
+  std::vector<bool> taken_;  // by inbox
 };
 
 }  // namespace kvxfer::moe

@@ -52,11 +52,17 @@ struct Places {
   std::int64_t rows = 0;
 };
 
+class EngineWay;
+class LocalWay;
+
 // A rank, this one too, from when it was added until it is removed.
 struct Counterpart {
   std::uint32_t rank = 0;
   PeerId peer = 0;  // none for this rank
   std::unique_ptr<Way> way;
+  // What the way is. Of this rank neither.
+  LocalWay* neighbour = nullptr;  // on this host
+  EngineWay* remote = nullptr;
   bool ready = false;  // both sides have what they need
   Error lost;          // Errc::ok: it is not
   bool up() const { return lost.code == Errc::ok; }
@@ -66,7 +72,9 @@ struct Counterpart {
 struct Part {
   std::shared_ptr<Counterpart> pair;  // null: the step's view does not have it
   Routes sent;                        // to it
+  std::optional<std::uint32_t> via;   // what was sent to it went to this rank of its host
   Routes received;                    // from it; empty until they are here
+  std::shared_ptr<Counterpart> at;    // what was received is at this rank of this host
   std::vector<std::int64_t> places;   // of what was received
   // Of the dispatch, then of the combine: whether it is waited for, and has come.
   bool settled = false;

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "kvxfer/error.hpp"
@@ -20,6 +21,13 @@ enum class Held : std::uint8_t {
   malformed,  // the rank breaks the protocol
 };
 
+// What a rank sends another one of a step.
+struct Cargo {
+  std::span<const std::int64_t> tokens;  // rising: whose rows
+  // Of the other one's host: their messages go with it, and `tokens` has theirs.
+  std::span<const std::uint32_t> neighbours;
+};
+
 // One thread at a time: the exchange's.
 class Way {
  public:
@@ -27,9 +35,9 @@ class Way {
 
   // --- sending. What goes lies in own memory, and its words say so.
   // Adds the operations that read own memory.
-  virtual Result<void> post_dispatch(std::uint32_t slot, std::uint64_t key, const Routes& routes,
+  virtual Result<void> post_dispatch(std::uint32_t slot, const Cargo& cargo,
                                      std::vector<OperationId>& operations) = 0;
-  virtual Result<void> post_combine(std::uint32_t slot, std::uint64_t key, std::uint32_t rows,
+  virtual Result<void> post_combine(std::uint32_t slot, std::uint32_t rows,
                                     std::vector<OperationId>& operations) = 0;
 
   // --- receiving

@@ -8,10 +8,13 @@ is not its source's, a rank that hangs, and one that was frozen and is not told 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import collections
+import contextlib
 import json
 import random
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,9 +25,10 @@ from rich.table import Table
 from verify.arguments import above_zero
 from verify.faults.chaos import percentile
 
+from ..link import Host, link, why_no_links
 from .run import Round, choose, run
 
-FABRICS: Final = ("local", "tcp")
+FABRICS: Final = ("local", "tcp", "hosts")
 _SHARES: Final = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 _FEW_RANKS: Final = 4
 
@@ -114,7 +118,43 @@ def main() -> int:
     console = Console(stderr=options.json)
     console.print(f"seed {seed}", highlight=False)
     rng = random.Random(seed)
-    rounds = [choose(FABRICS[number % 2], rng) for number in range(options.rounds)]
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(two_hosts())
+        fabrics = FABRICS if hosts else FABRICS[:2]
+        rounds = [
+            choose(fabrics[number % len(fabrics)], rng, hosts) for number in range(options.rounds)
+        ]
+        _run_all(rounds, console)
+    if options.json:
+        sys.stdout.write(json.dumps(figures(rounds, seed), indent=2) + "\n")
+    else:
+        show(rounds, console)
+    broken = sum(bool(each.broken) for each in rounds)
+    happened = sum(len(each.happened) for each in rounds)
+    proved = "" if broken else "proved: "
+    console.print(
+        f"{proved}{happened} faults in {len(rounds)} groups, {broken} promises broken",
+        highlight=False,
+    )
+    return 1 if broken else 0
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[tuple[Host, ...]]:
+    """Network namespaces that are joined; none where this process may not make them."""
+    if why_no_links() is not None:
+        yield ()
+        return
+    with asyncio.Runner() as runner:
+        joined = link()
+        made = runner.run(joined.__aenter__())
+        try:
+            yield made.hosts
+        finally:
+            runner.run(joined.__aexit__(None, None, None))
+
+
+def _run_all(rounds: list[Round], console: Console) -> None:
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -131,18 +171,6 @@ def main() -> int:
                     f"[bold red]not held[/] {each.setting}, {each.faults}: {line}"
                 )
             progress.update(bar, advance=1, refresh=True)
-    if options.json:
-        sys.stdout.write(json.dumps(figures(rounds, seed), indent=2) + "\n")
-    else:
-        show(rounds, console)
-    broken = sum(bool(each.broken) for each in rounds)
-    happened = sum(len(each.happened) for each in rounds)
-    proved = "" if broken else "proved: "
-    console.print(
-        f"{proved}{happened} faults in {len(rounds)} groups, {broken} promises broken",
-        highlight=False,
-    )
-    return 1 if broken else 0
 
 
 if __name__ == "__main__":

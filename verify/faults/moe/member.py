@@ -14,11 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.clock import SYSTEM_CLOCK
+from kvxfer.engine.options import EngineOptions
 from kvxfer.errors import KvxferError, MoeGroupLost, RankExcluded
 from kvxfer.moe.all_to_all import AllToAll
 from kvxfer.moe.placement import Placement
 from kvxfer.moe.shape import MoeShape
 
+from ..link import Host
 from .breakage import Breakage, Fault
 
 KEY: Final = "chaos of MoE groups, 32 bytes ..."
@@ -32,11 +34,16 @@ class Setting:
     """Of the group of a round."""
 
     ranks: int
-    fabric: Literal["local", "tcp"]
+    fabric: Literal["local", "tcp", "hosts"]
     layout: Literal["experts", "tokens"]
     overlap: bool
     copies: int
     seed: int
+    hosts: tuple[Host, ...] = ()
+    """Of fabric "hosts": the first has the first half of the ranks."""
+
+    def host(self, rank: int) -> Host | None:
+        return self.hosts[2 * rank // self.ranks] if self.hosts else None
 
     @property
     def shape(self) -> MoeShape:
@@ -57,7 +64,8 @@ class Setting:
 
     def table(self, members: tuple[int, ...], rank: int) -> Array:
         """Where a rank sends each expert's tokens. By tcp, none knows that all are on one host."""
-        near = {*members} - {rank} if self.fabric == "local" else set()
+        near = {each for each in members if self.host(each) is self.host(rank)} - {rank}
+        near = set() if self.fabric == "tcp" else near
         alive = [each in members for each in range(self.ranks)]
         return self.placement.table(alive, rank, near)
 
@@ -109,6 +117,10 @@ class Member:
     def run(self, member: str | None) -> None:
         setting = self._setting
         ended, why = "", ""
+        options = EngineOptions(fabrics=["tcp"] if setting.fabric == "tcp" else ["local", "tcp"])
+        if host := setting.host(self.rank):
+            host.enter()
+            options["host"] = host.address
         try:
             with AllToAll(
                 setting.shape,
@@ -120,7 +132,7 @@ class Member:
                 placement=setting.placement,
                 timeout=TIMEOUT,
                 torch=False,
-                fabrics=["tcp"] if setting.fabric == "tcp" else ["local", "tcp"],
+                **options,
             ) as self._group:
                 agreement = self._group._agreement
                 self._breakage.watch(agreement._mesh, agreement)

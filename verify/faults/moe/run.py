@@ -15,6 +15,7 @@ from typing import Final
 
 from kvxfer.clock import SYSTEM_CLOCK
 
+from ..link import Host
 from .breakage import PHASES, Fault
 from .member import Member, Setting, Shared
 
@@ -42,8 +43,9 @@ class Round:
     """Promises that were not kept."""
 
 
-def choose(fabric: str, rng: random.Random) -> Round:
-    """A round of random choices: of seven, one without a fault, and two with more than one."""
+def choose(fabric: str, rng: random.Random, hosts: tuple[Host, ...] = ()) -> Round:
+    """A round of random choices: of seven, one without a fault, and two with more than one. hosts:
+    of fabric "hosts"."""
     ranks = rng.randint(2, 8)
     setting = Setting(
         ranks,
@@ -52,6 +54,7 @@ def choose(fabric: str, rng: random.Random) -> Round:
         overlap=rng.random() < 0.4,
         copies=rng.choice((1, min(2, ranks))),
         seed=rng.getrandbits(32),
+        hosts=hosts if fabric == "hosts" else (),
     )
     count = min(rng.choice((0, 1, 1, 1, 1, 2, 2)), ranks - 1)
     faults: dict[int, Fault] = {}

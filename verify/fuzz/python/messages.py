@@ -63,6 +63,7 @@ _MOE_MESSAGES = (
         bytes(16),
     ),
     moe_messages.Terms(b"terms"),
+    moe_messages.Near(frozenset({0, 2})),
     moe_messages.Flush(1, 7, (2, 3), (3,), (4,)),
     moe_messages.View(2, 0, (0, 1, 4), (4,), 7),
     moe_messages.Ask(0, 1, (0, 1)),
