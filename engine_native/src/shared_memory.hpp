@@ -15,8 +15,8 @@ namespace kvxfer {
 class SharedMemory {
  public:
   // Zeroed, and sealed so that a peer can map it safely: it can neither shrink nor grow under the
-  // peer, who cannot write to it. A kernel that cannot promise the latter (before Linux 5.1) leaves
-  // it unsealed. Huge pages are asked for.
+  // peer, and the peer cannot write to it. A kernel that cannot prevent writes (before Linux 5.1)
+  // leaves it unsealed. Asks for huge pages.
   static Result<std::shared_ptr<SharedMemory>> allocate(std::size_t bytes);
   // What these bytes of this process lie in; null for other memory.
   static std::shared_ptr<SharedMemory> around(std::uint64_t address, std::size_t bytes);

@@ -108,7 +108,7 @@ class OwnLayout {
 };
 
 // What one rank writes to rank `at` by the engine. A message has two places, by the parity of its
-// ordinal, so that the next one, of another view, does not disturb who still reads this one.
+// ordinal, so that the next one, of another view, does not overwrite one that is still read.
 class InboxLayout {
  public:
   InboxLayout(const Shape& shape, std::uint32_t at);
