@@ -1,1 +1,1 @@
-"""Benchmarks that need more than the package has: Redis, vLLM, the processes of verify/."""
+"""Benchmarks with needs beyond the package: Redis, vLLM, the processes of verify/."""

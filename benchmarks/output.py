@@ -1,4 +1,4 @@
-"""What every benchmark prints."""
+"""The output of all benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvxfer.cli.output import out, show_json
 
 
 def show(report: object, tables: Iterable[RenderableType], *, as_json: bool) -> None:
-    """The report as tables, or every figure of it as JSON."""
+    """Prints the report as tables, or all its figures as JSON."""
     if as_json:
         show_json(msgspec.to_builtins(report))
     else:

@@ -16,7 +16,7 @@ SECONDS = {"update": 1.0, "raw": 0.9, "gather": 6.0, "send": 1.2}
 
 
 def samples(**changed: float) -> list[Sample]:
-    """Three rounds, the second of which is ten times as slow by all ways."""
+    """Three rounds; the second one is ten times as slow by all ways."""
     seconds = {**SECONDS, **changed}
     return [
         Sample(

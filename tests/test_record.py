@@ -31,7 +31,7 @@ class Base(Record, frozen=True, kw_only=True):
     """What is common."""
 
     name: Name
-    """Who it is; None is nobody."""
+    """Its name; None without one."""
 
 
 class Thing(Base, frozen=True, kw_only=True):
@@ -159,7 +159,7 @@ def test_schema_says_what_the_class_says():
     assert (schema["title"], schema["description"]) == ("Thing", "One of them.")
     assert schema["required"] == ["name", "size"]
     members = schema["properties"]
-    assert members["name"]["description"] == "Who it is; null is nobody."
+    assert members["name"]["description"] == "Its name; null without one."
     assert members["name"]["pattern"] == "^[a-z]+$"
     assert members["role"]["default"] == "both"
     assert members["raw"] == {
@@ -169,7 +169,7 @@ def test_schema_says_what_the_class_says():
         "type": "string",
     }
     assert set(schema["$defs"]) == {"Role", "Size"}
-    assert docstrings(Thing) == {"name": "Who it is; None is nobody."}
+    assert docstrings(Thing) == {"name": "Its name; None without one."}
 
 
 def test_example_is_made_of_those_of_its_members():

@@ -277,7 +277,7 @@ async def test_id_of_a_live_worker_is_refused(client, registered, clock):
 
 
 async def test_registration_whose_answer_was_lost_is_repeated(client, registered, clock):
-    """The same process may ask again at once: nobody waits for a lease that is its own."""
+    """The same process may ask again at once: it does not wait for its former lease."""
     registration = registered()
     began = clock.monotonic()
     await client.register(worker("p"), incarnation=registration._incarnation)

@@ -1,9 +1,9 @@
-"""Runs everything that takes long, one step after the other, and says what each step proved.
+"""Runs all long checks, one step after the other, and prints what each step proved.
 
-`make verify` calls it; two cores take about two hours. The make target of a step searches longer
-where it is given more, as in `make simulate SEEDS=1000000`. A step that has passed on this very
-tree is not run again, so a run that was interrupted goes on where it stopped. Logs and results are
-in build/verify.
+`make verify` calls it. It takes about two hours on two cores. Each step is a make target, which can
+also run alone and search longer: `make simulate SEEDS=1000000`. A step that has passed on the same
+tree is skipped, so an interrupted run goes on where it stopped. Logs and results are in
+build/verify.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvxfer.clock import SYSTEM_CLOCK
 ROOT: Final = Path(__file__).parents[1]
 WORK: Final = ROOT / "build/verify"
 
-# A program's last line, or that of pytest or of doctest.
+# The last line of a program, of pytest or of doctest.
 _PROVED: Final = re.compile(
     r"^(?:proved: (?P<program>.+)"
     r"|=+ (?P<pytest>\d+ passed.*?) =+"
@@ -42,7 +42,7 @@ _TAIL: Final = 12
 
 @dataclass(frozen=True)
 class Step:
-    """A make target, and what it is given beside it."""
+    """A make target and its variables."""
 
     target: str
     variables: Mapping[str, str]
@@ -84,7 +84,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def digest_of_tree() -> str:
-    """Of every file that is under version control or would be."""
+    """A digest of every file that is under version control or is not ignored."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -103,14 +103,14 @@ def digest_of_tree() -> str:
 
 
 def what_it_proved(log: str) -> str:
-    """The programs' own words; empty where none says that it came to its end."""
+    """The programs' summaries; empty if no program says that it reached its end."""
     return "; ".join(
         next(words for words in found.groups() if words) for found in _PROVED.finditer(log)
     )
 
 
 def run(step: Step, tree: str, console: Console) -> Result:
-    """One step to its end. Its processes end with it, also when this one is interrupted."""
+    """Runs one step. Its processes end with it, even if this process is interrupted."""
     log = WORK / f"{step.target}.log"
     began = SYSTEM_CLOCK.monotonic()
     with log.open("wb") as out, console.status(f"{step.target}: {step.about}"):
@@ -130,7 +130,7 @@ def run(step: Step, tree: str, console: Console) -> Result:
 
 
 def results(tree: str) -> Iterator[tuple[str, Result]]:
-    """What is known of this very tree from earlier runs."""
+    """The results of earlier runs on the same tree."""
     for step in STEPS:
         with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
             found = msgspec.json.decode((WORK / f"{step.target}.json").read_bytes(), type=Result)

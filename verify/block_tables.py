@@ -28,7 +28,7 @@ def block_table(
     ticket_key: bytes = CLUSTER_KEY,
     **offer: Any,
 ) -> BlockTable:
-    """Decode's table under a ticket, with what is changed about its offer before it signs."""
+    """Decode's signed table under a ticket; `offer` replaces fields of its offer."""
     said: dict[str, Any] = {
         "transfer_id": ticket.transfer_id,
         "ticket": sign_ticket(ticket, ticket_key),

@@ -1,4 +1,4 @@
-"""Certificates for tests, of a CA that lives as long as its test, in files."""
+"""Certificate files for tests, signed by a CA that each test makes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import trustme
 
 @dataclass(frozen=True)
 class Certificates:
-    """One CA, what it signed for a server at 127.0.0.1, and for a client."""
+    """One CA, and its certificates for a server at 127.0.0.1 and for a client."""
 
     ca: trustme.CA
     ca_file: Path

@@ -1,10 +1,10 @@
-"""clang-tidy for files of a build, several at a time, but for those that it has passed before.
+"""Runs clang-tidy on files of a build, several at a time. Skips files that have passed before.
 
     python -m verify.clang_tidy BUILD CACHE FILE...
 
-BUILD has compile_commands.json. CACHE gets an empty file for each file that passed, named by a hash
-of all that clang-tidy has looked at: the file and every header that it includes, as they are, with
-their comments; how it is compiled; .clang-tidy; and which clang-tidy it is.
+BUILD has compile_commands.json. CACHE gets an empty file for each file that passed. Its name is a
+hash of clang-tidy's whole input: the file and all its headers (comments included), the compile
+command, .clang-tidy, and the version of clang-tidy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _digest(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A file as compile_commands.json has it."""
+    """A file and its entry in compile_commands.json."""
 
     path: Path
     folder: Path
@@ -58,9 +58,9 @@ class Source:
         return {(self.folder / name).resolve() for name in names if name}
 
     def key(self) -> str:
-        """The same in a clone at another path."""
+        """The name in CACHE. It is the same in a clone at another path."""
         looked_at = [_version(), _digest(ROOT / ".clang-tidy"), *self.command]
-        # In an order that is not that of the clone's path among others.
+        # The order must not depend on the clone's path.
         included = ((str(path).replace(str(ROOT), ""), path) for path in self.included())
         for name, path in sorted(included):
             looked_at += [name, _digest(path)]
@@ -78,7 +78,7 @@ def sources(build: Path) -> dict[Path, Source]:
 
 
 def check(source: Source, build: Path, cache: Path) -> bool | None:
-    """Whether it passed now; None: it had passed before."""
+    """Whether it passed now; None if it had passed before."""
     stamp = cache / source.key()
     if stamp.exists():
         stamp.touch()

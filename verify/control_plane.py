@@ -1,4 +1,4 @@
-"""A control plane in a thread of this process, and workers as they would register with it."""
+"""A control plane in a thread of this process, and specs of workers to register with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32", bl
 
 
 def worker(instance_id: str, role: Role | str = Role.PREFILL, **changes: Any) -> InstanceSpec:
-    """A worker as it would register, with what is changed about it."""
+    """The spec that a worker registers; the arguments replace its fields."""
     layout = {
         name: changes.pop(name) for name in ("block_size", "dtype", "order") if name in changes
     }

@@ -1,8 +1,8 @@
-"""Puts defects into the engine, one at a time, and sees that the tests of GPU memory catch each.
+"""Puts defects into the engine, one at a time, and checks that the tests of GPU memory catch each.
 
-`make test-gpu` calls it where there is no GPU: on a double of CUDA's driver. Each defect is built
-into a copy of the sources, below build/defects. It is caught if the C++ suite "cuda" fails, or does
-not end.
+`make test-gpu` calls it on hosts without a GPU, with a double of CUDA's driver. Each defect is
+built into a copy of the sources below build/defects. It is caught if the C++ suite "cuda" fails or
+does not end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CASE: Final = re.compile(r"^TEST CASE: +(.+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Defect:
-    """What is wrong, and the text of a file of the engine's that is `there` without it."""
+    """A defect: its description, and the text `there` in a file of the engine that it replaces."""
 
     name: str
     file: str
@@ -165,7 +165,7 @@ DEFECTS: Final = (
 
 
 def copy_sources() -> None:
-    """What changed since the last time; so ninja compiles that alone."""
+    """Copies the files that changed since the last time, so that ninja compiles only these."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(
         [*command, "CMakeLists.txt", "pyproject.toml", "engine_native", "verify"],
@@ -193,7 +193,7 @@ def build() -> None:
 
 
 def caught_by(defect: Defect) -> str | None:
-    """The test that fails with the defect, or how the suite ended; None where it passes."""
+    """The test that fails with the defect, or how the suite ended; None if it passes."""
     file = WORK / "engine_native/src" / defect.file
     right = file.read_text()
     if right.count(defect.there) != 1:

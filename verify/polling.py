@@ -1,4 +1,4 @@
-"""Waiting for a condition, with a deadline: the one way in which tests and programs wait."""
+"""Waits for a condition, with a deadline. All tests and programs here wait by these functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvxfer.errors import KvxferError
 T = TypeVar("T")
 
 PATIENCE: Final = 30.0
-"""Seconds: for what comes at once on a machine with nothing else to do."""
+"""Seconds; for events that come at once on an idle machine."""
 
 _PAUSE: Final = 0.02
 
@@ -60,6 +60,6 @@ def wait_until(step: Callable[[], T], seconds: float = PATIENCE, *, pause: float
 
 
 async def turns(rng: random.Random, most: int) -> None:
-    """So many turns of the event loop at most: what comes next may come at any moment."""
+    """Lets fewer than `most` turns of the event loop pass, so that an event comes at any moment."""
     for _ in range(rng.randrange(most)):
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""A Redis server of a test's own, and the Sentinels that watch over several: real processes."""
+"""Redis servers for tests, and Sentinels that watch them, as real processes."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ class RedisServer(Process):
         return Redis(port=self.port, password=self._password, socket_timeout=PATIENCE)
 
     def start(self) -> None:
-        """On the same port as before, with what it had if it was stopped, else empty."""
+        """Starts it on the same port, with its data after stop(), empty after kill()."""
         if self._watches is not None:
             self._configure(self._watches)
         super().start()
         self.ready(self._answers)
 
     def kill(self) -> None:
-        """Ends it at once: its data is lost."""
+        """Kills it; its data is lost."""
         super().kill()
         (self.folder / "dump.rdb").unlink(missing_ok=True)
 
     def stop(self) -> None:  # type: ignore[override]
-        """Ends it with its data written down."""
+        """Ends it after it has saved its data."""
         with self.client() as client:
             client.shutdown(save=True)
         self.ends()
@@ -89,7 +89,7 @@ class RedisServer(Process):
 
 @dataclass(frozen=True)
 class Watched:
-    """A master, its replica, and the Sentinel that puts the one in the other's place."""
+    """A master, its replica, and the Sentinel that fails over between them."""
 
     master: RedisServer
     standby: RedisServer

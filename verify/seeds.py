@@ -1,6 +1,6 @@
-"""A simulation from seeds as a program: many on several processes, or one, event by event.
+"""The program of a simulation: runs many seeds in several processes, or one seed event by event.
 
-Exit code 1 where a promise was broken.
+Exit code 1 if a promise was broken.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHOWN: Final = 20
 
 
 class Outcome(Protocol):
-    """Of one seed: `violation` is empty where everything held."""
+    """The outcome of one seed. `violation` is empty if every promise held."""
 
     @property
     def violation(self) -> str: ...
@@ -37,15 +37,15 @@ class Outcome(Protocol):
 
 
 class Simulate(Protocol):
-    """A function of a module, which other processes can call, too."""
+    """A function at module level, so that other processes can call it."""
 
     def __call__(self, seed: int, defects: Any = ..., *, trace: bool = ...) -> Outcome: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """program: as after `python -m`. seeds, jobs: by default. faults: the first rows of the table.
-    defects: by name, what may be injected into one seed."""
+    """program: the module after `python -m`. seeds, jobs: defaults. faults: the first rows of the
+    table. defects: by name, the defects that --defect can inject into one seed."""
 
     program: str
     about: str
@@ -137,7 +137,7 @@ class Simulation:
 def _batch(
     simulate: Simulate, seeds: range
 ) -> tuple[int, collections.Counter[str], list[tuple[int, str]]]:
-    """How many seeds, what happened in them, and which of them failed why."""
+    """The number of seeds, the events in them, and the failed seeds with their violations."""
     counts: collections.Counter[str] = collections.Counter()
     failed = []
     for seed in seeds:

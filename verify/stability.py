@@ -1,7 +1,7 @@
-"""Runs the test suite several times on a machine that is busy and stalls, and prints what failed.
+"""Runs the test suite several times on a busy machine that stalls. Prints the tests that failed.
 
-Two processes keep the cores busy, and every ten seconds all processes of the suite are stopped for
-a second. A test that fails in any of the runs is a defect, of the product or of the test.
+Two processes keep the cores busy. Every ten seconds all processes of the suite are stopped for a
+second. A test that fails in any run is a defect of the product or of the test.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 @dataclass
 class Failures:
-    """The tests that failed, in which runs, and how the first time."""
+    """The tests that failed, with their runs and the first failure."""
 
     runs: dict[str, set[int]] = field(default_factory=lambda: collections.defaultdict(set))
     how: dict[str, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Failures:
 
 
 def failed_in(log: str) -> Iterator[tuple[str, str]]:
-    """Names of tests, and the line that says how, of a log of scripts/test."""
+    """The failed tests in a log of scripts/test, each with the line that says how."""
     for found in (*_PYTEST.finditer(log), *_DOCTEST.finditer(log)):
         yield found[1], found[2] or ""
 
@@ -82,8 +82,8 @@ def state(pid: int) -> str:
 class Stalls:
     """Stops all descendants of this process but `others` for a second, every ten seconds.
 
-    Parents are stopped before their children, so no test notices that another process is. A
-    process that a test has stopped itself stays so.
+    Parents are stopped before their children, so no test notices that a child is stopped. A process
+    that a test has stopped stays stopped.
     """
 
     def __init__(self, others: set[int]) -> None:
@@ -113,10 +113,10 @@ class Stalls:
                     _signal(pid, signal.SIGCONT)
 
     def _stop_the_rest(self, stopped: list[int]) -> bool:
-        """Until there is none left to stop: a process forks until its own turn comes.
+        """Repeats until none is left to stop, as a process may fork until it is stopped.
 
-        Each is told once: one that waits for its child to exec stops only after that, and the
-        child may have been stopped before.
+        Signals each process once. A process that waits for its child to exec stops only after
+        that, and the child may have been stopped before.
         """
         before = len(stopped)
         told = {*stopped, *self._others}
@@ -146,7 +146,7 @@ def busy_processes() -> Iterator[None]:
 
 
 def left_behind(others: set[int]) -> Iterator[str]:
-    """Ends what the suite did not end, and names it."""
+    """Ends the processes that the suite left behind, and names them."""
     for pid in descendants(os.getpid()):
         if pid in others:
             continue
@@ -176,7 +176,7 @@ def main() -> int:
     parser.add_argument("--runs", type=above_zero, default=3, help="how often (default: 3)")
     parser.add_argument("tests", nargs="*", help="arguments of pytest; without, all tests")
     options = parser.parse_args()
-    # Processes whose parent has ended become children of this one, and are stopped and seen, too.
+    # Processes whose parent has ended become children of this process, so it stops and sees them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("test-stability: ended by SIGTERM"))
     # Also in the background of a script, where it is ignored.

@@ -1,5 +1,5 @@
-// Who looks: the token, and requests that carry it. It is in sessionStorage and in the
-// Authorization header, nowhere else; without cookies nobody can make this browser use it.
+// The user's token, and requests that carry it. The token is only in sessionStorage and in the
+// Authorization header. There is no cookie, so no other site can make this browser send it.
 
 const KEY = "kvxfer.token";
 
@@ -48,7 +48,7 @@ export class Session {
     sessionStorage.removeItem(KEY);
   }
 
-  // The answer, where it is no error. Throws Refused, and TypeError where nobody answers.
+  // The answer. Throws Refused for an error, and TypeError if there is no answer.
   async request(path, { body, signal } = {}) {
     const headers = {};
     if (this.#token) headers.Authorization = `Bearer ${this.#token}`;

@@ -1,7 +1,7 @@
 """Measures the control plane with 10,000 instances, on the embedded registry and on a real Redis,
 beside an empty FastAPI route. Takes about two minutes.
 
-Exit code 1 where a target is missed.
+Exit code 1 if a target is missed.
 """
 
 from __future__ import annotations

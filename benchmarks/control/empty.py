@@ -1,4 +1,4 @@
-"""The limit: a FastAPI application with one empty route, on the server of the control plane."""
+"""The reference: a FastAPI application with one empty route, on the control plane's HTTP server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def empty() -> None:
 
 
 def main() -> None:
-    """Serves it on a free port, whose URL it prints as `kvxfer serve --json` does."""
+    """Serves it on a free port. Prints the URL as `kvxfer serve --json` does."""
 
     def announce(url: str) -> None:
         print(json.dumps({"url": url}), flush=True)

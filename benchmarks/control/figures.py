@@ -1,4 +1,4 @@
-"""Figures of one run, as they are printed and as JSON has them."""
+"""The figures of one run, for tables and for JSON."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from kvxfer.bench.targets import Target
 
 @dataclass(frozen=True, slots=True)
 class LoadFigure:
-    """Requests of one kind: the median rate of all rounds, latencies over all of them."""
+    """Requests of one kind: the median rate of the rounds, and latencies over all rounds."""
 
     per_second: float
     p50_ms: float
     p99_ms: float
     cpu_us: float
-    """Processor time of the server per request, in microseconds; that of Redis is not in it."""
+    """Processor time of the server per request, in microseconds, without Redis."""
     generator_cores: float
-    """Processor time of the load generator per second: at 1 it would be the bottleneck."""
+    """Processor time of the load generator per second. At 1 it is the bottleneck."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteFigure(LoadFigure):
-    """A route of the control plane; `ratio` is the median of its ratios to the empty route, each
-    of one round."""
+    """A route of the control plane. `ratio` is the median over the rounds of its ratio to the
+    empty route."""
 
     route: str
     ratio: float
@@ -45,9 +45,9 @@ class RegistryFigures:
     routes: Sequence[RouteFigure]
     empty: LoadFigure
     registration_seconds: float
-    """Of the whole fleet, one after another on each connection."""
+    """Registrations of the whole fleet, one after another on each connection."""
     reregistration_seconds: float
-    """After data loss: every instance has a heartbeat refused and registers again."""
+    """After data loss: each instance gets a heartbeat refused and registers again."""
     process_bytes_per_instance: float
     redis_bytes_per_instance: float | None
 
@@ -70,7 +70,7 @@ class ControlReport:
 def route_figure(
     route: str, measured: Sequence[Answers], empty: Sequence[Answers], target: Target
 ) -> RouteFigure:
-    """The figure of a route from its rounds and those of the empty route beside them."""
+    """The figure of a route, from its rounds and the empty route's rounds beside them."""
     ratios = [our.per_second / limit.per_second for our, limit in zip(measured, empty, strict=True)]
     load, ratio = load_figure(measured), median(ratios)
     return RouteFigure(
@@ -101,17 +101,17 @@ def load_figure(rounds: Sequence[Answers]) -> LoadFigure:
 
 @dataclass(frozen=True, slots=True)
 class TracedCall:
-    """What the control plane's busiest call takes, without HTTP."""
+    """The time of the control plane's busiest call, without HTTP."""
 
     name: str
     cpu_us: float
-    """Of the round that took least."""
+    """The time in the fastest round."""
     ratio: float
-    """To the same with tracing taken out."""
+    """The ratio to the time with tracing removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracingReport:
     calls: Sequence[TracedCall]
     step_us: float
-    """CPU time of a traced step of code where nothing is traced."""
+    """CPU time of a traced step of code outside a trace."""

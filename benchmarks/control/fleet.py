@@ -1,4 +1,4 @@
-"""A fleet of instances that exist only in the registry, and the requests they and routers send."""
+"""A fleet of instances that exist only in the registry, and requests of instances and routers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def register(index: int) -> bytes:
 
 
 def heartbeats(epochs: dict[str, int]) -> list[bytes]:
-    """One of each instance, with the load of a worker that has something to do."""
+    """One heartbeat of each instance, with the load of a busy worker."""
     return [
         request(
             "PUT",
@@ -60,13 +60,13 @@ def heartbeats(epochs: dict[str, int]) -> list[bytes]:
 
 
 def epochs(leases: Answers) -> dict[str, int]:
-    """Of each instance, from the answers to its registration."""
+    """The epoch of each instance, from the answers to the registrations."""
     decoded = (msgspec.json.decode(body) for body in leases.bodies)
     return {lease["instance_id"]: lease["epoch"] for lease in decoded if "instance_id" in lease}
 
 
 def releases(opened: Iterable[bytes]) -> list[bytes]:
-    """What gives back the transfers of these answers."""
+    """The requests that give back the transfers of these answers."""
     return [
         request("DELETE", f"/v1/transfers/{msgspec.json.decode(body)['transfer_id']}")
         for body in opened

@@ -1,8 +1,8 @@
-"""The load generator: HTTP/1.1 over a few kept connections, one request at a time on each.
+"""The load generator: HTTP/1.1 over a few persistent connections, one request at a time on each.
 
-A raw asyncio protocol that sends bytes made beforehand and reads no more of an answer than its
-status and its length, in its own process. It reports its processor time, so that a run shows
-whether it was the bottleneck.
+A raw asyncio protocol in a separate process. It sends prepared bytes, and parses only the status
+and the length of an answer. It reports its processor time, so that a run shows whether it was the
+bottleneck.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _HEAD_END: Final = b"\r\n\r\n"
 _LENGTH: Final = b"content-length:"
 _UNAVAILABLE: Final = 503
 _RETRY_SECONDS: Final = 0.05
-# Far more than any answer of a control plane that works.
+# Far longer than a working control plane takes for any answer.
 _SILENCE_SECONDS: Final = 60.0
 
 
 @dataclass(slots=True)
 class Answers:
-    """What came back."""
+    """The answers."""
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    """Of the load generator."""
+    """Processor seconds of the load generator."""
     server_cpu_seconds: float = 0.0
     statuses: Counter[int] = field(default_factory=Counter)
     latencies: list[float] = field(default_factory=list)
@@ -42,7 +42,8 @@ class Answers:
         return len(self.latencies) / self.seconds
 
     def expect(self, *statuses: int) -> Answers:
-        """Itself. Raises RuntimeError where there is another status: it measured something else."""
+        """Returns itself. Raises RuntimeError if an answer had another status, as the figures would
+        mean something else."""
         if set(self.statuses) - set(statuses):
             raise RuntimeError(f"answers were {dict(self.statuses)}, not only {statuses}")
         return self
@@ -58,8 +59,8 @@ def request(method: str, path: str, body: Any = None) -> bytes:
 
 
 def send(port: int, requests: Sequence[bytes], connections: int, seconds: float | None) -> Answers:
-    """Sends `requests` in turn and again for so long; without `seconds` each once, and those that
-    are answered 503 again. Blocks: run it in its own process."""
+    """Sends `requests` in turn, again and again, for so long. Without `seconds` it sends each once,
+    and repeats requests that are answered 503. Blocks: run it in a separate process."""
     return asyncio.run(_send(port, requests, connections, seconds))
 
 
@@ -97,7 +98,7 @@ async def _send(
 
 @dataclass(slots=True)
 class _Load:
-    """What all connections take from and add to."""
+    """The state that all connections share."""
 
     supply: Iterator[bytes]
     answers: Answers

@@ -1,4 +1,4 @@
-"""One run: a fleet is registered, routes are measured in turn with the empty one, data is lost."""
+"""One run: registers a fleet, measures routes in turn with the empty route, and loses all data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from verify.redis_server import RedisServer
 
 EMPTY: Final = "empty route"
 _CREATED, _OK, _GONE, _STALE = 201, 200, 204, 409
-# Between the end of a round and the next: what is left of it settles.
+# The pause between two rounds, in which the work of the first one ends.
 _PAUSE_SECONDS: Final = 0.05
 
 Step = Callable[[str], None]
@@ -43,7 +43,7 @@ class Settings:
     connections: int = 16
     rounds: int = 16
     seconds: float = 0.4
-    """Of each route in each round."""
+    """The seconds of each route in each round."""
 
 
 def run_bench(settings: Settings, step: Step) -> ControlReport:
@@ -114,7 +114,7 @@ def _rounds(
     epochs: dict[str, int],
     step: Step,
 ) -> dict[str, list[Answers]]:
-    """Every route for a moment in each round, in an order that turns."""
+    """Measures every route for a moment in each round, in rotating order."""
     server, empty = servers
     work = [
         (EMPTY, empty, [request("POST", EMPTY_PATH)], _OK),
@@ -146,7 +146,7 @@ def _lose_data(
     epochs: dict[str, int],
     registrations: Sequence[bytes],
 ) -> float:
-    """Seconds from when the registry is back, empty, until every instance is in it."""
+    """The seconds from the restart of the empty registry until every instance is in it."""
     pairs = zip(fleet.heartbeats(epochs), registrations, strict=True)
     requests = [each for pair in pairs for each in pair]
     if redis is None:

@@ -1,4 +1,4 @@
-"""The servers that are measured, each one process."""
+"""The measured servers, each in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class Measured(Server):
-    """A Python module that prints `{"url": …}` once it serves. Leaving its context ends it."""
+    """A Python module that prints `{"url": …}` once it serves. It ends with its context."""
 
     def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
         super().__init__(
@@ -30,7 +30,7 @@ class Measured(Server):
         return urlsplit(self.url).port or 0
 
     def restart(self) -> None:
-        """Kills it, and with it all that is only in its memory; it may get another port."""
+        """Kills it and starts it again, without the data of its memory. Its port may change."""
         self.kill()
         self.start()
 

@@ -1,6 +1,8 @@
-"""What tracing costs: the control plane's busiest call, POST /v1/transfers without HTTP, with
-tracing taken out, with a request that nobody traces, and with one that is recorded; and a step of
-code that is traced where nothing is."""
+"""What tracing costs.
+
+Times the control plane's busiest call, POST /v1/transfers, without HTTP: with tracing removed, with
+an untraced request, and with a recorded one. Also times one traced step of code outside a trace.
+"""
 
 from __future__ import annotations
 
@@ -84,11 +86,11 @@ async def measure_tracing() -> TracingReport:
     without, shipped = await control_plane(traced=False), await control_plane(traced=True)
     cases: dict[str, tuple[FastAPI, list[tuple[bytes, bytes]]]] = {
         TAKEN_OUT: (without, []),
-        "nobody traces it": (shipped, []),
+        "untraced": (shipped, []),
         "recorded": (shipped, [(b"traceparent", RECORDED)]),
     }
     rounds: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(ROUNDS):  # in turns, so that whatever else runs disturbs all of them
+    for _ in range(ROUNDS):  # in turn, so that other load disturbs all of them
         for name, case in cases.items():
             rounds[name].append(await microseconds(*case))
     least = {name: min(values) for name, values in rounds.items()}

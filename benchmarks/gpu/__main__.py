@@ -1,7 +1,7 @@
-"""Measures the reference engine on one GPU: the time to the first token with prefill and decode in
-two processes, its KV cache moved between them, beside one process that does both.
+"""Measures the time to the first token of the reference engine on one GPU.
 
-Exit code 1 where tokens differ.
+Compares prefill and decode in two processes, with a transfer of the KV cache, with one process that
+does both. Exit code 1 if tokens differ.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from kvxfer.clock import SYSTEM_CLOCK
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """For one prompt that prefill computes."""
+    """Asks decode to receive one prompt that prefill computes."""
 
     ticket: str
     prefill_address: str
@@ -24,16 +24,16 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What has become of it. The clocks of processes of a host are one."""
+    """The outcome. All processes of a host have the same clock."""
 
     complete_at: float
-    """The cache and the first token were here."""
+    """The time when the cache and the first token were here."""
     tokens: list[int]
-    """Those after the first."""
+    """The tokens after the first."""
 
 
 def decode_process(pipe: Connection, fabric: str, key: str, settings: Settings) -> None:
-    """Answers each `Ask` with a `Told`, and says None when it is ready; ends at the first None."""
+    """Sends None when it is ready. Answers each `Ask` with a `Told`. Ends at the first None."""
     asyncio.run(_serve(pipe, fabric, key, settings))
 
 

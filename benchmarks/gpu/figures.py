@@ -1,4 +1,4 @@
-"""What was measured, and what follows from it."""
+"""The measurements, and the figures that follow from them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from statistics import median
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One prompt. Seconds; `tokens` are those of output."""
+    """One prompt: times in seconds, and the output `tokens`."""
 
     first_token: float
     prefill: float
-    """Until prefill knew the first token."""
+    """The time until prefill had the first token."""
     nbytes: int
     tokens: tuple[int, ...]
 
     @property
     def visible_transfer(self) -> float:
-        """What of the transfer came after prefill's computation."""
+        """The part of the transfer after prefill's computation."""
         return max(self.first_token - self.prefill, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Prompts of one length, apart over one fabric, beside those of one process."""
+    """Prompts of one length: in two processes over one fabric, and in one process."""
 
     fabric: str
     length: int
@@ -50,12 +50,12 @@ class Row:
 
     @property
     def gigabytes(self) -> float:
-        """Moved per prompt."""
+        """The bytes that move per prompt."""
         return self.apart[0].nbytes / 1e9
 
     @property
     def tokens_equal(self) -> bool:
-        """Whether every run has given the same tokens."""
+        """Whether every run gave the same tokens."""
         return len({run.tokens for run in (*self.apart, *self.one_process)}) == 1
 
 

@@ -1,7 +1,7 @@
-"""What the benchmark needs of a Python that nothing can be installed for: `python needs.py`.
+"""Checks whether a Python has all that the benchmark needs: `python needs.py`. Installs nothing.
 
-Prints the folder of pybind11's headers. Where something is missing it says what, where it looked
-and what to do, and ends with 1. Imports nothing but the standard library.
+Prints the folder of pybind11's headers. If something is missing, prints what, where it looked and
+what to do, and ends with exit code 1. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ MODULES: Final = {
     "safetensors": "safetensors",
     "typing_extensions": "typing_extensions",
 }
-"""What is imported, and the package that brings it."""
+"""The imported modules, and the package of each."""
 
 _HEADER: Final = "pybind11/pybind11.h"
 
 
 def folder_of(module: str) -> Path | None:
-    """Of a module, which is not imported; None where it is not there."""
+    """The folder of a module, without an import; None if it is missing."""
     spec = importlib.util.find_spec(module)
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def missing_modules(find: Callable[[str], Path | None] = folder_of) -> list[str]:
-    """Packages to bring along."""
+    """The packages that are missing."""
     return [package for module, package in MODULES.items() if find(module) is None]
 
 
@@ -50,7 +50,7 @@ def headers_in(folders: Iterable[Path]) -> Path | None:
 
 
 def complaints(missing: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Why it cannot run; nothing where it can."""
+    """Why the benchmark cannot run; empty if it can."""
     said = []
     if missing:
         said.append(

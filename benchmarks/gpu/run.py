@@ -16,12 +16,12 @@ from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.kv import PrefillSession, Ticket, sign_ticket
 from kvxfer.reference.model import LlamaModel
 
-_SECONDS = 300  # that a ticket is good for
+_SECONDS = 300  # that a ticket is valid
 _WARM_UP = 1  # runs
 
 
 async def run_bench(settings: Settings) -> list[Row]:
-    """Fabric by fabric, length by length; the runs of each kind one after the other."""
+    """Measures each fabric and each length. The runs of each kind follow one another."""
     model = make_model(settings)
     rows = []
     for fabric in settings.fabrics:

@@ -1,4 +1,4 @@
-"""What is measured."""
+"""The settings of the measurement."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ BLOCK_SIZE: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A model with seeded weights, and what is asked of it."""
+    """A model with seeded weights, and the requests to it."""
 
     config: LlamaConfig
     dtype: str
     gpu: int | None
-    """None measures nothing worth knowing: it is for machines without one."""
+    """None: the CPU, for machines without a GPU; its figures mean nothing."""
     lengths: tuple[int, ...]
-    """Of the prompts, in tokens."""
+    """The lengths of the prompts, in tokens."""
     repeats: int
     fabrics: tuple[str, ...] = ("local", "tcp")
     tokens: int = 8
-    """Of output, compared with those of one process."""
+    """The number of output tokens, which are compared with one process's."""
 
     @property
     def layout(self) -> KvLayout:
@@ -37,12 +37,12 @@ class Settings:
         )
 
     def blocks_for(self, length: int) -> int:
-        """Of a prompt and its output."""
+        """The blocks of a prompt and its output."""
         return -(-(length + self.tokens) // BLOCK_SIZE)
 
     @property
     def blocks(self) -> int:
-        """Of a cache: two of the longest prompts."""
+        """The blocks of a cache: two of the longest prompts."""
         return 2 * self.blocks_for(max(self.lengths))
 
 
@@ -63,5 +63,5 @@ def on_gpu(repeats: int) -> Settings:
 
 
 def smoke() -> Settings:
-    """Seconds on a processor: whether it works at all."""
+    """Takes seconds on a CPU; only shows that it works."""
     return Settings(DEMO_CONFIG, "float32", None, (40, 100), 2)

@@ -1,7 +1,7 @@
 """Measures MoE dispatch and combine, over the local fabric and tcp, beside gloo, Open MPI and
 memcpy. Takes about ten minutes, and up to 8 GiB of memory.
 
-Exit code 1 where a target is missed that is required, or a wrong byte arrives.
+Exit code 1 if a required target is missed, or a wrong byte arrives.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is measured: tokens and their experts, and which rows that moves between ranks."""
+"""The measured cases: tokens and their experts, and the rows that move between ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ITEM_BYTES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`tokens` of each rank in bf16, each to `top_k` of the experts, which are spread evenly."""
+    """Each rank has `tokens` in bf16. Each goes to `top_k` experts, which are spread evenly."""
 
     tokens: int
     ranks: int
@@ -43,21 +43,20 @@ CASES: Final = (
 
 
 def expert_ids(case: Case, rank: int) -> NDArray[np.int64]:
-    """The logical experts of this rank's tokens [tokens, top_k]: distinct, and each as likely as
-    any other."""
+    """The logical experts of this rank's tokens, [tokens, top_k]: distinct and equally likely."""
     random = np.random.default_rng([_SEED, case.tokens, case.ranks, rank])
     drawn = random.random((case.tokens, case.experts), np.float32)
     return np.argpartition(drawn, case.top_k, axis=1)[:, : case.top_k].astype(np.int64)
 
 
 class Routes:
-    """Which rows travel: a token goes once to each rank that has one of its experts."""
+    """The rows that move: a token goes once to each rank that has one of its experts."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         experts = case.experts // case.ranks
         self.reached = np.zeros((case.ranks, case.tokens, case.ranks), np.bool_)
-        """By source rank and token: which ranks it goes to."""
+        """By source rank and token, the ranks that it goes to."""
         for rank in range(case.ranks):
             np.put_along_axis(self.reached[rank], expert_ids(case, rank) // experts, True, axis=1)
         self.rows = self.reached.sum(axis=1).astype(np.int64)
@@ -65,12 +64,12 @@ class Routes:
 
     @property
     def nbytes(self) -> int:
-        """Of all rows, those within a rank too: what dispatch moves, and combine moves back."""
+        """The bytes of all rows, also within a rank. Dispatch moves them, combine returns them."""
         return int(self.rows.sum()) * self.case.row_bytes
 
     @property
     def expanded_bytes(self) -> int:
-        """Of the rows by expert: a token once for each of its experts."""
+        """The bytes of the rows by expert: a token counts once for each of its experts."""
         case = self.case
         return case.ranks * case.tokens * case.top_k * case.row_bytes
 
@@ -79,12 +78,12 @@ class Routes:
         return np.nonzero(self.reached[rank].T)[1]
 
     def dispatched(self, rank: int) -> NDArray[np.int64]:
-        """The rows that come to this rank, as places in the tokens of all ranks in their order."""
+        """The rows that this rank receives, as places in the tokens of all ranks in order."""
         source, token = np.nonzero(self.reached[:, :, rank])
         return source * self.case.tokens + token
 
     def combined(self, rank: int) -> NDArray[np.int64]:
-        """The rows that come back to this rank, as places in the rows that all ranks received."""
+        """The rows that return to this rank, as places in the rows that all ranks received."""
         before = np.concatenate(([0], np.cumsum(self.rows.sum(axis=0))))[:-1]
         begins = before + self.rows[:rank].sum(axis=0)
         return np.concatenate(

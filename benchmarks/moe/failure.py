@@ -1,4 +1,4 @@
-"""How a run fails."""
+"""The error of a failed run."""
 
 from __future__ import annotations
 

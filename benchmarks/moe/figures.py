@@ -1,4 +1,4 @@
-"""Figures of one run, as they are printed and as JSON has them."""
+"""The figures of one run, for tables and for JSON."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvxfer.bench.targets import MOE, MOE_MEMCPY, MOE_MPI, Target, Verdict, judg
 
 PHASES: Final = ("dispatch", "combine")
 _P99_ROUNDS: Final = 50
-"""Of fewer rounds it is not told."""
+"""With fewer rounds it is not reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Rounds of one way, one directly after the other: microseconds from when the slowest rank
-    begins until all ranks have ended. What a faster rank does earlier counts in the phase before,
-    so the two phases of a round together are all of its time."""
+    """Consecutive rounds of one way, in microseconds from the begin of the slowest rank until all
+    ranks have ended. Earlier work of a faster rank counts in the phase before. So the two phases of
+    a round add up to its whole time."""
 
     case: str
     way: Way
@@ -33,8 +33,8 @@ class Sample:
 
 
 def sample_of(case: Case, way: Way, block: int, rounds: int, times: Sequence[Times]) -> Sample:
-    """Of the times of all ranks. The first round, which wakes them, does not count; but memcpy has
-    one row of times for all rounds."""
+    """From the times of all ranks. The first round wakes the ranks and does not count. memcpy has
+    only one row of times for all rounds."""
     spans = np.diff(np.stack(times).max(axis=0), axis=1) / 1e3
     counted = spans / rounds if way is Way.MEMCPY else spans[1:]
     return Sample(case.name, way, block, counted[:, 0].tolist(), counted[:, 1].tolist())
@@ -42,8 +42,8 @@ def sample_of(case: Case, way: Way, block: int, rounds: int, times: Sequence[Tim
 
 @dataclass(frozen=True, slots=True)
 class PhaseFigure:
-    """`gb_per_s` of the rows after deduplication, of all ranks together. `ratios`: how many times
-    as fast this way is as each other one; the median of each block's ratio of medians."""
+    """`gb_per_s`: the rows after deduplication, of all ranks together. `ratios`: how many times as
+    fast this way is as each other way; the median over the blocks of the ratio of medians."""
 
     median_us: float
     p99_us: float | None
@@ -61,7 +61,7 @@ class WayFigure:
 
 @dataclass(frozen=True, slots=True)
 class CaseFigure:
-    """`nbytes` after deduplication, `expanded_bytes` by expert: of all ranks, in one dispatch."""
+    """All bytes of one dispatch: `nbytes` after deduplication, `expanded_bytes` by expert."""
 
     case: Case
     nbytes: int
@@ -75,7 +75,7 @@ class MoeReport:
     machine: Machine
     blocks: int
     mpi: str
-    """The version and the settings; empty: it was not measured."""
+    """The version and the settings; empty if it was not measured."""
     mpi_tcp: str
     figures: Sequence[CaseFigure]
     verdicts: Sequence[Verdict]
@@ -85,7 +85,7 @@ class MoeReport:
 def figure_of(
     case: Case, nbytes: int, expanded_bytes: int, samples: Sequence[Sample]
 ) -> CaseFigure:
-    """Of the samples of one case, by way in the order in which tables have them."""
+    """The figures of one case by way, in the order of the tables."""
     by_way: dict[Way, list[Sample]] = {}
     for each in samples:
         by_way.setdefault(each.way, []).append(each)
@@ -128,7 +128,7 @@ def _phase_figures(
 
 
 def verdicts_of(figures: Sequence[CaseFigure]) -> list[Verdict]:
-    """Of what was measured: each figure is that of the phase that is further from its target."""
+    """The targets of this run. Each figure is from the phase that is further from its target."""
     found = []
     for figure in figures:
         targets = MOE.get((figure.case.ranks, figure.case.tokens), {})

@@ -13,13 +13,13 @@ from benchmarks.moe.way import Times, WrongBytes
 
 
 class Gloo:
-    """The rows for each rank lie one after the other before the first round: packing them is not
-    measured, nor is summing those that come back."""
+    """The rows for each rank are packed before the first round. Neither the packing nor the sum of
+    the returned rows is measured."""
 
     def __init__(self, routes: Routes, rank: int, x: torch.Tensor) -> None:
         self._sent_rows = routes.rows[rank].tolist()
         self._received_rows = routes.rows[:, rank].tolist()
-        # gloo knows not every dtype.
+        # gloo does not support every dtype.
         self._packed = x[torch.from_numpy(routes.sent(rank))].view(torch.uint8)
         width = self._packed.shape[1]
         self._received = torch.zeros(sum(self._received_rows), width, dtype=torch.uint8)

@@ -18,7 +18,7 @@ from benchmarks.moe.failure import RankFailed
 from benchmarks.moe.way import Times, Way
 
 _SECONDS: Final = 120.0
-"""To start, and for the rounds of one order."""
+"""The most seconds to start, and for the rounds of one order."""
 _LAUNCH: Final = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none")
 _COMMON: Final = ("--mca", "mpi_yield_when_idle", "1", "--mca", "pml", "ob1", "--mca", "btl")
 _TRANSPORT: Final = {
@@ -28,7 +28,7 @@ _TRANSPORT: Final = {
 
 
 def settings(way: Way) -> str:
-    """As mpirun is given them."""
+    """The settings for mpirun."""
     return " ".join((*_LAUNCH, *_COMMON, *_TRANSPORT[way]))
 
 
@@ -88,7 +88,7 @@ class MpiRanks:
 
     def _accept(self, listener: socket.socket) -> None:
         by_number: dict[int, socket.socket] = {}
-        # mpirun that ends early connects nothing.
+        # If mpirun ends early, no process connects.
         listener.settimeout(0.5)
         while len(by_number) < self._routes.case.ranks:
             try:

@@ -1,4 +1,4 @@
-"""The process of one rank: all ways but MPI, which has its own processes."""
+"""The process of one rank, for all ways but MPI, which has separate processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvxfer.bench.settings import PEER_TIMEOUT_SECONDS
 from kvxfer.moe import AllToAll, MoeShape
 
 SECONDS: Final = 120.0
-"""To connect, and for the rounds of one order."""
+"""The most seconds to connect, and for the rounds of one order."""
 
 
 def serve(
@@ -36,7 +36,7 @@ def serve(
     store: Path,
     orders: Connection,
 ) -> None:
-    """Runs what is ordered until None is: a way and a number of rounds, answered with times."""
+    """Runs orders until None comes: a way and a number of rounds. Answers with the times."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(

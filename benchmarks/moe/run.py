@@ -1,4 +1,4 @@
-"""Runs the benchmark's processes, and makes the report of what they measured."""
+"""Runs the benchmark's processes, and makes the report."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from kvxfer.bench.machine import this_machine
 class Settings:
     cases: tuple[Case, ...] = CASES
     blocks: int = 10
-    """In each, every way has the case's rounds in turn; those that are beside, a quarter."""
+    """In each block every way runs the case's rounds in turn. Ways that are only for information
+    run a quarter of them."""
     ways: tuple[Way, ...] = tuple(Way)
     mpi: Path | None = None
-    """alltoallv.cpp, compiled; None: MPI is not measured."""
+    """The compiled alltoallv.cpp. None: MPI is not measured."""
 
 
 def run_bench(settings: Settings, status: Callable[[str], None]) -> MoeReport:

@@ -1,4 +1,4 @@
-"""What is measured in each process of a rank."""
+"""The ways to move rows, which each rank's process measures."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 Times: TypeAlias = NDArray[np.int64]
-"""[rounds, 3], nanoseconds of CLOCK_MONOTONIC at one rank: dispatch begins; its rows are in place,
-and combine begins; its rows are in place."""
+"""[rounds, 3], nanoseconds of CLOCK_MONOTONIC at one rank: dispatch begins; its rows are in place
+and combine begins; the rows of combine are in place."""
 
 
 class Way(StrEnum):
-    """How rows move. The value is its name in tables and JSON."""
+    """A way to move rows. The value is its name in tables and JSON."""
 
     LOCAL = "local"
     LOCAL_EXPERTS = "local, by expert"
@@ -43,14 +43,14 @@ class Way(StrEnum):
 
 
 class WrongBytes(AssertionError):
-    """What has arrived is not what was sent."""
+    """The received bytes differ from the sent bytes."""
 
 
 class Member(Protocol):
-    """One rank's part of one way. All ranks are asked for the same number of rounds."""
+    """One rank's part of one way. All ranks run the same number of rounds."""
 
     def run(self, rounds: int) -> Times:
         """Dispatches and combines so many times, in step with the other ranks."""
 
     def check(self) -> None:
-        """Raises WrongBytes where the last round has not left what it should have."""
+        """Raises WrongBytes if the result of the last round is wrong."""

@@ -1,8 +1,8 @@
-"""Time to the first token of disaggregated vLLM pairs, and where it goes.
+"""Measures the time to the first token of disaggregated vLLM pairs, and its parts.
 
 A control plane, the router and three vLLM servers with a small model run on this host, for about
-ten minutes: pairs with kvxfer, by push and by pull, one with vLLM's own NixlConnector, and a server
-without connector. Exit code 1 where the visible transfer or the first token misses its target.
+ten minutes: pairs with kvxfer, by push and by pull, a pair with vLLM's NixlConnector, and a server
+without a connector. Exit code 1 if the visible transfer or the first token misses its target.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How fast pages of a vLLM's KV cache in host memory go to another process of this host.
+"""Measures how fast pages of vLLM's KV cache in host memory move to another process of this host.
 
-vLLM allocates the cache twice, with the connector's SharedCache and without it; beside them lies
-`engine.alloc()`. Run in vLLM's environment: `scripts/bench-vllm --cache`. Exit code 1 where the
-cache misses its target.
+Compares three kinds of memory: vLLM's cache with the connector's SharedCache, vLLM's cache without
+it, and `engine.alloc()`. Run in vLLM's environment: `scripts/bench-vllm --cache`. Exit code 1 if
+the cache misses its target.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LAYERS: Final = 8
 
 
 def vllm_cache() -> torch.Tensor:
-    """The bytes of a cache as vLLM allocates them in host memory, all layers."""
+    """The bytes of all layers of a cache as vLLM allocates it in host memory."""
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
     layer_bytes = POOL_BYTES // LAYERS
     names = [f"model.layers.{index}.self_attn.attn" for index in range(LAYERS)]
@@ -78,7 +78,7 @@ def of_cache(pair: Pair, cache: torch.Tensor) -> Iterator[Pair]:
 
 @dataclass(frozen=True, slots=True)
 class CacheFigure:
-    """Pages of one size; GB/s by source, and the shared cache's ratio to engine.alloc()."""
+    """Pages of one size: GB/s by source, and the shared cache's ratio to engine.alloc()."""
 
     page_bytes: int
     gb_per_s: Mapping[str, float]
@@ -92,7 +92,7 @@ class CacheReport:
     rounds: int
     figures: list[CacheFigure]
     verdict: Verdict
-    """Of the page size at which the cache is slowest beside engine.alloc()."""
+    """The ratio at the page size where the cache is slowest beside engine.alloc()."""
 
 
 SOURCES: Final = ("engine.alloc()", "vLLM's cache", "vLLM's cache, without SharedCache")

@@ -17,7 +17,7 @@ from verify.processes.programs import Server, free_port
 from verify.vllm.servers import add_vllm, make_model, vllm
 
 _READY_SECONDS = 60.0
-# 32 KiB of cache per token: 64 MiB at 2,000 tokens, as models have that people serve.
+# 32 KiB of cache per token, 64 MiB at 2,000 tokens: like models in production.
 _SIZES = ("--layers", "8", "--kv-heads", "8", "--head-dim", "64")
 _LIMITS = ("--kv-cache-memory-bytes", str(512 << 20), "--max-num-seqs", str(VLLM_CROWD))
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -30,9 +30,9 @@ class Cluster:
     fleet: Fleet
     model: Path
     aggregated: Server
-    """Without connector."""
+    """The server without a connector."""
     notes: Path
-    """What the timed connector has noted."""
+    """The notes of the timed connector."""
 
     @property
     def router(self) -> Server:
@@ -58,7 +58,7 @@ class Cluster:
                 role=role,
                 connector="TimedConnector",
                 module=_CONNECTORS,
-                # Seven processes on the cores of one: time is measured, not stalls.
+                # Seven processes share few cores: a long timeout, as stalls are not the subject.
                 peer_timeout=5.0,
             )
         for server in (self.prefill, self.decode):
@@ -66,7 +66,7 @@ class Cluster:
         wait_until(self.fleet.whole, _READY_SECONDS)
 
     def start_nixl_pair(self) -> None:
-        """In place of kvxfer's pair, one with vLLM's NixlConnector as it comes."""
+        """A pair with vLLM's unmodified NixlConnector in place of kvxfer's pair."""
         self._end_pair()
         for name, role in _ROLES.items():
             transfer = {
@@ -94,7 +94,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def started(folder: Path, step: Callable[[str], None]) -> Iterator[Cluster]:
-    """All of it but a pair."""
+    """The cluster without a pair."""
     notes = folder / "notes"
     os.environ[NOTES_VARIABLE] = str(notes)
     step("making the model")
@@ -102,7 +102,7 @@ def started(folder: Path, step: Callable[[str], None]) -> Iterator[Cluster]:
     step("starting a vLLM server without connector")
     with (
         Fleet(folder) as fleet,
-        # Else its readers keep a core for a second after a request, at the cost of the next one's.
+        # Otherwise its readers use a core for a second after a request, which slows the next one.
         vllm(
             *("aggregated", folder, model, *_LIMITS), variables={VARIABLE: _QUIET_SECONDS}
         ) as aggregated,

@@ -1,4 +1,4 @@
-"""Figures of one run, as they are printed and as JSON has them. Times in milliseconds."""
+"""The figures of one run, for tables and for JSON. Times in milliseconds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Mode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Where the time to the first token went; the parts add up to it."""
+    """The parts of the time to the first token; they add up to it."""
 
     until_prefill: float
     """From the client's request to prefill's first step."""
@@ -55,7 +55,7 @@ class Sample:
     mode: Mode
     ttft: float
     split: Split | None
-    """None of an aggregated server."""
+    """None for an aggregated server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Figure:
     mode: Mode
     ttft: Spread
     ttft_ratio: float
-    """To the aggregated server's in the round of the same number, in the median."""
+    """The median ratio to the aggregated server's time in the same round."""
     until_prefill: Spread | None = None
     prefill: Spread | None = None
     visible_transfer: Spread | None = None
@@ -86,8 +86,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class ForwardThread:
-    """What kvxfer takes of the thread of a forward that computes for many requests, in
-    microseconds."""
+    """The time of the forward's thread that kvxfer uses, in microseconds, in a forward for many
+    requests."""
 
     requests: int
     layer: float
@@ -104,9 +104,9 @@ class VllmReport:
     figures: list[Figure]
     forward_thread: ForwardThread
     idle_cores: dict[str, float]
-    """By server, in parts of one core."""
+    """The processor time by server, as shares of one core."""
     waiting_cores: dict[str, float]
-    """Of both servers while one push waits, by how they wait."""
+    """The share of both servers while one push waits, by the kind of wait."""
     samples: list[Sample]
     verdicts: list[Verdict]
 

@@ -1,4 +1,4 @@
-"""What the timed connectors note: lines in a file that all servers share."""
+"""The notes of the timed connectors: lines in a file that all servers share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOTES_VARIABLE: Final = "KVXFER_BENCH_NOTES"
 """The path of the file."""
 
 BUSY: Final = "-busy-"
-"""In the id of a request for which no worker waits in steps that compute nothing."""
+"""Part of the id of a request for which no worker waits in steps that compute nothing."""
 
 FORWARD: Final = "forward"
 
@@ -21,18 +21,18 @@ _FORWARD: Final = re.compile(rf"^\w+ {FORWARD} (\d+) ([\d.]+) ([\d.]+)$", re.MUL
 
 
 class Forward(NamedTuple):
-    """What the connector took of the thread of one forward, in seconds."""
+    """The time of one forward's thread that the connector used, in seconds."""
 
     requests: int
-    """That it sends blocks of."""
+    """The number of requests whose blocks it sends."""
     before: float
-    """The forward, for all requests."""
+    """Before the first layer, for all requests."""
     layer: float
-    """In the median of the layers."""
+    """The median of the layers."""
 
 
 def read(path: Path) -> Mapping[str, Mapping[tuple[str, str], float]]:
-    """By request: when each server, by name, first noted each event."""
+    """By request, the time when each server, by name, first noted each event."""
     found: dict[str, dict[tuple[str, str], float]] = {}
     for server, event, request_id, moment in _NOTE.findall(path.read_text()):
         found.setdefault(request_id, {}).setdefault((server, event), float(moment))
@@ -40,6 +40,6 @@ def read(path: Path) -> Mapping[str, Mapping[tuple[str, str], float]]:
 
 
 def forwards(path: Path) -> Iterator[Forward]:
-    """Those of steps that sent something."""
+    """The notes of steps that sent something."""
     for requests, before, layer in _FORWARD.findall(path.read_text()):
         yield Forward(int(requests), float(before), float(layer))

@@ -37,15 +37,15 @@ from verify.processes.programs import Server
 _PULL: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 Step = Callable[[str], None]
 
-# Between two requests: what is left of the last one settles.
+# The pause between two requests, in which the work of the first one ends.
 _PAUSE_SECONDS: Final = 0.1
 _SETTLE_SECONDS: Final = 2.0
 _WARM_UP_ROUNDS: Final = 2
 _WARM_UP_TOKENS: Final = 200
-# Of the prompts of a crowd, which are one step together.
+# The prompts of a crowd, which are computed in one step.
 _CROWD_TOKENS: Final = 30
 _CROWD_TRIES: Final = 8
-# What the tiny model knows, less its special tokens.
+# The tiny model's vocabulary without its special tokens.
 _VOCABULARY: Final = range(3, 512)
 
 
@@ -108,7 +108,7 @@ def _rounds(
                 for mode in rng.sample(modes, k=len(modes)):
                     request_id = f"bench-{mode.name}{length}-{number + _WARM_UP_ROUNDS}"
                     time.sleep(_PAUSE_SECONDS)
-                    # A server that was idle pays for waking with its first request.
+                    # The first request of an idle server includes the wake-up.
                     for asked_for, tokens in (("warm-up", _WARM_UP_TOKENS), (request_id, length)):
                         prompt = rng.choices(_VOCABULARY, k=tokens)
                         try:
@@ -134,8 +134,8 @@ def _rounds(
 def _first_token(
     http: httpx2.Client, cluster: Cluster, mode: Mode, request_id: str, prompt: list[int]
 ) -> tuple[float, float]:
-    """When a request was sent, and when its first token came. Push goes through kvxfer's router;
-    for pull, this is the proxy."""
+    """The times when a request was sent and when its first token came. Push goes through kvxfer's
+    router. For pull this function is the proxy."""
     headers = {"X-Request-ID": request_id}
     body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 2}
     body["ignore_eos"] = True
@@ -163,7 +163,7 @@ def _first_token(
 
 
 def _forward_thread(cluster: Cluster, seed: int) -> ForwardThread:
-    """Prompts come while a long one is computed, and are one step after it."""
+    """Prompts arrive while a long one is computed, and are computed in one step after it."""
     rng = random.Random(seed)
 
     def ask(tokens: int) -> None:
@@ -199,8 +199,8 @@ def _split(notes: Mapping[tuple[str, str], float], began: float, first: float) -
 
 
 def _waiting(cluster: Cluster, request_id: str, seconds: float) -> float:
-    """The share of one core that both servers take while decode waits for a prompt which prefill is
-    not asked for."""
+    """The share of one core that both servers use while decode waits for a prompt that prefill
+    never gets."""
     opened = httpx2.post(
         cluster.fleet.url + "/v1/transfers", json={"request_id": request_id, "model": "tiny"}
     ).raise_for_status()
@@ -230,7 +230,7 @@ def _waiting(cluster: Cluster, request_id: str, seconds: float) -> float:
 
 
 def _idle(cluster: Cluster, seconds: float) -> dict[str, float]:
-    """The share of one core that each server takes with nothing to do."""
+    """The share of one core that each idle server uses."""
     time.sleep(_SETTLE_SECONDS)
     return _used((cluster.aggregated, cluster.prefill, cluster.decode), seconds)
 

@@ -1,8 +1,7 @@
-"""kvxfer's connector and vLLM's NixlConnector, with a note of when each request was scheduled and
-its prompt computed: both by the same code.
+"""kvxfer's connector and vLLM's NixlConnector with timestamps, taken by the same code.
 
-Loaded by the vLLM servers of the benchmark. Notes have CLOCK_MONOTONIC, which is the same in every
-process of a host.
+They note when each request was scheduled and when its prompt was computed. The vLLM servers of the
+benchmark load them. Times are from CLOCK_MONOTONIC, which is the same in all processes of a host.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Timed(KVConnectorBase_V1):  # type: ignore[misc]
-    """Goes before a connector."""
+    """A mixin that goes before a connector."""
 
     @cached_property
     def _file(self) -> int:
@@ -76,12 +75,12 @@ class _Timed(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 class TimedNixlConnector(_Timed, NixlConnector):  # type: ignore[misc]
-    """What vLLM brings with it."""
+    """vLLM's NixlConnector."""
 
 
 class TimedConnector(_Timed, KvxferConnector):
-    """Also: what it takes of the forward's thread; and for requests that ask for it by their id, a
-    worker that never waits."""
+    """kvxfer's connector. Also notes the time that it uses of the forward's thread. For requests
+    that ask for it by their id, the worker never waits."""
 
     _busy = False
 

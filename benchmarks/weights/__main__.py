@@ -1,7 +1,7 @@
 """Measures weight updates from 4 training to 2 inference processes, beside raw writes of the engine
 and beside gloo. Takes about three minutes, and about five times the weights in memory.
 
-Exit code 1 where a target is missed that is required, or a wrong byte arrives.
+Exit code 1 if a required target is missed, or a wrong byte arrives.
 """
 
 from __future__ import annotations

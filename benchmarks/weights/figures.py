@@ -1,4 +1,4 @@
-"""Figures of one run, as they are printed and as JSON has them."""
+"""The figures of one run, for tables and for JSON."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvxfer.bench.targets import WEIGHTS, Verdict, judge
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One transfer of all weights, with what was measured beside it in the same round."""
+    """One transfer of all weights, and the other measurements of the same round."""
 
     fabric: str
-    """Of the update and of raw writes; gloo's is always tcp."""
+    """The fabric of the update and of raw writes; gloo always uses tcp."""
     digests: bool
     round: int
     way: str
@@ -23,7 +23,7 @@ class Sample:
     cpu_seconds: float
     """Of all processes together."""
     stage_seconds: float | None
-    """Of an update: without the agreement of all ranks before and after."""
+    """Of an update: the time without the agreement of all ranks before and after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class UpdateFigure:
     fabric: str
     digests: bool
     gb_per_s: Mapping[str, float]
-    """By way: the median of all rounds."""
+    """By way, the median of all rounds."""
     cpu_seconds: Mapping[str, float]
-    """The same of the processor time of all ranks."""
+    """The same for the processor time of all ranks."""
     seconds: float
     stage_seconds: float
     """Medians, of the update."""
     ratios: Mapping[str, float]
-    """By way: how many times as fast the update is; the median of each round's ratio."""
+    """By way, how many times as fast the update is; the median of the rounds' ratios."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class WeightsReport:
     machine: Machine
     parameters: int
     nbytes: int
-    """That arrive, at all inference ranks together."""
+    """The bytes that arrive at all inference ranks together."""
     senders: int
     receivers: int
     rounds: int

@@ -1,4 +1,4 @@
-"""A Llama-like model of a wanted size: what training ranks hold, and inference ranks want of it."""
+"""A Llama-like model of a given size: the parts of training ranks and of inference ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Parameter(NamedTuple):
     name: str
     shape: tuple[int, ...]
     split: int | None
-    """The dimension that tensor parallelism splits at inference; None: all ranks have it whole."""
+    """The dimension that tensor parallelism splits at inference. None: each rank has all of it."""
 
 
 def model_of(nbytes: int) -> list[Parameter]:
-    """Of about so many bytes, in as many layers as that takes."""
+    """A model of about so many bytes, with as many layers as necessary."""
     large = nbytes >= 1 << 29
     hidden, inner, kv, vocabulary = (2048, 8192, 512, 32000) if large else (256, 1024, 64, 2000)
     layer = [
@@ -56,12 +56,12 @@ def _bytes(shape: tuple[int, ...]) -> int:
 
 
 def held_by(model: list[Parameter], rank: int, ranks: int) -> Holdings:
-    """As by FSDP: of each parameter a part of its rows."""
+    """As with FSDP: a part of the rows of each parameter."""
     return Holdings(tuple(_part(each, 0, rank, ranks) for each in model))
 
 
 def wanted_by(model: list[Parameter], rank: int, ranks: int) -> Holdings:
-    """As by vLLM's tensor parallelism."""
+    """As with vLLM's tensor parallelism."""
     return Holdings(tuple(_part(each, each.split, rank, ranks) for each in model))
 
 
@@ -76,7 +76,7 @@ def _part(parameter: Parameter, dimension: int | None, rank: int, ranks: int) ->
 
 
 class Piece(NamedTuple):
-    """What one rank has and another wants, in the box of either."""
+    """The part that one rank has and another wants, relative to each rank's box."""
 
     name: str
     held: Slices
@@ -89,7 +89,7 @@ class Piece(NamedTuple):
 
 
 def pieces(held: Holdings, wanted: Holdings) -> Iterator[Piece]:
-    """Of all parameters that both have, in their order."""
+    """The common parts of all parameters that both have, in order."""
     by_name = {each.name: each for each in wanted.parameters}
     for ours in held.parameters:
         theirs = by_name[ours.name]
@@ -114,7 +114,7 @@ def _within(bounds: list[tuple[int, int]], offset: tuple[int, ...]) -> Slices:
 
 
 def content(holding: Holding, number: int) -> torch.Tensor:
-    """What the box has at all times: each element tells the parameter and its place."""
+    """The constant content of the box: each element encodes the parameter and its place."""
     index = torch.zeros((), dtype=torch.int32)
     strides = torch.empty(holding.whole, device="meta").stride()
     for at, size, stride in zip(holding.offset, holding.shape, strides, strict=True):

@@ -1,8 +1,8 @@
-"""The pause of an update of a live vLLM, beside vLLM's own reload of the same checkpoint from a
-file that is in the page cache. In vLLM's environment: `make bench-weights` runs it.
+"""Measures the pause of an update of a live vLLM, beside vLLM's reload of the same checkpoint from
+a file in the page cache. `make bench-weights` runs it in vLLM's environment.
 
-The pause is from the begin of `start_weight_update` to the end of `finish_weight_update`: no step
-runs in between. The weights are staged before, while vLLM serves.
+The pause is the time from the begin of `start_weight_update` to the end of `finish_weight_update`,
+in which no step runs. The weights are staged before, while vLLM serves.
 """
 
 from __future__ import annotations

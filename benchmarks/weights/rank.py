@@ -1,6 +1,6 @@
-"""What training and inference ranks of the benchmark have in common.
+"""The common code of the benchmark's training and inference ranks.
 
-The ways to bring weights from the ones to the others:
+The ways to move weights from training ranks to inference ranks:
 
 - `update`: kvxfer's weight update, from push() until all instances serve it
 - `raw`: as many bytes between the same ranks by the engine's writes, one contiguous write each
@@ -27,17 +27,17 @@ WAYS: Final = ("update", "raw", "gather", "send")
 SENDERS: Final = 4
 RECEIVERS: Final = 2
 WORLD: Final = SENDERS + RECEIVERS
-"""Ranks of gloo's: the senders first."""
+"""The ranks in gloo: the senders first."""
 SECONDS: Final = 300.0
-"""For one transfer by any way, or to connect."""
+"""The most seconds for one transfer by any way, or to connect."""
 
 
 class WrongBytes(AssertionError):
-    """What has arrived is not what was sent."""
+    """The received bytes differ from the sent bytes."""
 
 
 class Loop(LoopThread):
-    """What is asynchronous of a rank; `stack` ends with it."""
+    """The asynchronous part of a rank; `stack` ends with it."""
 
     async def _serve(self) -> None:
         async with contextlib.AsyncExitStack() as self.stack:
@@ -54,14 +54,14 @@ class Rank(abc.ABC):
         self._broadcast = dist.new_group([0, *range(SENDERS, WORLD)])
         most = max(torch.Size(each.shape).numel() for each in model)
         self._whole = torch.empty(most, dtype=torch.bfloat16)
-        """For one gathered parameter after the other."""
+        """Memory for one gathered parameter at a time."""
         self._fabric, self._digests = "", False
         self.stage_seconds = 0.0
-        """At rank 0: of the last update, from the order to write until all was there."""
+        """At rank 0: the seconds of the last update from the order to write until its end."""
 
     @contextlib.contextmanager
     def connected(self, fabric: str, digests: bool) -> Iterator[None]:
-        """Engines and members of updates, over one fabric."""
+        """Opens engines and members of updates over one fabric."""
         self._fabric, self._digests = fabric, digests
         self._loop = Loop()
         self._loop.begin()
@@ -84,7 +84,7 @@ class Rank(abc.ABC):
 
     @abc.abstractmethod
     def blank(self, way: str) -> None:
-        """Forgets what has arrived by this way."""
+        """Clears the weights that arrived by this way."""
 
     @abc.abstractmethod
     def check(self, way: str) -> None:
@@ -120,14 +120,14 @@ class Rank(abc.ABC):
 
 
 def all_say(value: Any) -> list[Any]:
-    """What each rank says."""
+    """The values of all ranks."""
     found: list[Any] = [None] * WORLD
     dist.all_gather_object(found, value)
     return found
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a contiguous tensor; gloo knows not every dtype."""
+    """The bytes of a contiguous tensor, as gloo does not support every dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -38,7 +38,7 @@ class Receiver(Rank):
             each.name: torch.empty(each.shape, dtype=torch.bfloat16)
             for each in self._wanted.parameters
         }
-        """What gloo writes to."""
+        """The memory that gloo writes to."""
         self._pieces = [
             list(pieces(held_by(model, sender, SENDERS), self._wanted)) for sender in range(SENDERS)
         ]
@@ -54,7 +54,7 @@ class Receiver(Rank):
     def check(self, way: str) -> None:
         found = self._served
         if way == "raw":
-            # Other bytes than an update's, but as many: none of its blocks is left blank.
+            # Not an update's bytes, but as many: none of its blocks stays blank.
             memory = np.frombuffer(self._raw_memory, np.uint64)
             if not np.add.reduceat(memory, np.arange(0, len(memory), 1 << 12)).all():
                 raise WrongBytes("a raw write has left a part of the memory blank")
@@ -127,4 +127,4 @@ class Receiver(Rank):
 
 
 async def _commit(_: Staged) -> None:
-    """What inference engines do with an update is not measured here."""
+    """Applies nothing: the work of inference engines is not measured here."""

@@ -1,4 +1,4 @@
-"""Runs the benchmark's processes, and makes the report of what they measured."""
+"""Runs the benchmark's processes, and makes the report."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _rank(rank: int, settings: Settings, key: str, store: Path, tell: Connection
         for digests in (False, True):
             ways = _ENGINE_WAYS if digests else WAYS
             with ours.connected(fabric, digests):
-                for way in ways:  # not measured: memory is touched, the plan made, bytes checked
+                for way in ways:  # not measured: touches memory, makes the plan, checks bytes
                     ours.blank(way)
                     _timed(ours, way)
                     ours.check(way)
@@ -142,7 +142,7 @@ def _rank(rank: int, settings: Settings, key: str, store: Path, tell: Connection
 
 
 def _timed(rank: Rank, way: str) -> tuple[float, float]:
-    """Seconds from when all ranks may begin until all have ended, and their processor time."""
+    """The seconds from the common start until all ranks have ended, and their processor time."""
     dist.barrier()
     begin, used = time.monotonic(), time.process_time()
     rank.move(way)

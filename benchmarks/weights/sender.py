@@ -50,7 +50,7 @@ class Sender(Rank):
             )
             for wanted in (wanted_by(model, number, RECEIVERS) for number in range(RECEIVERS))
         ]
-        """Of raw writes at each receiver: behind those of the ranks before."""
+        """The offset of raw writes at each receiver, behind the bytes of the previous ranks."""
         self._targets: list[tuple[Peer, bytes]] = []
 
     def blank(self, way: str) -> None:
@@ -107,7 +107,7 @@ class Sender(Rank):
         self._loop.run(self._write(), SECONDS)
 
     async def _write(self) -> None:
-        """To the n-th receiver what begins at the n-th part of this rank's bytes."""
+        """Writes to the n-th receiver the n-th part of this rank's bytes."""
         operations, at = [], 0
         for (peer, descriptor), parts, place in zip(
             self._targets, self._pieces, self._places, strict=True

@@ -1,4 +1,4 @@
-"""A report as tables for people."""
+"""A report as tables."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-// Sockets until they are authenticated: who connects to an engine, who answers where one is dialed,
-// and further connections of a session.
+// Sockets before they are authenticated: a peer that connects to the engine, a peer that the engine
+// dials, and further connections of a session.
 #include <arpa/inet.h>
 #include <poll.h>
 #include <sys/socket.h>

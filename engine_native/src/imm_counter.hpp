@@ -33,8 +33,8 @@ class ImmCounters {
   std::optional<std::uint64_t> count(Imm imm) const;
   bool live(Imm imm) const;
   // A completion follows once the count is `total`: protocol-error if it is more, unless any
-  // count from there on will do. In place of an earlier total, also of its completion where nobody
-  // has drained that.
+  // count from there on will do. Replaces an earlier total, and its
+  // completion where that is not drained yet.
   Result<void> expect(Imm imm, std::uint64_t total, Expect expect = Expect::exactly);
   // From now on a completion tells of arrivals; the next one only after take_arrivals(), which
   // returns the count.

@@ -15,9 +15,9 @@ namespace kvxfer {
 class SharedMemory {
  public:
   // Zeroed, and sealed so that a peer can map it safely: it can neither shrink nor grow under the
-  // peer, who cannot write to it. A kernel that cannot promise the latter (before Linux 5.1) leaves
-  // it unsealed. Huge pages are asked for. Of these the first `resident` bytes are: the rest is when
-  // make_resident() says so.
+  // peer, and the peer cannot write to it. A kernel that cannot prevent writes (before Linux 5.1)
+  // leaves it unsealed. Asks for huge pages. The first `resident` bytes are allocated at once, the
+  // rest by make_resident().
   static Result<std::shared_ptr<SharedMemory>> allocate(std::size_t bytes,
                                                         std::size_t resident = SIZE_MAX);
   // What these bytes of this process lie in; null for other memory.

@@ -116,7 +116,7 @@ void OfiBench::poll_until(const std::function<bool()>& so, std::uint32_t first, 
 }
 
 void OfiBench::settle() {
-  // Long for what is in this host's sockets, whoever else uses its processors.
+  // Far longer than packets stay in this host's sockets, even on busy processors.
   const std::uint64_t end = now_ns() + 200'000'000u;
   until([&] { return now_ns() > end; });
 }

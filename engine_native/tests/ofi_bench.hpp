@@ -34,7 +34,7 @@ class OfiBench final : private NicEvents {
     BarePath writer;
     BarePath reader;  // destroyed first: a fence, with the writer still there
   };
-  // From writer `nic`, who is peer `nic` of the reader.
+  // From writer `nic`, which is peer `nic` of the reader.
   Joined join(std::uint32_t nic);
   RegionPtr region(std::size_t bytes);
   RemoteKey key_for(std::uint32_t writer, const RegionPtr& region);

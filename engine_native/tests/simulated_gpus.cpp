@@ -12,7 +12,7 @@
 namespace kvxfer::test {
 namespace {
 
-// Of bytes that nobody flushes.
+// How late bytes land that are not flushed.
 constexpr std::uint64_t kUnflushedNs = 50'000'000;
 
 // Of the double, where this process has loaded it.

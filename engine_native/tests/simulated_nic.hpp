@@ -30,7 +30,7 @@ struct SimulatedTraits {
   std::vector<std::string> foreign;  // and of those that only other fabrics can use
 };
 
-// The wire and everybody on it. Any thread.
+// The wire and all NICs on it. Any thread.
 class SimulatedNetwork {
  public:
   explicit SimulatedNetwork(std::uint64_t seed);
@@ -85,11 +85,11 @@ class SimulatedNetwork {
   struct Nic {
     SimulatedDomain* domain = nullptr;
     bool up = true;
-    std::uint64_t downs = 0;  // how often its link went down: also of a flap that nobody saw
+    std::uint64_t downs = 0;  // how often its link went down, unseen flaps too
     bool loses_completions = false;
     bool loses_arrivals = false;
     unsigned refuses = 0;         // attempts to join
-    unsigned refuses_writes = 0;  // of its own
+    unsigned refuses_writes = 0;  // that this NIC sends
     std::uint64_t delivered = 0;
     std::vector<Completion> completions;
   };

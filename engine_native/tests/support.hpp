@@ -29,7 +29,7 @@ using Bytes = std::vector<std::byte>;
 // Each of these pages to the page of the same number.
 PagedWrite same_pages(std::uint64_t length, const std::vector<std::int64_t>& pages);
 
-// An engine and the completions that nobody has asked for yet.
+// An engine, and completions that the test has not taken yet.
 class TestEngine {
  public:
   explicit TestEngine(EngineOptions options);

@@ -57,7 +57,7 @@ TEST_CASE("an id of zeros is whichever engine listens there, if it knows the clu
   CHECK(try_connect(stranger, anyone).code == Errc::authentication_failed);
 }
 
-TEST_CASE("connecting to nobody fails by name") {
+TEST_CASE("connecting to an engine that is not there fails by name") {
   TestEngine client(options_for("tcp", "client"));
   EngineAddress address = client->address();
   address.engine.bytes[0] ^= 1;

@@ -40,7 +40,7 @@ TEST_CASE("more arrivals than announced are an error, not a completion") {
   CHECK(completions[0].code == Errc::protocol_error);
 }
 
-TEST_CASE("a new total replaces the old one, and its completion where nobody has seen it") {
+TEST_CASE("a new total replaces the old one, and its completion where that is not taken yet") {
   Counters c;
   const Imm imm = good(c.counters.allocate());
   const Imm other = good(c.counters.allocate());
@@ -92,7 +92,7 @@ TEST_CASE("an immediate of a released counter is never counted again") {
   }
 }
 
-TEST_CASE("releasing a counter that somebody waits for tells him") {
+TEST_CASE("releasing a counter ends the wait for it with an error") {
   Counters c;
   const Imm imm = good(c.counters.allocate());
   good(c.counters.expect(imm, 5));

@@ -21,7 +21,7 @@ TEST_CASE("messages arrive whole, in order, both ways") {
   }
 }
 
-TEST_CASE("a message over the limit, or to nobody, is refused by name") {
+TEST_CASE("a message over the limit, or to an unknown peer, is refused by name") {
   Pair pair("tcp");
   const auto large = pair.writer->send(pair.to_reader, std::string(kMaxMessageBytes + 1, 'x'));
   REQUIRE(!large);
@@ -33,7 +33,7 @@ TEST_CASE("a message over the limit, or to nobody, is refused by name") {
   CHECK(nobody.error().code == Errc::peer_lost);
 }
 
-TEST_CASE("a peer whose messages nobody takes is cut off, also where they are empty") {
+TEST_CASE("a peer whose messages are not taken is cut off, even if they are empty") {
   auto options = options_for("tcp", "writer");
   options.peer_timeout = std::chrono::seconds(30);  // the reader is slow under a sanitizer
   TestEngine writer(options);

@@ -119,7 +119,7 @@ TEST_CASE("of another host a peer that was late before is waited for twice as lo
   }
 }
 
-TEST_CASE("time in which this engine did not run is nobody's silence") {
+TEST_CASE("time in which this engine did not run does not count as a peer's silence") {
   auto patience = heard_after(100 * kMs);
   const std::uint64_t now = kStart + 3000 * kMs;
   patience.forgive(2800 * kMs, now);

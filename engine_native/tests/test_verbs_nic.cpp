@@ -1,5 +1,6 @@
 // One RDMA NIC and its paths, without engines: keys that are refused, queues that are full, peers
-// that nobody answers for. On the devices of the host, and on simulated ones of the mlx5 driver.
+// at addresses that do not answer. On the devices of the host, and on simulated ones of the mlx5
+// driver.
 #include <algorithm>
 
 #include "fabric/verbs/path_endpoint.hpp"
@@ -115,7 +116,7 @@ TEST_CASE("a NIC takes 200 paths, and one of mlx5 thousands, until it refuses by
   }
 }
 
-TEST_CASE("a peer whose address nobody answers for is refused, and others are served meanwhile") {
+TEST_CASE("a peer whose address does not answer is refused, and others are served meanwhile") {
   if (skipped_without_verbs()) return;
   VerbsBench bench;
   const auto source = bench.region(4096);

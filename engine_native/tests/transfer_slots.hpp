@@ -97,7 +97,7 @@ class TransferSlots {
       source_.write(transfer.slot * kSlot, all(std::byte{0xee}));  // nothing reads it now
     }
     pair_.reader->release_counter(transfer.imm);
-    // Somebody else's from now on.
+    // The slot belongs to another owner from now on.
     destination_.write(transfer.slot * kSlot, all(std::byte{0xdd}));
   }
 

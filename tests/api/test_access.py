@@ -1,4 +1,4 @@
-"""Who may call what: every route of the schema against every scope."""
+"""Which scope may call which route: every route of the schema against every scope."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/v1/overview`, its stream, and who may see them."""
+"""`/v1/overview`, its stream, and the scopes that may read them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
 def exported(
     request_id: str = "r", trace_id: str = TRACE, names: Iterable[str] = ("request",)
 ) -> bytes:
-    """What an exporter of somebody else's sends."""
+    """Spans as another vendor's exporter sends them."""
     request = ExportTraceServiceRequest()
     resource = request.resource_spans.add()
     resource.resource.attributes.add(key="service.name").value.string_value = "their-router"

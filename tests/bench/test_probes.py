@@ -1,4 +1,4 @@
-"""The probes move what they say they move; how fast is nobody's promise."""
+"""The probes move what they say they move. Their speed is not tested."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""How a trace is drawn: who is below whom, where the bars are, what is put together."""
+"""How a trace is drawn: the order of the spans, the place of the bars, which spans are merged."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A cluster of processes that trusts nobody by default: TLS both ways, tokens, ticket keys; its
-fleet is in Redis."""
+"""A cluster of processes with every protection on: mutual TLS, tokens, ticket keys. Its registry is
+in Redis."""
 
 from __future__ import annotations
 

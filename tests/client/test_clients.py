@@ -196,7 +196,7 @@ async def test_watch_survives_a_restart_of_the_control_plane(network, clock):
 
 
 async def test_a_watch_that_falls_silent_is_begun_anew(network, clock):
-    """The control plane says something every 15 s; without a word for 45 s nobody is there."""
+    """The control plane says something every 15 s; after 45 s of silence it is gone."""
     silent = asyncio.Event()
 
     async def frozen(scope, receive, send):

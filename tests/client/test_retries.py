@@ -43,7 +43,7 @@ def again(answer: httpx2.Response) -> httpx2.Response:
 
 
 class Server:
-    """Gives its answers in turn, the last one for ever, and notes who asks and when."""
+    """Gives its answers in turn, the last one for ever. Records each caller and the time."""
 
     def __init__(self, clock: Clock, *answers: httpx2.Response | Exception) -> None:
         self.answers = list(answers)
@@ -146,7 +146,7 @@ async def test_answer_that_will_be_the_same_is_raised_at_once(ask, serving, cloc
     ids=repr,
 )
 async def test_reservation_is_not_made_twice(ask, serving, trouble, sent):
-    """Where nobody knows whether the first request was carried out, there is no second one."""
+    """If it is unknown whether the first request was carried out, there is no second one."""
     server = serving(trouble, problem(503, "no-capacity"))
     with pytest.raises(ControlPlaneError):
         await ask(server, "open_transfer", model="m")

@@ -56,7 +56,7 @@ def test_two_ranks_are_one_instance_of_one_epoch() -> None:
             role=Role.PREFILL,
             instance_id="prefill",
             model="tiny",
-            http_address="http://127.0.0.1:9",  # nobody: it stays joining
+            http_address="http://127.0.0.1:9",  # nothing listens: it stays joining
             control_plane=control_plane.url,
             cluster_key=CLUSTER_KEY,
             options={"peer_timeout": PATIENCE},

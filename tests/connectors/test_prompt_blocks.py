@@ -91,7 +91,7 @@ def test_a_large_block_stands_in_the_last_of_its_entries() -> None:
         (none, none, none, 6, none, none),
         (none, none, 1, none, none, 2),
     )
-    # 32 tokens, of which the 13th is the first in the window of the 33rd.
+    # 32 tokens; the 13th is the first one in the window of the 33rd.
     assert LARGE.table(rows, 33) == ((7, 8, none), (none, 5, none), (none, none, 1))
     assert LARGE.table([[7, 8, 9], [5, 6], [1]], 60) == (
         (7, 8, 9, none),

@@ -81,7 +81,7 @@ def test_the_readme_of_the_checkout_is_the_default(
 def test_an_installation_gives_its_packaged_readme_or_says_what_to_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A README.md in site-packages is somebody else's.
+    # A README.md in site-packages belongs to another project.
     monkeypatch.setattr(prompts, "_CHECKOUT", tmp_path)
     (tmp_path / "README.md").write_text("not ours")
     info = tmp_path / "kvxfer-0.0.1.dist-info"

@@ -1,4 +1,4 @@
-"""The chart's secrets over upgrades: what is there is kept, and an exchange refuses nobody."""
+"""The chart's secrets over upgrades: they are kept, and an exchange of tokens refuses no caller."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The Dockerfiles: what they copy is there and enough, what they start exists, and nobody is root.
+"""The Dockerfiles: they copy all that is needed, start programs that exist, and run without root.
 
-They are not built here: that takes a Docker daemon.
+The images are not built here: that takes a Docker daemon.
 """
 
 from __future__ import annotations

@@ -51,12 +51,12 @@ def _steps(block: str) -> Iterator[Step]:
 
 
 class Shell:
-    """One bash in a folder. What was started in it ends with it, also where nobody stopped it."""
+    """One bash in a folder. Programs that were started in it end with it, even if not stopped."""
 
     def __init__(self, folder: Path) -> None:
         kept = {name: v for name, v in os.environ.items() if not name.startswith(_PRIVATE)}
         programs = f"{Path(sys.executable).parent}:{kept['PATH']}"
-        # Whoever was started in this shell holds the other end of this pipe until it has ended.
+        # Each process of this shell holds the other end of this pipe until it has ended.
         self._ended, held = os.pipe()
         self._bash = subprocess.Popen(
             ["bash", "--noprofile", "--norc"],

@@ -141,7 +141,7 @@ async def test_many_at_once_get_each_their_own_blocks(
     assert results[:8] == results[8:]
 
 
-# --- somebody gives up -----------------------------------------------------------------------
+# --- one side gives up -----------------------------------------------------------------------
 
 
 async def test_decode_that_is_aborted_while_it_waits_for_prefill_leaves_nothing(
@@ -231,7 +231,7 @@ async def test_a_transfer_that_is_released_ends_both_sides(
     assert fleet.all_free()
 
 
-# --- somebody dies ---------------------------------------------------------------------------
+# --- one side dies ---------------------------------------------------------------------------
 
 
 async def test_prefill_is_told_when_decode_dies_while_it_waits_for_the_table(

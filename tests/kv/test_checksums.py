@@ -93,7 +93,7 @@ async def test_every_layout_has_the_same_sum_on_both_sides(
 
 
 async def damaged(p: Worker, d: Worker, rng: random.Random, bit: int) -> BaseException:
-    """What decode is told of a transfer of which one bit is flipped in its memory."""
+    """Decode's error after one bit of a transfer is flipped in its memory."""
     ticket = make_ticket(p, d)
     with p.pool.hold(4) as hold:
         p.fill(hold.ids.tolist(), rng)

@@ -179,7 +179,7 @@ def test_groups_and_their_block_size_are_equal_on_both_sides(field: str, value: 
 
 
 async def test_heads_are_put_in_order_on_the_way(fabric: str, rng: random.Random) -> None:
-    """Afterwards it would be done to all layers of a block, of which some are not its own."""
+    """Afterwards it would change all layers of a block, and some belong to other groups."""
     other: KvLayout = dataclasses.replace(GROUPED, order="HND")
     async with (
         worker("prefill", fabric, layout=GROUPED) as prefill,

@@ -65,7 +65,7 @@ class Round:
         self.decode_session: Any = None
 
     def check_landing(self, write: Write) -> None:
-        """No byte lands in a block that its pool may give to somebody else, or is read from one."""
+        """No byte lands in, or is read from, a block that its pool may give to another request."""
         target = self.decode.pool.state(self.decode.block_of(write.destination, write.dst))
         assert target in (BlockState.OFFERED, BlockState.RECEIVING)
         source = self.prefill.pool.state(self.prefill.block_of(write.source, write.src))

@@ -27,7 +27,7 @@ LAYOUT = KvLayout(
     layer_shapes=(1, 1, 0, 0),
     layer_groups=(0, 1, 2, 2),
 )
-# Of 17 tokens: groups 0 and 1 have blocks of 12, of which group 1 keeps the last one alone.
+# 17 tokens: groups 0 and 1 have blocks of 12 tokens; group 1 keeps only the last block.
 SOURCE = [
     [ABSENT, ABSENT, 7, ABSENT, ABSENT, 3],
     [ABSENT, ABSENT, ABSENT, ABSENT, ABSENT, 9],

@@ -173,7 +173,7 @@ def packed(layout: KvLayout, row: int, vector: int, dim: int) -> int:
 def expected(rank: Rank, case: Case) -> np.ndarray[Any, Any]:
     """The memory of a rank that holds the prompt, element by element.
 
-    What moves is whole blocks: up to the end of the last block of whoever has the smaller rest.
+    Whole blocks move: up to the end of the last block of the side that has the smaller rest.
     """
     memory = np.full_like(rank.memory, UNTOUCHED)
     for layer in range(rank.layout.layers_per_rank):

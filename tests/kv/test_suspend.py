@@ -26,7 +26,7 @@ from .workers import KEY, LAYOUT, NUM_BLOCKS, Worker, make_ticket, worker
 
 pytestmark = pytest.mark.native
 
-WHY = "its memory is somebody else's now"
+WHY = "its memory has another owner now"
 
 
 @pytest.fixture(autouse=True)

@@ -72,7 +72,7 @@ def test_the_first_failure_is_remembered() -> None:
     ledger.claim(ticket("a"), "offer")
     ledger.fail("a", TransferCancelled("first"))
     ledger.fail("a", TransferCancelled("second"))
-    ledger.fail("unknown", TransferCancelled("of nobody"))
+    ledger.fail("unknown", TransferCancelled("unknown"))
     remembered = [ledger.failure("a"), ledger.failure("a")]
     assert [(type(error), str(error)) for error in remembered] == [(TransferCancelled, "first")] * 2
     assert remembered[0] is not remembered[1]  # each is raised, with its own traceback

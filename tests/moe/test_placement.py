@@ -21,7 +21,7 @@ def placements(draw: st.DrawFn) -> Placement:
 
 @st.composite
 def views(draw: st.DrawFn, placement: Placement) -> tuple[list[bool], list[set[int]]]:
-    """Who is alive, and for each rank the ranks on its host."""
+    """The ranks that are alive, and for each rank the ranks on its host."""
     ranks = range(len(placement.ranks))
     alive = draw(st.lists(st.booleans(), min_size=len(ranks), max_size=len(ranks)))
     hosts = [draw(st.integers(0, 2)) for _ in ranks]

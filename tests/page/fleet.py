@@ -38,7 +38,7 @@ PROMPT = "The KV cache of this prompt travels from one worker to another. " * 20
 
 
 class Zones(Fleet):
-    """Workers in two zones, behind a control plane that knows who may do what."""
+    """Workers in two zones, behind a control plane with tokens and scopes."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "tokens").write_text(TOKENS)

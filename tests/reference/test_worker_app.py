@@ -314,7 +314,7 @@ async def test_a_client_that_leaves_gives_its_blocks_back(
     stream: bool, workers: WorkerPair
 ) -> None:
     app = make_app(workers.decode.service)
-    asked = workers.request("nobody prefills this", stream=stream)
+    asked = workers.request("no one prefills this", stream=stream)
     body = json.dumps(asked.model_dump()).encode()
     left = asyncio.Event()
     messages = [{"type": "http.request", "body": body, "more_body": False}]

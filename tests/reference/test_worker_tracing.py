@@ -1,4 +1,4 @@
-"""The spans of both workers of a transfer, and none where nobody records the trace."""
+"""The spans of both workers of a transfer; none if the trace is not recorded."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ async def test_wrong_keys_are_answered_at_a_rate_and_right_ones_always(
         answer = await ask("GET", "/v1/models", None, RIGHT)
         assert [model["id"] for model in answer.json()["data"]] == ["llama"]
         answer = await client.get("/v1/models")
-        assert answer.status_code == 401, "who shows no key guesses none"
+        assert answer.status_code == 401, "a request without a key is not a guess"
 
         await passes(1 / WRONG_TOKENS_PER_SECOND)
         statuses = [(await ask("GET", "/v1/models", None, WRONG)).status_code for _ in range(2)]

@@ -100,9 +100,9 @@ async def take(body: AsyncIterator[bytes], nbytes: int) -> None:
 async def test_a_slow_client_holds_decode_back_and_not_the_stream_in_memory(
     control_plane: RunningControlPlane,
 ) -> None:
-    """While nobody reads the one stream, decode stops to send it as soon as the sockets in between
-    are full, and goes on with another by the same router; without backpressure it would send as
-    much of both, without an end."""
+    """While the client does not read one stream, decode stops sending it once the sockets on the
+    way are full, and goes on with another stream of the same router. Without backpressure it would
+    send as much of both, without an end."""
     sent: collections.Counter[str] = collections.Counter()
     async with (
         routed(control_plane, worker_app(PREFILLS), worker_app(endless(sent))) as client,

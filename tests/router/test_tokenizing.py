@@ -27,7 +27,7 @@ SEEN = [{"role": "user", "content": [*SAID[0]["content"], {"type": "image_url", 
 
 
 class Fleet:
-    """Two prefill workers, of which p2 has the prompt cached, and one decode worker."""
+    """Two prefill workers and one decode worker; the prefill worker p2 has the prompt cached."""
 
     def __init__(self, network: Network) -> None:
         self._network = network

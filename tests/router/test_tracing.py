@@ -56,7 +56,7 @@ async def test_one_trace_goes_from_the_router_to_the_first_step_of_decode(traced
     by_id = {span["span_id"]: span for span in spans}
 
     def path(span: dict[str, Any] | None) -> list[str]:
-        """Who called whom, outermost first."""
+        """The chain of calls, outermost first."""
         if span is None:
             return []
         where = span["instance_id"] or span["service"]

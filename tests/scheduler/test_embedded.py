@@ -54,7 +54,7 @@ async def test_while_the_process_stood_still_nobody_could_renew_a_lease(clock):
     await registry.register(worker("d", Role.DECODE), state=InstanceState.READY)
     await open_transfer(registry, TransferRequest(), seconds=30, clock=clock)
     for _ in range(3):
-        clock.advance(60)  # whoever asks first is not the worker
+        clock.advance(60)  # the first caller is not the worker
         assert len(await registry.instances()) == 2
     assert await registry.transfers() == (), "its ticket is good no longer"
     assert (await registry.heartbeat("p", lease.epoch)).epoch == lease.epoch

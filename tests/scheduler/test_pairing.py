@@ -60,11 +60,11 @@ def with_names(name: str, role: str) -> Instance:
     [
         ([P, D], {}, ("p", "d")),
         ([P, instance("p2", "prefill"), D], {"avoid": ("p",)}, ("p2", "d")),
-        # who is to be avoided is the last resort, one side rather than both
+        # an avoided worker is the last resort, on one side rather than on both
         ([P, D], {"avoid": ("p", "d")}, ("p", "d")),
         ([P, D, instance("e", "decode")], {"avoid": ("p", "d")}, ("p", "e")),
         ([P, instance("q", "prefill"), D], {"avoid": ("p", "d")}, ("q", "d")),
-        # a full cache bans who refuses requests then, and not who lets them wait
+        # a full cache rules out a worker that then refuses requests, not one that lets them wait
         (
             [P, full("c", queues=False), full("e", queues=True, running=3)],
             {"prompt_tokens": 40},

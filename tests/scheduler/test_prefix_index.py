@@ -26,7 +26,7 @@ def busy(name: str, requests: int, **spec: object):
 @pytest.mark.parametrize(
     ("prefills", "published", "request_", "expected", "tokens"),
     [
-        # nobody has it, nobody is asked for it
+        # no worker has it, or no prefix is asked for
         ([busy("p", 0), busy("q", 1)], {"q": B}, {"prefix_hashes": A}, "p", 0),
         ([busy("p", 0), busy("q", 1)], {"q": A}, {}, "p", 0),
         # 2,000 tokens are worth one request, and then the id decides
@@ -59,7 +59,7 @@ def busy(name: str, requests: int, **spec: object):
             "q",
             20,
         ),
-        # who has it but cannot take the request is none
+        # a worker that has it but cannot take the request does not count
         (
             [busy("p", 0), busy("q", 0, state="draining")],
             {"q": A},

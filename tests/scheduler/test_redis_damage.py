@@ -74,7 +74,7 @@ DAMAGE: dict[str, tuple[Callable[[Redis, str], object], str]] = {
         r"instance 'p'.*at `\$.num_blocks`",
     ),
     "hashes": (lambda c, t: c.hset("kvxfer:blocks", "p", b"odd"), "instance 'p' has cached"),
-    "hashes of nobody": (
+    "hashes of an unknown instance": (
         lambda c, t: c.hset("kvxfer:blocks", "q", b"8 bytes."),
         "instance 'q' has cached",
     ),

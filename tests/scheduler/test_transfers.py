@@ -15,7 +15,7 @@ from verify.control_plane import worker
 
 
 class Contended(EmbeddedRegistry):
-    """Somebody else is faster than the first `times` reservations."""
+    """Another caller is faster than the first `times` reservations."""
 
     def __init__(self, times: int) -> None:
         super().__init__(clock=VirtualClock())

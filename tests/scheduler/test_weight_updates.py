@@ -316,7 +316,7 @@ async def test_what_was_decided_to_commit_is_never_aborted(two):
     await two.pass_time(SECONDS - 1)
     assert (await two.registry.update("u")).state is UpdateState.COMMITTING
     for _ in range(3):
-        await decide(two.registry, ABORT)  # who asks renews no lease
+        await decide(two.registry, ABORT)  # a query renews no lease
         await two.pass_time(0.5)
     update = await two.registry.update("u")
     assert (update.state, update.decision) == (UpdateState.COMMITTED, COMMIT)

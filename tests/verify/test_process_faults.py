@@ -1,6 +1,7 @@
-"""Real processes and a real network: whoever survives gets a named error, and no byte lands late.
+"""Real processes and a real network: a survivor gets a named error, and no byte lands late.
 
-How soon it comes is measured by `make chaos`."""
+`make chaos` measures how soon the error comes.
+"""
 
 from __future__ import annotations
 

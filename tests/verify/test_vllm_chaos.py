@@ -22,7 +22,7 @@ WAITS = Fault("freeze decode", began=10.0, ended=12.0, over=14.0, waits=True)
     [
         (FREEZE, 9.0, 10.75, 11.0, 0.75),  # under way when it happened
         (FREEZE, 10.5, 11.2, 11.5, 0.7),  # came to the frozen engine
-        (FREEZE, 9.0, None, 12.5, 2.5),  # nobody has said anything before the client heard
+        (FREEZE, 9.0, None, 12.5, 2.5),  # no log named it before the client heard of it
         (WAITS, 9.0, 10.75, 12.5, 0.75),
         (WAITS, 10.5, None, 12.5, 0.5),  # waited until the engine went on
     ],

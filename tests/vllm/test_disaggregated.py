@@ -135,7 +135,7 @@ def test_with_recompute_a_failed_transfer_still_gives_the_right_tokens(
     try:
         recomputing.serves("/health")
         for prompt in prompts(rng, 5):
-            # Of a ticket for somebody else, and of one that is too late.
+            # With a ticket for another instance, and with an expired one.
             for ticket in (params["ticket"], expired_ticket()):
                 tokens = cluster.tokens(
                     recomputing, prompt, kv_transfer_params=params | {"ticket": ticket}

@@ -50,7 +50,7 @@ PROMPTS = {"block sizes": 200, "ranks": 40, "states": 40, "large blocks": 40}
 
 @dataclass
 class Peers:
-    """Instances of which each can prefill and decode."""
+    """Instances that can each prefill and decode."""
 
     name: str
     fleet: Fleet

@@ -41,8 +41,8 @@ KINDS: Mapping[str, Kind] = {
     "sliding": Kind("sliding", [0, 1, 2, 0, 1, 2]),
     # Layers with a window have blocks of twice as many tokens.
     "large": Kind("large", [0, 1, 2, 0, 1, 2], layer_shapes=(1, 1, 0, 1, 1, 0)),
-    # On CPUs with AMX vLLM computes MLA with halves only, which come out differently for a prompt
-    # of which it has a part in its prefix cache.
+    # On CPUs with AMX vLLM computes MLA with halves only. The results differ when a part of the
+    # prompt is in its prefix cache.
     "mla": Kind("mla", [], "bfloat16", ("--dtype", "bfloat16", "--no-enable-prefix-caching")),
     "uneven": Kind("uneven", [], more=("--trust-remote-code",), layer_shapes=(0, 1, 1, 2)),
     # On CPUs vLLM's Mamba 2 does not work with a prefix cache.

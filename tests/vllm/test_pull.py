@@ -86,7 +86,7 @@ def test_a_reply_sent_to_another_engine_gives_an_error(
     wrong = params | {"prefill_engine_address": address + "/" + 32 * "1"}
     del wrong["prefill_rank_addresses"]
     assert cluster.ask(cluster.decode, prompt, kv_transfer_params=wrong).status_code == 500
-    cluster.wait_until_idle(cluster.prefill)  # when its lease ends: nobody could tell it
+    cluster.wait_until_idle(cluster.prefill)  # when its lease ends: no message could reach it
 
 
 def test_the_ticket_of_another_prompt_gives_an_error(cluster: Cluster, rng: random.Random) -> None:

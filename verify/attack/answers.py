@@ -1,4 +1,4 @@
-"""A bit of what a worker answers in a handshake is altered: whoever dials must not be fooled."""
+"""Alters one bit of a worker's answer in a handshake: the dialing engine must detect it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MANY: Final = 20
 
 
 def altered_answers(pair: Pair, rng: random.Random) -> Tried:
-    """An honest engine dials decode; its reply or its accept comes with one bit changed."""
+    """An honest engine dials decode. One bit of decode's reply or accept is changed on the way."""
     return asyncio.run(_dial(pair, rng))
 
 

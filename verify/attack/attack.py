@@ -1,4 +1,4 @@
-"""One attack on one pair of workers, and what has to be the same afterwards."""
+"""One attack on one pair of workers, and what must be unchanged after it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _SETTLE = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What the attacker saw: how often it tried, and how often it was refused. `errors` are the
-    names under which an honest side heard of it."""
+    """How often the attacker tried and was refused. `errors` are the names of the errors that an
+    honest side reported."""
 
     attempts: int
     refused: int
@@ -34,8 +34,8 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """`metric`: what has to count each attempt, by what was refused and the codes of why; None
-    where it is not this worker that refuses, or where what is said is simply of no effect."""
+    """`metric` has to count each attempt: what was refused, and the codes of the refusal. None
+    where another worker refuses, or where the attempt has no effect and is not counted."""
 
     name: str
     victim: Literal["prefill", "decode"]
@@ -48,8 +48,8 @@ class Attack:
 class Flood:
     """An attack that goes on while honest transfers are measured. The context's value counts.
 
-    `elsewhere` does the same to nobody while honest transfers are measured alone: what the attacker
-    itself takes of this machine's processors is not what the victim loses.
+    `elsewhere` does the same work without a victim while honest transfers are measured alone. So
+    the attacker's processor time on this machine does not count as a loss of the victim.
     """
 
     name: str
@@ -112,8 +112,8 @@ def run_flood(
     transfers: int = 8,
     least_share: float = HONEST_SHARE,
 ) -> Row:
-    """Honest transfers alone and under attack, by turns: `rounds` of them, and up to `most` while
-    these say that honest ones are slowed down, which may be the machine's other work."""
+    """Measures honest transfers alone and under attack, in turn, for `rounds` rounds. While they
+    show a slowdown it goes on, for up to `most` rounds: other work may have caused it."""
     victim: Victim = getattr(pair, flood.victim)
     before = victim.state()
     row = Row(flood.name, pair.fabric)
@@ -150,7 +150,7 @@ def run_flood(
 
 
 def _share(alone: list[float], under: list[float]) -> float:
-    """Of their speed that honest transfers keep, by the seconds that each took."""
+    """The share of their speed that honest transfers keep, from the seconds that each took."""
     return statistics.median(alone) / statistics.median(under)
 
 
@@ -171,7 +171,7 @@ def counted(state: dict[str, Any], metric: Metric) -> int:
 def _settle(
     row: Row, victim: Victim, before: dict[str, Any], metric: Metric | None, least: int
 ) -> None:
-    """Waits until the metric has counted what was tried, and connections are closed again."""
+    """Waits until the metric has counted the attempts and the connections are closed again."""
     give_up = time.monotonic() + _SETTLE
     while True:
         now = victim.state()
@@ -204,8 +204,8 @@ def _compare(row: Row, pair: Pair, victim: Victim, before: dict[str, Any]) -> No
 
 
 class Repeated(threading.Thread):
-    """Calls `step` again and again, so many times a second at most, at the lowest priority: on a
-    real network the attacker's processor is not the victim's."""
+    """Calls `step` repeatedly, at most so many times a second, at the lowest priority: on a real
+    network the attacker and the victim do not share a processor."""
 
     def __init__(self, step: Callable[[], None], per_second: float) -> None:
         super().__init__(daemon=True)

@@ -47,7 +47,7 @@ class Plane:
         return verify_ticket(answer.json()["ticket"], CLUSTER_KEY, now=time.time())
 
     def put(self, ticket: Ticket, body: dict[str, Any]) -> str:
-        """Leaves a block table; the code of the error, or ""."""
+        """Puts a block table. Returns the code of the error, or ""."""
         path = f"/v1/transfers/{ticket.transfer_id}/block-table"
         return _code(self.call("router", "POST", path, json=body))
 
@@ -114,7 +114,7 @@ def tickets(plane: Plane, rng: random.Random) -> Tried:
 
 
 def altered_tables(plane: Plane, rng: random.Random) -> Tried:
-    """A router that has the token changes what decode has signed, or replaces it."""
+    """A router that has the token changes or replaces a block table that decode has signed."""
     codes = []
     for index in range(_MANY):
         ticket = plane.open()

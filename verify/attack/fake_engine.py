@@ -1,4 +1,4 @@
-"""An engine that has the key, is of this host, and goes no further than it is told."""
+"""A fake engine on this host that has the cluster key, and stops at any step of the handshake."""
 
 from __future__ import annotations
 

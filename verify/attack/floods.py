@@ -18,13 +18,13 @@ from .pair import Pair
 from .worker import KEY
 
 _CONNECTIONS_PER_SECOND: Final = 1000
-_MOST_OPEN: Final = 900  # of the attacker's own, who has 1,024 descriptors
+_MOST_OPEN: Final = 900  # sockets of the attacker, which may have 1,024 descriptors
 _WRONG_KEY: Final = ("handshake", ("authentication-failed",))
 _LATE: Final = ("handshake", ("deadline-exceeded", "backpressure", "peer-lost"))
 
 
 class _Sockets:
-    """Open connections of the attacker; those that the victim has closed are counted."""
+    """Open connections of the attacker. Counts connections that the victim closes."""
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
@@ -36,7 +36,7 @@ class _Sockets:
         self._tally.attempts += 1
 
     def collect(self) -> None:
-        """Takes out those that the victim has closed."""
+        """Removes connections that the victim has closed."""
         poll = select.poll()
         for each in self.open:
             poll.register(each, select.POLLIN)
@@ -87,7 +87,7 @@ def _repeated(
 
 
 def strangers(pair: Pair, rng: random.Random) -> contextlib.AbstractContextManager[Tally]:
-    """Connections that say a wrong hello and wait."""
+    """Connections that send a wrong hello and wait."""
     target = pair.decode.target
     hello = rng.randbytes(wire.HELLO_BYTES)
 
@@ -102,7 +102,7 @@ def strangers(pair: Pair, rng: random.Random) -> contextlib.AbstractContextManag
 
 @contextlib.contextmanager
 def strangers_elsewhere() -> Iterator[None]:
-    """As many connections to a listener of the attacker's own."""
+    """As many connections, to the attacker's listener."""
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
 
         def step() -> None:
@@ -119,7 +119,7 @@ def strangers_elsewhere() -> Iterator[None]:
 
 
 def half_handshakes(pair: Pair, _: random.Random) -> contextlib.AbstractContextManager[Tally]:
-    """Connections that say nothing, half a hello, or a hello and no proof; all stay open."""
+    """Connections that send nothing, half a hello, or a hello without a proof, and stay open."""
     target = pair.decode.target
     hello = wire.hello(bytes(16), target.engine)
     openings = (b"", hello[:40], hello)
@@ -152,7 +152,7 @@ def slow_strangers(pair: Pair, _: random.Random) -> contextlib.AbstractContextMa
 
 
 def silent_rendezvous(pair: Pair, _: random.Random) -> contextlib.AbstractContextManager[Tally]:
-    """Connections to the unix socket of the local fabric that say nothing."""
+    """Silent connections to the unix socket of the local fabric."""
     target = pair.decode.target
 
     def step(sockets: _Sockets, _: int) -> None:
@@ -164,7 +164,7 @@ def silent_rendezvous(pair: Pair, _: random.Random) -> contextlib.AbstractContex
 
 @contextlib.contextmanager
 def refused_writes(pair: Pair, rng: random.Random) -> Iterator[Tally]:
-    """A key holder's refused batches, as fast as they are answered."""
+    """A key holder sends refused batches as fast as they are answered."""
     tally = Tally()
     with Member(pair.decode.target, KEY) as member:
         writer = TcpWriter(member)
@@ -183,7 +183,7 @@ def refused_writes(pair: Pair, rng: random.Random) -> Iterator[Tally]:
 
 
 def never_reading(pair: Pair, _: random.Random) -> Tried:
-    """A key holder sends refused batches and never reads what becomes of them."""
+    """A key holder sends refused batches and never reads the answers."""
     with Member(pair.decode.target, KEY) as member:
         writer = TcpWriter(member)
         batches = wire.writes_frame(1, [(0, 0)], None) * 4096
@@ -198,8 +198,8 @@ def never_reading(pair: Pair, _: random.Random) -> Tried:
 
 
 def empty_messages(pair: Pair, _: random.Random) -> Tried:
-    """A key holder fills the victim with messages of no bytes while its loop is busy; the first
-    one that is read ends it."""
+    """A key holder sends empty messages while the victim's loop is busy. The first one that the
+    victim reads ends the connection."""
     with Member(pair.decode.target, KEY) as member:
         writer = TcpWriter(member)
         writer.write(0, [(0, 8)], None)
@@ -213,7 +213,7 @@ def empty_messages(pair: Pair, _: random.Random) -> Tried:
 
 
 def long_frames(pair: Pair, _: random.Random) -> Tried:
-    """Control frames that announce far more than a message may have."""
+    """Control frames that announce far more bytes than a message may have."""
     sizes = (1 << 20 | 1, 1 << 24, 1 << 31, (1 << 32) - 1)
     refused = 0
     for size in sizes:
@@ -224,8 +224,8 @@ def long_frames(pair: Pair, _: random.Random) -> Tried:
 
 
 def never_ready(pair: Pair, _: random.Random) -> Tried:
-    """Key holders that authenticate, open no path, and stay: the oldest are closed. In a process of
-    its own the attacker would only have more of them."""
+    """Key holders that authenticate, open no path, and stay: the victim closes the oldest ones. An
+    attacker with more processes would only have more such connections."""
     members: list[socket.socket] = []
     limit, extra = 1024, 64
     raised = _raise_descriptors(limit + extra + 64)
@@ -254,7 +254,7 @@ def _raise_descriptors(number: int) -> bool:
 
 @contextlib.contextmanager
 def slow_members(pair: Pair, _: random.Random) -> Iterator[Tally]:
-    """Key holders in the middle of a long batch and of a long message, one byte at a time."""
+    """Key holders that send a long batch and a long message one byte at a time."""
     tally = Tally()
     grant = pair.decode.ask("grant", peer=None)
     with contextlib.ExitStack() as stack:
@@ -282,7 +282,7 @@ def slow_members(pair: Pair, _: random.Random) -> Iterator[Tally]:
             yield tally
         finally:
             thread.stop()
-            # Every batch is finished in one go, to see that it is refused.
+            # Completes every batch at once, to see that it is refused.
             for lane in socks[1::2]:
                 lane.sendall(bytes((1 << 20) - sent))
                 tally.refused += wire.ack_status(read(lane, wire.ACK_BYTES)) == "unknown-region"

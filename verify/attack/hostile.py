@@ -1,4 +1,4 @@
-"""A peer that does not keep to the protocol: raw sockets, one step at a time, blocking."""
+"""A peer that violates the protocol: raw blocking sockets, one step at a time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Target:
         while True:
             try:
                 unix.connect(f"\0kvxfer-{self.engine.hex()}")
-            except BlockingIOError:  # as many wait to be accepted as may
+            except BlockingIOError:  # the backlog is full
                 if time.monotonic() > give_up:
                     raise
                 time.sleep(0.001)
@@ -52,7 +52,7 @@ class Target:
 
 
 def read(sock: socket.socket, size: int) -> bytes:
-    """So many bytes, fewer where the other side has closed."""
+    """Reads so many bytes; fewer if the other side has closed."""
     found = b""
     with contextlib.suppress(ConnectionError):
         while len(found) < size and (more := sock.recv(size - len(found))):
@@ -61,7 +61,7 @@ def read(sock: socket.socket, size: int) -> bytes:
 
 
 def closed(sock: socket.socket, seconds: float = PATIENCE) -> bool:
-    """Whether the other side closes the connection in time; what it sends until then is dropped."""
+    """Whether the other side closes the connection in time. Drops what it sends until then."""
     give_up = time.monotonic() + seconds
     while (left := give_up - time.monotonic()) > 0:
         if not select.select([sock], [], [], left)[0]:
@@ -83,7 +83,7 @@ def flipped(data: bytes, rng: random.Random) -> bytes:
 
 
 class Handshake:
-    """The client's side, message by message, so that each can be altered or kept back."""
+    """The client's side, message by message. Each message can be altered or withheld."""
 
     def __init__(
         self, target: Target, key: bytes, *, name: str = "hostile", lanes: int = 1
@@ -117,7 +117,7 @@ class Handshake:
 
 
 class Member:
-    """Knows the cluster key, and goes wrong only then: a worker that somebody has taken over."""
+    """A hostile peer that knows the cluster key: a compromised worker."""
 
     def __init__(self, target: Target, key: bytes, *, name: str = "hostile") -> None:
         self.target = target
@@ -136,7 +136,7 @@ class Member:
         return sock
 
     def announce(self, paths: int) -> None:
-        """Says that so many paths are open, which makes this a peer of the victim."""
+        """Announces so many open paths. This makes it a peer of the victim."""
         self.control.sendall(wire.control_frame(wire.PATHS, paths.to_bytes(4, "little")))
 
     def message(self, data: bytes) -> None:
@@ -174,7 +174,7 @@ class TcpWriter:
     def write(
         self, key: int, writes: list[tuple[int, int]], imm: int | None, payload: bytes | None = None
     ) -> str:
-        """The status of a batch; "cut off" where the victim ends the connection instead."""
+        """The status of a batch, or "cut off" if the victim closes the connection."""
         self._member.beat()
         if payload is None:
             payload = b"\xee" * sum(length for _, length in writes)

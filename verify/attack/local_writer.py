@@ -34,7 +34,7 @@ class LocalWriter:
         if sealed:
             fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEALS)
         self._ring = mmap.mmap(self._fd, _RING_BYTES)
-        # Moved by one store each: struct writes zeros first, which the victim may see.
+        # One store each: struct would write zeros first, and the victim could see them.
         self._published = ctypes.c_uint64.from_buffer(self._ring, 0)
         self._consumed = ctypes.c_uint64.from_buffer(self._ring, 64)
         ctypes.c_uint64.from_buffer(self._ring, 128).value = (1 << 64) - 1  # awake
@@ -47,7 +47,7 @@ class LocalWriter:
             raise ConnectionError("the victim refused the rendezvous")
         self.peer_ring = mmap.mmap(descriptors[0], 0)
         self._wake = descriptors[1]
-        # Our probe: the bytes that stand at an address here.
+        # Our probe: the bytes at an address of this process.
         probe = struct.pack("<Q", ctypes.addressof(self._source)) + bytes(self._source[:16])
         send(self.socket, b"\1" + probe, [])
         receive(self.socket)
@@ -56,7 +56,7 @@ class LocalWriter:
     def write(
         self, key: int, writes: list[tuple[int, int]], imm: int | None, source: int | None = None
     ) -> str:
-        """The status of a batch; "cut off" where the victim ends the connection instead."""
+        """The status of a batch, or "cut off" if the victim closes the connection."""
         self._member.beat()
         at = ctypes.addressof(self._source) if source is None else source
         head = self._produced
@@ -83,7 +83,7 @@ class LocalWriter:
         self._ring[at : at + len(slot)] = slot
 
     def publish(self, produced: int) -> None:
-        """Moves the ring's position, to wherever it likes, and wakes the victim."""
+        """Sets the ring's position to any value, and wakes the victim."""
         self._published.value = produced
         os.eventfd_write(self._wake, 1)
 
@@ -117,5 +117,5 @@ def receive(unix: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def region_message(kind: int, number: int, size: int) -> bytes:
-    """What tells of a shared region (1) or takes it back (2)."""
+    """The message that announces a shared region (1) or revokes it (2)."""
     return struct.pack("<IIQ", kind, number, size)

@@ -88,8 +88,8 @@ def grants_of_others(pair: Pair, _: random.Random) -> Tried:
 
 
 def stale_counters(pair: Pair, rng: random.Random) -> Tried:
-    """Immediates of counters that are released, of generations to come, of slots never used, and
-    of another peer's live one."""
+    """Immediates of released counters, of future generations, of unused slots, and of another
+    peer's live counter."""
     with joined(pair, "owner"), Member(pair.decode.target, KEY, name="late") as member:
         writer: Writer = TcpWriter(member) if pair.fabric == "tcp" else LocalWriter(member)
         live = pair.decode.ask("grant", peer="owner")
@@ -115,7 +115,7 @@ def stale_counters(pair: Pair, rng: random.Random) -> Tried:
 
 
 def malformed_batches(pair: Pair, rng: random.Random) -> Tried:
-    """What no engine would ever send: each costs the hostile peer its connection."""
+    """Batches that no engine sends: each costs the hostile peer its connection."""
     key = int(pair.decode.ask("grant", peer=None)["imm"])  # of no region
     if pair.fabric == "tcp":
         frames = [
@@ -173,7 +173,7 @@ def _unsealed() -> int:
 
 
 def shared_memory(pair: Pair, _: random.Random) -> Tried:
-    """The victim has shared the memory it sends from, and the peer tries to change it."""
+    """The victim has shared the memory that it sends from. The peer tries to change it."""
     with Member(pair.decode.target, KEY, name="mapper") as member:
         writer = LocalWriter(member)
         writer.write(0, [(0, 8)], None)
@@ -187,7 +187,7 @@ def shared_memory(pair: Pair, _: random.Random) -> Tried:
             lambda: os.ftruncate(fd, 1 << 40),
             lambda: os.pwrite(os.open(again, os.O_RDWR), b"\xee" * 64, 0),
             lambda: mmap.mmap(os.open(again, os.O_RDWR), 4096, mmap.MAP_SHARED),
-            lambda: fcntl.fcntl(fd, 1033, 8),  # F_ADD_SEALS: its owner could not write any more
+            lambda: fcntl.fcntl(fd, 1033, 8),  # F_ADD_SEALS: it would stop the owner from writing
             lambda: _punch(fd),
         ]
         refused = 0

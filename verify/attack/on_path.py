@@ -1,5 +1,7 @@
-"""An attacker on the path between two workers that alters bits of what passes: tcp is
-in the clear, so this says what is noticed and what is not."""
+"""An attacker on the path between two workers that flips bits of their traffic.
+
+TCP traffic is not encrypted. This shows which changes are detected and which are not.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,20 @@ from .hostile import Target, flipped, read
 from .pair import Pair, workers
 
 Place: TypeAlias = Literal["header", "page"]
-# Seconds; a header that was altered may cost the whole of it.
+# Seconds; an altered header may cost the whole lease.
 _LEASES: Final = {"header": 2.0, "page": 20.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Altered:
-    """What became of transfers of which one bit was altered."""
+    """The outcomes of transfers with one altered bit each."""
 
     place: Place
     checksums: bool
     noticed: int
     unnoticed: int  # wrong bytes in the blocks of the transfer, and no error
-    harmless: int  # nothing wrong: the bit meant nothing, or was not needed
-    elsewhere: int  # bytes changed that were not of the transfer
+    harmless: int  # no effect: the bit had no meaning, or was not used
+    elsewhere: int  # changed bytes outside the transfer
     errors: frozenset[str]
 
 
@@ -109,7 +111,7 @@ def _shut(*socks: socket.socket) -> None:
 def altered_stream(
     place: Place, trials: int, rng: random.Random, *, checksums: bool = False
 ) -> Altered:
-    """Transfers through a proxy that flips one bit of one frame of writes of each."""
+    """Transfers through a proxy that flips one bit of one frame of writes in each transfer."""
     options = ("checksums",) if checksums else ()
     with workers("tcp", *options, met=False) as pair:
         proxy = Proxy(pair.prefill.target)
@@ -132,7 +134,7 @@ def altered_stream(
 
 
 def _once(place: Place, rng: random.Random) -> Callable[[bytes, bytes], tuple[bytes, bytes]]:
-    """Alters one of the first frames; a transfer has some more."""
+    """Alters one of the first frames. A transfer has more frames than that."""
     left = rng.randrange(6)
 
     def alter(head: bytes, payload: bytes) -> tuple[bytes, bytes]:
@@ -148,7 +150,7 @@ def _once(place: Place, rng: random.Random) -> Callable[[bytes, bytes], tuple[by
 
 
 def _transfer(pair: Pair, address: str, lease: float) -> tuple[list[str], int]:
-    """The errors of both sides, and how many bytes of decode's blocks are wrong."""
+    """The errors of both sides, and the number of wrong bytes in decode's blocks."""
     ticket = pair.ticket()
     sending = pair.prefill.begin("send", tickets=[ticket], lease=lease)
     received = pair.decode.ask("receive", tickets=[ticket], address=address, lease=lease)

@@ -29,7 +29,7 @@ def other_protocols(pair: Pair, rng: random.Random) -> Tried:
     openings = [
         b"GET / HTTP/1.1\r\nHost: kvxfer\r\nConnection: keep-alive\r\nAccept: */*\r\n\r\n",
         b"\x16\x03\x01\x02\x00" + bytes(200),  # TLS
-        b"KVXF\xff\xff" + bytes(200),  # a version there never was
+        b"KVXF\xff\xff" + bytes(200),  # a version that does not exist
     ]
     tried = []
     for index in range(_MANY):
@@ -54,7 +54,7 @@ def without_session(pair: Pair, rng: random.Random) -> Tried:
 
 
 def replayed_handshake(pair: Pair, _: random.Random) -> Tried:
-    """Every byte that an honest client sent, once more."""
+    """Replays every byte of an honest client."""
     handshake = Handshake(pair.decode.target, KEY)
     handshake.sock.sendall(handshake.hello())
     proof, _session = handshake.answer(read(handshake.sock, wire.REPLY_BYTES))
@@ -73,7 +73,7 @@ def replayed_handshake(pair: Pair, _: random.Random) -> Tried:
 
 
 def replayed_lane(pair: Pair, _: random.Random) -> Tried:
-    """A lane or a rendezvous of a session that is open, and of one that is over."""
+    """A lane or a rendezvous of an open session, and of an ended one."""
     refused = 0
     with Member(pair.decode.target, KEY) as member:
         if pair.fabric == "tcp":
@@ -94,7 +94,7 @@ def replayed_lane(pair: Pair, _: random.Random) -> Tried:
 
 
 def altered_handshake(pair: Pair, rng: random.Random) -> Tried:
-    """One bit of what an honest client says is changed on the way: hello or proof."""
+    """Changes one bit of an honest client's hello or proof on the way."""
     tried = []
     for index in range(_MANY):
         handshake = Handshake(pair.decode.target, KEY)
@@ -104,7 +104,7 @@ def altered_handshake(pair: Pair, rng: random.Random) -> Tried:
         if len(reply) == wire.REPLY_BYTES and reply[:2] == b"\0\0":
             proof, _session = handshake.answer(reply)
             if not index % 2:
-                # The length of the introduction apart: longer ones are waited for, until the end.
+                # Not in the length: the victim would wait for the rest until its deadline.
                 proof = proof[:4] + flipped(proof[4:], rng)
             handshake.sock.sendall(proof)
             tried.append((handshake.sock, read(handshake.sock, 2) != b"\0\0"))
@@ -114,7 +114,7 @@ def altered_handshake(pair: Pair, rng: random.Random) -> Tried:
 
 
 def _all_closed(tried: list[tuple[socket.socket, bool]]) -> Tried:
-    """Those that were refused so far, and that the victim has closed or closes soon."""
+    """Counts refused attempts whose connection the victim has closed or closes soon."""
     refused = sum(refused and closed(sock) for sock, refused in tried)
     for sock, _ in tried:
         sock.close()

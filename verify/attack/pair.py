@@ -1,4 +1,4 @@
-"""A prefill and a decode worker in their own processes, and what the attacker sees of them."""
+"""A prefill and a decode worker, each in a process, as the attacker sees them."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Pair:
         return Ticket(**{**said, **changes})
 
     def transfer(self, number: int = 1) -> list[float]:
-        """So many honest transfers of HONEST_BLOCKS; the seconds that each took. Raises
-        AssertionError where one fails or a byte of it is wrong."""
+        """Runs so many honest transfers of HONEST_BLOCKS. Returns the seconds of each. Raises
+        AssertionError if one fails or has a wrong byte."""
         tickets = [self.ticket() for _ in range(number)]
         sending = self.prefill.begin("send", tickets=tickets)
         received = self.decode.ask("receive", tickets=tickets, address=self.prefill.address)
@@ -66,13 +66,13 @@ class Pair:
         return list(received["seconds"])
 
     def changed(self) -> int:
-        """Bytes changed in what no honest transfer uses, on both sides."""
+        """The number of changed bytes outside the memory of honest transfers, on both sides."""
         return sum(int(one.ask("changed")["changed"]) for one in (self.prefill, self.decode))
 
 
 @contextmanager
 def workers(fabric: str, *options: str, met: bool = True) -> Iterator[Pair]:
-    """A pair that has made one transfer, unless it is not to have met."""
+    """A pair after one transfer; without one, the workers have not connected yet."""
     with (
         Victim("prefill", fabric, *options) as prefill,
         Victim("decode", fabric, *options) as decode,

@@ -1,4 +1,4 @@
-"""All attacks, and the table of what became of them."""
+"""All attacks, and the table of their outcomes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRIALS = 16
 
 
 def all_rows(rng: random.Random, fabrics: tuple[Fabric, ...] = FABRICS) -> Iterator[Row]:
-    """Every attack on every fabric that it is for, each pair of workers for all of its attacks."""
+    """Runs every attack on each of its fabrics, with one pair of workers per fabric."""
     for fabric in fabrics:
         with workers(fabric) as pair:
             for module in (outsiders, answers, members, transfers, floods):

@@ -1,4 +1,4 @@
-"""Attacks on transfers: tickets, block tables, and messages, by an engine that has the key."""
+"""Attacks on transfers by an engine that has the key: tickets, block tables, messages."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def offer(ticket: str, transfer_id: str, **changes: Any) -> Offer:
 
 
 def attacker(name: str, fabric: str) -> Engine:
-    """With the key, and with patience: its victims are busy, not gone."""
+    """An engine with the key and a long timeout: its victims are busy, not gone."""
     return Engine(cluster_key=KEY, name=name, fabrics=(fabric,), peer_timeout=10)
 
 
@@ -78,7 +78,7 @@ def with_engine(
 
 
 async def answers(peer: Peer, messages: list[Message], want: int) -> list[Message]:
-    """What the victim says to messages, its HELLO apart, until there are so many answers."""
+    """Sends the messages. Returns the first `want` answers of the victim, without its HELLO."""
     for message in messages:
         peer.send(encode(message))
     found: list[Message] = []
@@ -91,8 +91,8 @@ async def answers(peer: Peer, messages: list[Message], want: int) -> list[Messag
 
 
 def tickets(pair: Pair, rng: random.Random) -> Tried:
-    """Offers to prefill under tickets that are expired, signed elsewhere, altered, of other pairs
-    or epochs, used before, or no tickets at all."""
+    """Offers to prefill under bad tickets: expired, signed with another key, altered, of another
+    pair or epoch, used before, or no ticket at all."""
     used = pair.claims()
     used_token = pair.ticket(transfer_id=used.transfer_id)
 
@@ -150,7 +150,7 @@ def _unsigned(transfer_id: str, token: str) -> tuple[str, str]:
 
 
 def tables(pair: Pair, rng: random.Random) -> Tried:
-    """Offers with a good ticket and a block table, grants or an immediate that cannot be."""
+    """Offers with a good ticket and an invalid block table, invalid grants or immediate."""
     bad: list[dict[str, Any]] = [
         {"blocks": (NUM_BLOCKS).to_bytes(4, "little")},
         {"blocks": b"\xff" * 4},
@@ -178,7 +178,7 @@ def tables(pair: Pair, rng: random.Random) -> Tried:
 
 
 def foreign_transfers(pair: Pair, _: random.Random) -> Tried:
-    """DONE and CANCEL for the transfers of others, which are under way, at both workers."""
+    """DONE and CANCEL for other peers' transfers in progress, sent to both workers."""
     names = [pair.ticket() for _ in range(12)]
     ids = [jwt.decode(name, options={"verify_signature": False})["jti"] for name in names]
 
@@ -208,7 +208,7 @@ def foreign_transfers(pair: Pair, _: random.Random) -> Tried:
 
 
 def bombs(pair: Pair, rng: random.Random) -> Tried:
-    """Messages that would become huge, deep, or are none: each costs a connection."""
+    """Huge, deeply nested or malformed messages: each costs the attacker a connection."""
     deep = b"\x82\xa4type\xa5offer\xa3xyz" + b"\x91" * 1_000_000
     layout = replace(LAYOUT, num_layers=1 << 16)
     payloads = [

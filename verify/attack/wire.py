@@ -1,4 +1,4 @@
-"""The wire formats of docs/protocol.md, written a second time: what a hostile peer has to speak."""
+"""A second implementation of the wire formats of docs/protocol.md, for the hostile peer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def proof(body: bytes, transcript: bytes, session_key: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What both sides hold after a handshake."""
+    """The state that both sides have after a handshake."""
 
     key: bytes
 

@@ -1,8 +1,8 @@
 """A worker process that is attacked.
 
 Run as `python -m verify.attack.worker INSTANCE FABRIC [checksums]` (verify/processes/worker.py).
-Everything in its memory that no honest transfer uses holds a pattern: its own region, and
-every second block of the cache.
+All memory that no honest transfer uses holds a pattern: the vault region, and every second block of
+the cache.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Worker:
             for layer in range(LAYOUT.layers_per_rank)
             for part in LAYOUT.parts
         ]
-        # Somebody else's blocks, between those of honest transfers.
+        # Blocks of other requests, between the blocks of honest transfers.
         singles = sorted((pool.hold(1) for _ in range(NUM_BLOCKS)), key=lambda one: int(one.ids[0]))
         for one in singles[::2]:
             one.release()
@@ -82,7 +82,7 @@ class Worker:
         raise ValueError(command)
 
     def _state(self) -> dict[str, Any]:
-        """What an attack must not move, and what has to count it."""
+        """State that an attack must not change, and the metrics that must count it."""
         status = dict(
             line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
         )
@@ -103,12 +103,12 @@ class Worker:
             plane[self._held] = PATTERN
 
     def _changed(self) -> int:
-        """Bytes of the pattern that somebody has written to."""
+        """The number of bytes of the pattern that were overwritten."""
         found = int((self._watched != PATTERN).sum())
         return found + sum(int((plane[self._held] != PATTERN).sum()) for plane in self._planes)
 
     def _grant(self, peer: str | None) -> dict[str, Any]:
-        """The middle of the vault for one peer, by its name; or a counter that anybody may use."""
+        """Grants the middle of the vault to one named peer. None: only a counter, for any peer."""
         if peer is None:
             counter, key = self._engine.counter(), b""
         else:
@@ -123,7 +123,7 @@ class Worker:
         }
 
     async def _push(self, peer: str) -> dict[str, Any]:
-        """Writes from the vault to a peer, over whatever fabric there is; nobody awaits it."""
+        """Writes from the vault to a peer over any common fabric. The result is ignored."""
         found = next(one for one in self._engine.peers if one.name == peer)
         descriptor = b"KMR\x01" + bytes.fromhex(found.engine_id) + bytes(8) * 2
         descriptor += VAULT_BYTES.to_bytes(8, "little")
@@ -152,7 +152,7 @@ class Worker:
     async def _receive(
         self, tickets: list[str], address: str, lease: float = 60.0
     ) -> dict[str, Any]:
-        """The decode side; the bytes of every transfer are compared, outside of its time."""
+        """The decode side. Compares the bytes of every transfer, outside of its measured time."""
         wrong = 0
         seconds: list[float] = []
         errors: list[str] = []
@@ -171,7 +171,7 @@ class Worker:
         return {"errors": errors, "seconds": seconds, "wrong": wrong}
 
     def _wrong(self, ids: list[int]) -> int:
-        """Wrong bytes of a transfer; its blocks are empty for the next one."""
+        """The number of wrong bytes of a transfer. Clears its blocks for the next one."""
         wrong = sum(
             int((pages[block] != _value(plane, index)).sum())
             for plane, pages in enumerate(self._planes)
@@ -183,7 +183,7 @@ class Worker:
 
 
 def _value(plane: int, index: int) -> int:
-    """Of the bytes of a page of an honest transfer; never 0."""
+    """The value of each byte in a page of an honest transfer; never 0."""
     return 1 + (plane * 31 + index) % 251
 
 
@@ -195,7 +195,7 @@ async def main(instance: str, fabric: str, *, checksums: bool) -> None:
         epoch=EPOCH,
         checksums=checksums,
         fabrics=(fabric,),
-        peer_timeout=3.0,  # longer than a busy machine stalls; no worker is frozen here
+        peer_timeout=3.0,  # longer than a busy machine stalls; the test freezes no worker
     ) as parts:
         worker = Worker(*parts)
         tasks: set[asyncio.Task[None]] = set()

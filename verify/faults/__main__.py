@@ -1,5 +1,5 @@
-"""Breaks workers and their network in mid-transfer for many random rounds, over every fabric that
-runs here; prints what happened.
+"""Breaks workers and their network in mid-transfer, in many random rounds, over every fabric that
+runs on this host. Prints the outcomes.
 
 Exit code 1 on any wrong byte, any leaked block, a worker that hangs, or a detection p99 above 1 s.
 """
@@ -34,14 +34,14 @@ from .rdma_ports import on_an_emulated_machine
 
 MAX_DETECTION_SECONDS: Final = 1.0
 _DEVICES: Final = Path("/sys/class/infiniband")
-# On the emulated machine with RDMA devices rounds take longer, and a few show the same.
+# Rounds take longer on the emulated machine with RDMA devices, and a few rounds show as much.
 _VERBS_SHARE: Final = 0.02
-# 14 MiB: its CPUs carry every packet, and 32 MiB leave them no time for heartbeats for a second.
+# 14 MiB: its CPUs carry every packet. With 32 MiB they would send no heartbeat for a second.
 _EMULATED_BLOCKS: Final = 56
 
 
 class Rounds:
-    """What every arena takes its faults from, and leaves its findings in. Loop only."""
+    """The faults for all arenas, and their findings. Loop only."""
 
     def __init__(self, count: int, fabrics: list[Fabric], rng: random.Random) -> None:
         kinds = [(fabric, fault) for fabric in fabrics for fault in fabric.faults]
@@ -69,7 +69,7 @@ class Rounds:
 async def run(
     count: int, fabrics: list[Fabric], parallel: int, rng: random.Random, console: Console
 ) -> list[Round]:
-    """`count` rounds: every fault on every fabric in turn, the order and everything else random."""
+    """`count` rounds: every fault on every fabric in turn, in random order, all else random."""
     rounds = Rounds(count, fabrics, rng)
     columns = (TextColumn("rounds"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
@@ -82,7 +82,7 @@ async def run(
 
 
 def on_a_machine_with_rdma(count: int, faults: Iterable[Fault], seed: int) -> list[Round]:
-    """The rounds of verbs on a host without RDMA devices: in the emulated machine that has some."""
+    """The rounds of verbs on a host without RDMA devices: they run in the emulated machine."""
     with tempfile.TemporaryDirectory(prefix="kvxfer-chaos-") as folder:
         found = Path(folder) / "rounds.json"
         command = ["scripts/rxe-machine", "--share", folder, "--timeout", "3600"]
@@ -132,7 +132,7 @@ def detections(rounds: Iterable[Round]) -> list[float]:
 
 
 def broken(rounds: list[Round]) -> Iterator[str]:
-    """What was not held, in words."""
+    """The broken promises, in words."""
     if wrong := [one for one in rounds if one.wrong_bytes]:
         yield f"{len(wrong)} rounds with wrong bytes, such as {wrong[0]}"
     if leaked := [one for one in rounds if one.leaked_blocks]:

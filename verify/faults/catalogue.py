@@ -1,4 +1,4 @@
-"""What can happen to two workers, and over which fabrics."""
+"""The faults of two workers, and the fabrics that they apply to."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ def _of_both(*acts: str) -> tuple[Fault, ...]:
     return tuple(Fault(act, role) for act in acts for role in get_args(Role))
 
 
-# kill: SIGKILL. freeze: SIGSTOP until the other has given it up. stall: SIGSTOP for a moment that
-# heartbeats forgive, in which the other cancels and reuses its blocks.
+# kill: SIGKILL. freeze: SIGSTOP until the other side has given it up. stall: SIGSTOP for less than
+# the heartbeats' timeout, while the other side cancels and reuses its blocks.
 PROCESS: Final = _of_both("kill", "freeze", "stall")
-# The system gives the process no more memory, and then the other one cancels.
+# The process gets no more memory from the system; then the other side cancels.
 MEMORY: Final = _of_both("no memory")
-# The time of day is another one.
+# The wall clock is wrong.
 CLOCK: Final = _of_both("clock")
-# half-open: cut off, and killed while nobody hears of it.
+# half-open: cut off, then killed, so that the peer does not learn of it.
 NETWORK: Final = (
     *(Fault(damage) for damage in get_args(Damage)),
     *_of_both("half-open"),
 )
-# The ports of both ends; connections that do not need them stay.
+# The ports at both ends. Connections that do not use them stay.
 PORTS: Final = (Fault("port down"),)
-# SIGSTOP for a moment that heartbeats forgive, with nobody giving up.
+# SIGSTOP for less than the heartbeats' timeout; neither side gives up.
 PAUSE: Final = _of_both("pause")
 
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """Where workers meet, and what can happen to them there."""
+    """The fabric of a pair of workers, and its faults."""
 
     name: str
     engine: str
     faults: tuple[Fault, ...]
     linked: bool = False
-    """Each in its own network namespace."""
+    """Each worker is in a network namespace."""
     small_buffers: bool = False
     most_blocks: int = NUM_BLOCKS
-    """Of a transfer."""
+    """The most blocks of a transfer."""
 
 
 FABRICS: Final = {
@@ -63,8 +63,8 @@ FABRICS: Final = {
     for fabric in (
         Fabric("local", "local", PROCESS + MEMORY + CLOCK),
         Fabric("tcp", "tcp", PROCESS + MEMORY + CLOCK + NETWORK, linked=True),
-        # Socket buffers that are full all the time. After a pause Linux sends again what had no
-        # room, 0.2 s after 0.2 s: the 32 MiB of all blocks took over 20 s on busy processors.
+        # The socket buffers are always full. After a pause Linux resends what had no room only
+        # every 0.2 s: the 32 MiB of all blocks took over 20 s on busy processors.
         Fabric(
             "tcp 4 KiB", "tcp", PROCESS + PAUSE, linked=True, small_buffers=True, most_blocks=32
         ),

@@ -1,5 +1,5 @@
-"""Breaks real worker processes, or the network between them, in mid-transfer, and measures what
-each side sees."""
+"""Breaks real worker processes, or the network between them, in mid-transfer, and measures the
+effect on each side."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .link import Damage, Link, link
 from .rdma_ports import RdmaPorts
 from .worker import KEY, NUM_BLOCKS
 
-# How long the survivor's pages are watched after the frozen sender woke up.
+# How long the survivor's pages are watched after the frozen sender wakes up.
 _WATCH_SECONDS: Final = 0.2
 _CLOCK_JUMP_SECONDS: Final = 3600
 _FAKETIME: Final = "/usr/$LIB/faketime/libfaketime.so.1"
@@ -32,11 +32,12 @@ _FAKETIME: Final = "/usr/$LIB/faketime/libfaketime.so.1"
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one round found.
+    """The result of one round.
 
-    `detection` is the seconds from the fault (of a stall: from SIGCONT; of a transfer that a frozen
-    worker got: from its start) until the last side that could hear of it (of a stall: the stalled
-    one) had its error; None where the transfer finished before, or in spite of it.
+    `detection` is the time in seconds until the last side that could learn of the fault had its
+    error; after a stall, the stalled side. It counts from the fault; after a stall, from SIGCONT;
+    for a transfer to a frozen worker, from the start of the transfer. None if the transfer finished
+    before the fault or in spite of it.
     """
 
     fault: str
@@ -45,12 +46,12 @@ class Round:
     detection: float | None
     error: str | None
     texts: tuple[str, ...] = ()
-    """What each side that had an error said of it."""
+    """The error text of each side that had an error."""
     wrong_bytes: int = 0
     leaked_blocks: int = 0
     hung: str = ""
-    """Who did not end in time, for far more of it than any deadline of the transfer's; or could
-    not begin."""
+    """The side that could not begin, or that did not end long after every deadline of the
+    transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +61,18 @@ class _Transfer:
     blocks: int
     pause: float
     hold_back: bool
-    """Prefill keeps the last layer, so that the transfer cannot end before the fault."""
+    """Prefill holds back the last layer, so that the transfer cannot end before the fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a round's workers have reported."""
+    """The reports of a round's workers."""
 
     at: float
     heard: list[Event]
-    """The ends of those that could hear of the fault."""
+    """The ends of the sides that could learn of the fault."""
     checks: list[Event]
-    """What else may name wrong bytes and leaked blocks."""
+    """Other reports that may name wrong bytes and leaked blocks."""
 
 
 class _NotOffered(Exception):
@@ -79,7 +80,7 @@ class _NotOffered(Exception):
 
 
 class Arena:
-    """A prefill and a decode worker of one fabric; whoever is killed starts again."""
+    """A prefill and a decode worker of one fabric. A worker that was killed is started again."""
 
     def __init__(
         self, fabric: Fabric, cable: Link | None, folder: Path, environment: Mapping[str, str]
@@ -121,7 +122,7 @@ class Arena:
         await asyncio.gather(*(asyncio.to_thread(w.close) for w in self.workers.values()))
 
     async def round(self, fault: Fault, seed: int) -> Round:
-        """One transfer, one fault at a random moment of it, and what became of everything."""
+        """One transfer, one fault at a random moment of it, and the outcome."""
         try:
             return await self._round(fault, seed)
         except (TimeoutError, _NotOffered) as error:
@@ -136,10 +137,10 @@ class Arena:
         transfer = _Transfer(
             ticket=self._ticket(),
             seed=seed,
-            # Small ones fit into the window of writes under way, large ones do not.
+            # Small transfers fit into the window of unacknowledged writes, large ones do not.
             blocks=rng.choice([rng.randint(4, 32), rng.randint(32, self.fabric.most_blocks)]),
             pause=rng.choice([0.0, 0.0, 0.001, 0.01]),
-            # Mostly the transfer is kept from ending before the fault; sometimes it may win.
+            # In most rounds the transfer cannot end before the fault; in some it may.
             hold_back=not (asleep or may_end_well) and rng.random() < 0.75,
         )
         await self._offer(transfer)
@@ -195,7 +196,7 @@ class Arena:
         return _Found(at, [ended], [checked])
 
     async def _freeze(self, victim: Role, asleep: _Transfer | None) -> _Found:
-        """The survivor gives the other one up and reuses its blocks; only then that may wake."""
+        """The survivor gives the other side up and reuses its blocks. Only then it may wake."""
         broken, survivor = self._sides(victim)
         at = time.monotonic()
         broken.freeze()
@@ -217,7 +218,7 @@ class Arena:
             at = time.monotonic()
             stalled.resume()
         else:
-            # Prefill's blocks are not free before decode has taken or refused what is under way.
+            # Prefill's blocks are free only after decode has taken or refused the writes under way.
             await asyncio.sleep(seconds)
             at = time.monotonic()
             stalled.resume()
@@ -243,7 +244,7 @@ class Arena:
         await self.start(of)
 
     async def _sever(self, how: Damage) -> _Found:
-        """Both give each other up and reuse their blocks; only then the network is whole again."""
+        """Both sides give each other up and reuse their blocks. Only then is the network mended."""
         at = await self._network.damage(how)
         try:
             ended = await asyncio.gather(*map(self._reuse, self.workers.values()))
@@ -262,11 +263,11 @@ class Arena:
             found = await self._both(at)
         finally:
             await self._network.mend()
-        await self._forget_lateness("prefill")  # of each other: their connection is a new one
+        await self._forget_lateness("prefill")  # on both sides: they connect anew
         return found
 
     async def _half_open(self, victim: Role) -> _Found:
-        """No packet says that a process has ended."""
+        """A process ends, and no packet says so."""
         broken, survivor = self._sides(victim)
         at = await self._network.damage("cut")
         broken.send(signal.SIGKILL)
@@ -286,8 +287,8 @@ class Arena:
             self._set_clock(victim, 0)
 
     async def _exhaust(self, victim: Role) -> _Found:
-        """The other worker cancels, and one without memory has to clear up, or ends of it, as
-        Python may; it starts again."""
+        """The other worker cancels. The worker without memory has to clean up; or it dies, as
+        Python may. Then it is started again."""
         broken, survivor = self._sides(victim)
         _take_memory(broken.pid)
         broken.tell("hog")
@@ -302,13 +303,13 @@ class Arena:
         return _Found(at, [own, ended] if own else [ended], [checked])
 
     async def _both(self, at: float) -> _Found:
-        """Neither has to fail; both have ended and have their blocks back."""
+        """Neither transfer has to fail. Both sides end and have their blocks back."""
         ended = await asyncio.gather(*map(self._reuse, self.workers.values()))
         checked = await asyncio.gather(*map(self._watch, self.workers.values()))
         return _Found(at, ended, checked)
 
     async def _reuse(self, worker: WorkerProcess) -> Event:
-        """How the transfer has ended for a worker, which then gives its blocks to another one."""
+        """How the transfer ended for a worker, which then gives its blocks to another request."""
         ended = await worker.said("ended")
         worker.tell("reuse")
         await worker.said("reused")

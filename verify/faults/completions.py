@@ -1,4 +1,4 @@
-"""One request to the router, and what came of it."""
+"""One request to the router, and its outcome."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _PATH = "/v1/completions"
 class Sent(Protocol):
     streamed: bool
     tokens: list[int]
-    """That have come, also where it has failed since."""
+    """The tokens that have come, even if the request failed later."""
     failure: str | None
 
 
 async def complete(
     http: httpx2.AsyncClient, sent: Sent, body: Mapping[str, Any], request_id: str = ""
 ) -> None:
-    """Fills in `sent`. Raises an error of httpx2 where there is no answer."""
+    """Fills in `sent`. Raises an error of httpx2 if there is no answer."""
     headers = {"X-Request-ID": request_id} if request_id else {}
     body = {**body, "ignore_eos": True, "stream": sent.streamed}
     parser, done = EventParser(), False

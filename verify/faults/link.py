@@ -1,9 +1,10 @@
-"""Two network namespaces of this host with one cable between them, which can be damaged."""
+"""Two network namespaces of this host, and a cable between them that can be damaged."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import itertools
 import os
 import shutil
@@ -16,7 +17,7 @@ from kvxfer.errors import KvxferError
 
 Damage: TypeAlias = Literal["cut", "reset", "loss", "port down"]
 
-# What each namespace does with packets that come in. A RST passes, so that both ends see one.
+# What each namespace does with incoming packets. RST packets pass, so that both ends see one.
 _RULES: Final = {
     "cut": "drop",
     "reset": "tcp flags & rst == 0 reject with tcp reset",
@@ -30,7 +31,7 @@ _numbers: Final = itertools.count(os.getpid() % 4096)
 
 
 class CommandFailed(KvxferError):
-    """A command of the system failed."""
+    """A system command failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Host:
     interface: str
 
     def command(self, *arguments: str) -> list[str]:
-        """The command that runs another one here."""
+        """The command line that runs a command in this namespace."""
         return ["ip", "netns", "exec", self.namespace, *arguments]
 
     def enter(self) -> None:
@@ -60,8 +61,8 @@ class Link:
         self.hosts = hosts
 
     async def damage(self, how: Damage) -> float:
-        """Until mend(): nothing gets through, every connection is reset, 5 % of the packets are
-        lost, or one port has no carrier. Returns the time (`time.monotonic()`) just before."""
+        """Damages the link until mend(): no packet passes, every connection is reset, 5 % of the
+        packets are lost, or one port has no carrier. Returns `time.monotonic()` just before."""
         if how == "port down":
             host = self.hosts[0]
             return await _run_at(host, f"ip link set {host.interface} down")
@@ -78,16 +79,16 @@ class Link:
 
 
 async def _run_at(host: Host, command: str) -> float:
-    """When the command began. A busy machine takes its time to get there, to a shell in the
-    namespace, and nothing is broken before."""
+    """The time when the command began. On a busy machine it takes long to start the shell in the
+    namespace, and nothing is broken before the command begins."""
     clock = time.time() - time.monotonic()
     told = await run_command(*host.command("bash", "-c", f"echo $EPOCHREALTIME; exec {command}"))
     return float(told) - clock
 
 
 async def _reach(host: Host, address: str) -> None:
-    """Returns when packets get there, which a port that refuses them says: a port that was down
-    takes a while. Raises CommandFailed after _REACH_SECONDS."""
+    """Waits until packets arrive, that is, until the other side refuses a connection. A port that
+    was down takes a while. Raises CommandFailed after _REACH_SECONDS."""
     until = time.monotonic() + _REACH_SECONDS
     while True:
         try:
@@ -103,7 +104,7 @@ async def _reach(host: Host, address: str) -> None:
 
 
 def why_no_links() -> str | None:
-    """What keeps this host from having links; None where nothing does."""
+    """Why this host cannot have links; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for tool, package in (("ip", "iproute2"), ("nft", "nftables")):
@@ -114,8 +115,8 @@ def why_no_links() -> str | None:
 
 @contextlib.asynccontextmanager
 async def link(*, small_buffers: bool = False) -> AsyncIterator[Link]:
-    """Two hosts; with `small_buffers` their sockets have room for 4 KiB each way. Nothing of them
-    is left behind. Raises CommandFailed."""
+    """Two hosts and their link, which are removed at the end. With `small_buffers` their sockets
+    have buffers of 4 KiB each way. Raises CommandFailed."""
     number = next(_numbers)
     names = (f"kvx{number}p", f"kvx{number}d")
     subnet = f"10.{200 + number // 256 % 50}.{number % 256}"
@@ -142,7 +143,7 @@ async def link(*, small_buffers: bool = False) -> AsyncIterator[Link]:
 
 
 async def run_command(*command: str, given: str = "") -> str:
-    """What it prints; `given` is its input. Raises CommandFailed."""
+    """Returns the output of a command; `given` is its input. Raises CommandFailed."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Bytes that say where they belong: every page of every transfer differs."""
+"""Bytes that identify their place: every page of every transfer differs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def page(seed: int, plane: int, index: int, nbytes: int) -> Page:
 
 
 def reused(block: int, nbytes: int) -> Page:
-    """The bytes of a block that was given to another request."""
+    """The bytes of a block that another request has."""
     return np.full(nbytes // 8, 0xABABABAB_00000000 + block, dtype=np.uint64)
 
 

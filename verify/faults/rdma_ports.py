@@ -17,7 +17,7 @@ _INTERFACE: Final = Path(__file__).parents[2] / "scripts/rxe/guest-interface"
 _DEVICES: Final = Path("/sys/class/infiniband")
 # Sets an interface's flags: of <linux/sockios.h>.
 _SIOCSIFFLAGS: Final = 0x8914
-# The name that scripts/rxe-machine gives to its machine. Anybody else's links are left alone.
+# The name that scripts/rxe-machine gives to its machine. Links of other machines are left alone.
 _MACHINE: Final = "rxe-machine"
 
 
@@ -25,10 +25,10 @@ class RdmaPorts:
     """Loop only."""
 
     async def damage(self, how: Damage) -> float:
-        """No port has a link, until mend(). Returns the time (`time.monotonic()`) just before."""
+        """Takes all links away until mend(). Returns `time.monotonic()` just before."""
         assert how == "port down"
         at = time.monotonic()
-        # Not by a command: to start one takes long on an emulated machine.
+        # No command: its start takes long on an emulated machine.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             for number in range(_count()):
                 interface = f"rx{number}".encode()
@@ -53,6 +53,6 @@ def _count() -> int:
 
 async def _is_active(device: Path) -> None:
     async with asyncio.timeout(20):
-        # sysfs tells nobody.
+        # sysfs sends no event.
         while "ACTIVE" not in (device / "ports/1/state").read_text():  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -34,7 +34,7 @@ LAYOUT: Final = KvLayout(num_layers=8, num_kv_heads=8, head_size=32, dtype="floa
 
 
 class FaultWorker:
-    """Does what the driver says, and reports what it sees with times of CLOCK_MONOTONIC."""
+    """Carries out the driver's commands. Reports events with times of CLOCK_MONOTONIC."""
 
     def __init__(self, cache: KvCache, pool: BlockPool, endpoint: KvEndpoint) -> None:
         self._pool = pool
@@ -76,13 +76,13 @@ class FaultWorker:
         except KvxferError as failure:
             error, text = failure.code, str(failure)
         except (MemoryError, SystemError) as failure:
-            # numpy says it with a SystemError; any other one is a defect.
+            # numpy raises SystemError then. Any other SystemError is a defect.
             if isinstance(failure, SystemError) and not self._hogged:
                 raise
             error = "no-memory"
         at = time.monotonic()
         if self._hogged:
-            # Blocks may come back late for want of memory, but they do.
+            # Without memory blocks may come back late, but they come back.
             self._hogged.clear()
             with contextlib.suppress(TimeoutError):
                 await eventually(lambda: self._pool.num_free == NUM_BLOCKS, _BACK_SECONDS)
@@ -111,7 +111,7 @@ class FaultWorker:
                     session.write_layer(layer)
                     await asyncio.sleep(pause)
                 if hold_back:
-                    # The driver breaks something now; only a failure ends this.
+                    # The driver breaks something now; only a failure ends this wait.
                     await session.wait()
                 await session.finish(b"tail")
         return 0
@@ -133,7 +133,7 @@ class FaultWorker:
         self._start(self._session.cancel("the driver says so"))
 
     def _reuse(self) -> None:
-        """Gives every free block to another request, which writes its own bytes into them."""
+        """Gives every free block to another request, which writes its bytes into them."""
         self._pool.check()
         self._other_request = self._pool.hold(self._pool.num_free)
         for block in self._other_request.ids.tolist():
@@ -142,7 +142,7 @@ class FaultWorker:
         report("reused", blocks=len(self._other_request))
 
     def _check(self) -> None:
-        """Counts the bytes of the other request that somebody has changed."""
+        """Counts the bytes of the other request that were changed."""
         assert self._other_request is not None
         wrong = sum(
             wrong_bytes(plane[block], reused(block, LAYOUT.part_bytes))
@@ -154,7 +154,7 @@ class FaultWorker:
         report("checked", wrong=wrong, free=self._pool.num_free)
 
     def _hog(self) -> None:
-        """Takes what is left of the process's memory, but for what is too small for one page."""
+        """Allocates the remaining memory, until not even a page is left."""
         for size in (1 << 20, LAYOUT.part_bytes):
             with contextlib.suppress(MemoryError):
                 while True:

@@ -1,5 +1,7 @@
-"""One Python target under atheris: `python -m verify.fuzz.atheris_main TARGET [OPTIONS]`, options
-and folders as libFuzzer has them."""
+"""Runs one Python target under atheris: `python -m verify.fuzz.atheris_main TARGET [OPTIONS]`.
+
+Options and folders are libFuzzer's.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ import atheris
 
 
 class _PlainLoaders:
-    """Finds the modules of kvxfer as an editable installation does, for Python's own loaders:
-    through others atheris sees no line of them, and fuzzes blindly."""
+    """Finds kvxfer's modules as an editable installation does, but with Python's standard loaders:
+    atheris does not instrument modules from other loaders, and would fuzz blindly."""
 
     def __init__(self) -> None:
         self._finders = tuple(sys.meta_path)
@@ -36,12 +38,12 @@ class _PlainLoaders:
 def main() -> None:
     name = sys.argv.pop(1)
     sys.meta_path.insert(0, _PlainLoaders())
-    # What the decoders are part of; dependencies are not looked into.
+    # Only the packages of the decoders; dependencies are not instrumented.
     with atheris.instrument_imports(include=["kvxfer"]):
         from verify.fuzz.python import load
 
         run = load(name).run
-    logging.disable()  # what is refused is logged
+    logging.disable()  # refusals are logged
     atheris.Setup(sys.argv, run)
     atheris.Fuzz()
 

@@ -1,4 +1,4 @@
-"""Lines of decoders, and which of them were reached."""
+"""The lines of the decoders, and which of these were reached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Coverage:
         self._lines = 0
 
     def add(self, file: str, lines: Mapping[int, bool]) -> None:
-        """The lines of one file, and whether each was reached. There have to be some."""
+        """The lines of one file, at least one, and whether each was reached."""
         if not lines:
             raise LookupError(f"none of the functions of {file} that are to be covered was found")
         self._lines += len(lines)

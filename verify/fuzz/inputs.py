@@ -1,4 +1,4 @@
-"""The inputs that a target is known by: its seeds, and what fuzzing found."""
+"""The known inputs of a target: its seeds, and the inputs that fuzzing found."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Final
 from verify.fuzz import seeds
 
 CORPUS: Final = Path(__file__).parent / "corpus"
-"""What fuzzing found, under version control: for each target that has any a JSON object of inputs
-in base64, by name."""
+"""Inputs that fuzzing found, under version control: one JSON file per target, with inputs in base64
+by name."""
 
 
 def found(target: str) -> dict[str, bytes]:
-    """What fuzzing found for a target, by name."""
+    """The inputs that fuzzing found for a target, by name."""
     packed = CORPUS / f"{target}.json"
     if not packed.exists():
         return {}
@@ -24,7 +24,7 @@ def found(target: str) -> dict[str, bytes]:
 
 
 def folders(target: str, into: Path) -> list[Path]:
-    """Writes the inputs of a target below `into`, and says where they are."""
+    """Writes the inputs of a target below `into`. Returns their folders."""
     written = into / target
     seeds.write(target, written)
     findings = into / "found" / target
@@ -35,8 +35,7 @@ def folders(target: str, into: Path) -> list[Path]:
 
 
 def keep(crash: Path, target: str) -> str:
-    """Puts an input that shows a defect into the corpus, which the tests replay from now on. Its
-    name there."""
+    """Adds an input that shows a defect to the corpus, which the tests replay. Returns its name."""
     content = crash.read_bytes()
     name = f"found-{hashlib.sha256(content).hexdigest()[:12]}"
     inputs = {**found(target), name: content}

@@ -1,4 +1,4 @@
-"""The Python targets: how one is run, and how much of its decoders a corpus reaches."""
+"""The Python targets: how to run one, and how much of its decoders a corpus reaches."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from verify.fuzz.python import load
 
 
 def command(target: str, options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """What runs a target under atheris, and in which environment."""
+    """The command that runs a target under atheris, and its environment."""
     return [sys.executable, "-m", "verify.fuzz.atheris_main", target, *options], {**os.environ}
 
 
 def coverage(target: str, corpora: Sequence[Path], scratch: Path) -> Coverage:
-    """Which lines of the target's decoders these inputs reach. Raises CalledProcessError where one
+    """The lines of the target's decoders that these inputs reach. Raises CalledProcessError if one
     of them fails."""
     decoders = load(target).DECODERS
     data, report = scratch / f"{target}.coverage", scratch / f"{target}.json"

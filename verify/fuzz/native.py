@@ -1,4 +1,4 @@
-"""The C++ targets: how one is run, and how much of its decoders a corpus reaches."""
+"""The C++ targets: how to run one, and how much of its decoders a corpus reaches."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ DECODERS: Final[dict[str, dict[str, str]]] = {
         "fabric/ofi/path_endpoint.hpp": "",
     },
 }
-"""Of each target the sources that it is to cover, and in them the functions whose names a pattern
-finds; an empty one finds all."""
+"""For each target the sources that it must cover, each with a pattern for the names of functions;
+an empty pattern stands for all."""
 
 _ENVIRONMENT: Final = {
     "CUDA_DOUBLE_DELAY_US": "0",
@@ -73,13 +73,13 @@ _ENVIRONMENT: Final = {
 
 
 def command(target: str, options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """What runs a target under libFuzzer, and in which environment."""
+    """The command that runs a target under libFuzzer, and its environment."""
     environment = {**os.environ, **_ENVIRONMENT, "LLVM_PROFILE_FILE": os.devnull}
     return [str(_BUILD / f"engine_native/fuzz/fuzz_{target}"), *options], environment
 
 
 def coverage(target: str, corpora: Sequence[Path], scratch: Path) -> Coverage:
-    """Which lines of the target's decoders these inputs reach. Raises CalledProcessError where one
+    """The lines of the target's decoders that these inputs reach. Raises CalledProcessError if one
     of them fails."""
     run, environment = command(target, ["-runs=0", *map(str, corpora)])
     raw, merged = scratch / f"{target}.profraw", scratch / f"{target}.profdata"
@@ -128,7 +128,7 @@ def _lines(lcov: str) -> dict[str, dict[int, int]]:
 
 
 def _functions(exported: str) -> dict[str, list[tuple[str, int, int]]]:
-    """Of each file its functions: name, first and last line."""
+    """The functions of each file: name, first and last line."""
     functions = json.loads(exported)["data"][0]["functions"]
     mangled = [function["name"].rpartition(":")[2] for function in functions]
     names = subprocess.run(

@@ -1,4 +1,4 @@
-"""Every input of some folders for one Python target: `python -m verify.fuzz.replay TARGET DIR…`."""
+"""Runs a Python target on all inputs in folders: `python -m verify.fuzz.replay TARGET DIR…`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verify.fuzz.python import load
 
 
 def replay(target: str, folders: Iterable[Path]) -> None:
-    """Raises what the target raises, with a note of the input."""
+    """Raises the target's error, with a note that names the input."""
     run = load(target).run
     run(b"")
     for folder in folders:

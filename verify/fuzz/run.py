@@ -1,7 +1,7 @@
-"""Runs the fuzzers side by side and prints what they did; scripts/fuzz builds them first.
+"""Runs the fuzzers side by side and prints their results. scripts/fuzz builds them first.
 
-Exit code 1 on a crash; with --coverage also where all inputs that are known by then reach less than
-95 % of the lines of a target's decoders.
+Exit code 1 on a crash. With --coverage also if all known inputs together reach less than 95 % of
+the lines of a target's decoders.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from verify.fuzz.python import TARGETS as PYTHON_TARGETS
 
 LEAST_PERCENT: Final = 95.0
 WORK: Final = native.ROOT / "build/fuzz-findings"
-"""What runs found is kept between them, so the next one goes on from there."""
+"""The findings stay here between runs, so the next run continues from them."""
 SEEDS: Final = native.ROOT / "build/fuzz-seeds"
 
 _BLIND: Final = "Is the code instrumented for coverage?"
@@ -46,7 +46,7 @@ class Outcome:
     executions: int = 0
     per_second: float = 0.0
     coverage: float | None = None
-    """Percent of the decoders' lines; None where it was not asked for, or could not be had."""
+    """Percent of the decoders' lines; None if it was not requested or not available."""
     missed: dict[str, list[int]] = field(default_factory=dict)
     crashes: list[str] = field(default_factory=list)
 
@@ -105,7 +105,7 @@ def fuzz(target: str, seconds: int, with_coverage: bool = False) -> Outcome:
 def fuzz_all(
     targets: Sequence[str], seconds: int, jobs: int, console: Console, with_coverage: bool = False
 ) -> list[Outcome]:
-    """So many targets at the same time; their outcomes in the order of the targets."""
+    """Fuzzes `jobs` targets at the same time. Returns outcomes in the order of the targets."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with (
         Progress(*columns, console=console, transient=True) as progress,

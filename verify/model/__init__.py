@@ -1,1 +1,1 @@
-"""The KV transfer as a Promela model, and what Spin has to say about it."""
+"""The KV transfer as a Promela model, and its checks with Spin."""

@@ -1,7 +1,7 @@
-"""Checks the model of the KV transfer with Spin, and that Spin finds the harm where a defence is
-missing.
+"""Checks the model of the KV transfer with Spin, and that Spin finds the harm when a defence is
+taken away.
 
-Exit code 1 where an invariant is violated, or a mutation is not refuted.
+Exit code 1 if an invariant is violated, or a mutation is not refuted.
 """
 
 from __future__ import annotations

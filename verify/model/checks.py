@@ -1,4 +1,4 @@
-"""What is checked: sizes of the model, and defences that are taken away to see it fail."""
+"""The checks: sizes of the model, and defences that are taken away so that it must fail."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Final
 
 
 class Search(enum.StrEnum):
-    """How Spin goes through the states."""
+    """How Spin searches the states."""
 
     EXHAUSTIVE = "exhaustive"
-    BITSTATE = "bitstate"  # a minute in a random order, two bits for each state: a part of them
+    BITSTATE = "bitstate"  # a part of the states: one minute in random order, two bits per state
     FORMULA = "formula"  # LTL, with weak fairness
-    CYCLES = "cycles"  # that there are none
+    CYCLES = "cycles"  # checks that there are none
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One run of Spin. refuted: the invariant that has to be violated; None: none may be."""
+    """One run of Spin. refuted: the invariant that must be violated; None: all must hold."""
 
     name: str
     defines: Mapping[str, str | int | None]

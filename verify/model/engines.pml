@@ -66,7 +66,7 @@ end:
        end_revocation(n);
        retire(n)
      }
-  /* No answer in time: decode resets its paths, of which prefill hears. */
+  /* No answer in time: decode resets its paths, and prefill hears of it. */
   :: d_step { x[n].revoking && UP(DECODE_OF(n)) ->
 #ifndef WITHOUT_RESET
        x[n].cut = 1;
@@ -82,7 +82,7 @@ end:
      }
 #endif
 
-  /* DomainGroup::close_peer() at decode: the fence, then whoever waits may take memory back. */
+  /* DomainGroup::close_peer() at decode: the fence, then a waiting owner may take memory back. */
   :: d_step { connection[n].used && UP(DECODE_OF(n)) && !connection[n].decode_lost &&
               GONE(n, PREFILL_OF(n)) ->
        connection[n].decode_lost = 1;

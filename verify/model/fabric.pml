@@ -1,4 +1,4 @@
-/* The writes of a transfer; who may place them; and taking that back. */
+/* The writes of a transfer, the permission to place them, and its revocation. */
 
 /* Decode's end is closed. tcp and local: its engine thread places the bytes, and does so no more.
    NICs: the queue pair is in ERR. */

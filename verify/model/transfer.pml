@@ -2,13 +2,13 @@
    and what is left out, stands there under "Model". `make model` runs it.
 
    Set with -D:
-     TRANSFERS       how many, each with a ticket of its own
+     TRANSFERS       how many, each with its ticket
      TOPOLOGY        which workers they are between, below
      SLOTS           blocks of a decode worker; a transfer takes one, and writes its two halves
-     NIC             who places the bytes: the NIC (verbs, ofi) or, without, the receiving engine
+     NIC             the NIC places the bytes (verbs, ofi); without, the receiving engine does
      GPU             decode's blocks are a GPU's, which the receiving engine asks to copy
      FAULTS          how often the environment may strike
-     WITHOUT_LEASES  no lease ever ends: whoever learns of the other's end learns it from the peer
+     WITHOUT_LEASES  no lease ever ends: a side learns of the other's end from the peer alone
      WITH_KEEP       decode may say KEEP before it offers
      FORMULAS        check the formulas in properties.pml in place of the end of each run
    Each defence can be taken away (WITHOUT_FENCE and others); Spin then has to find the harm. */
@@ -92,7 +92,7 @@ typedef Transfer {
   unsigned ticket_decode : 2;
   mtype:request prefill_request = NOT_SENT;
   mtype:request decode_request = NOT_SENT;
-  /* Over which connection; NOBODY before. */
+  /* Over which connection (NOBODY: none yet). */
   unsigned over : 4 = NOBODY;
 
   /* Prefill's endpoint: ledger, early offer, session. */
@@ -196,7 +196,7 @@ inline retire(t)
        x[t].cut = 0;
        x[t].lease = 0;
        x[t].slot = 0;
-#if TOPOLOGY != ONE_PAIR && TRANSFERS == 2 /* its connection is nobody else's */
+#if TOPOLOGY != ONE_PAIR && TRANSFERS == 2 /* no other transfer has its connection */
        CONNECTION(t).open = 0;
        CONNECTION(t).prefill_lost = 1;
        CONNECTION(t).prefill_told = 1;

@@ -28,17 +28,17 @@ _RUN: Final = {
     Search.FORMULA: ("-a", "-f"),
     Search.CYCLES: ("-l",),
 }
-# What the verifier says of a search that did not come to its end.
+# The verifier's message when a search did not reach its end.
 _CUT_SHORT: Final = re.compile(r"max search depth too small|reached -DMEMLIM|out of memory|aborted")
 
 
 class SpinError(Exception):
-    """Spin, gcc or the verifier failed; the text is theirs."""
+    """Spin, gcc or the verifier failed; the text is its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """violated: the invariant, or what else was found; None: nothing."""
+    """violated: the invariant or other error that was found; None: nothing."""
 
     check: Check
     states: int
@@ -52,7 +52,7 @@ class Verdict:
 
     @property
     def met(self) -> bool:
-        """Whether it is what the check asks for."""
+        """Whether the verdict is the one that the check requires."""
         return self.violated == self.check.refuted
 
 
@@ -71,7 +71,7 @@ def run(check: Check) -> Verdict:
 
 
 def read_verdict(check: Check, told: str) -> Verdict:
-    """What the verifier printed. Raises SpinError where the search did not come to its end."""
+    """Parses the verifier's output. Raises SpinError if the search did not reach its end."""
     errors = int(_number(r"errors: (\d+)", told))
     if cut := _CUT_SHORT.search(told):
         raise SpinError(f"{check.name}: the search did not come to its end: {cut[0]}")
@@ -115,7 +115,7 @@ def _call(command: Sequence[str], folder: str) -> str:
         ) from None
     except subprocess.TimeoutExpired:
         raise SpinError(f"{command[0]} took more than {_SECONDS} s") from None
-    # The verifier ends with 0 where it has found an error, too.
+    # The verifier's exit status is 0 even if it has found an error.
     if done.returncode != 0:
         raise SpinError(
             f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"

@@ -1,1 +1,1 @@
-"""Views of MoE groups on virtual time: the real state machine, among simulated ranks."""
+"""Views of MoE groups on virtual time: the real state machine with simulated ranks."""

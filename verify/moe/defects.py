@@ -1,4 +1,4 @@
-"""Deliberate defects: each has to be found within some hundreds of seeds, or the checks are worth
+"""Deliberate defects. The checks must find each within some hundreds of seeds; otherwise they prove
 nothing."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvxfer.moe.view_messages import Excluded, View
 
 @dataclass(frozen=True)
 class Defects:
-    """Of the simulated ranks, and `patches` of the real machine."""
+    """Defects of the simulated ranks, and `patches` of the real machine."""
 
     completes_blocked: bool = False
     deaf_in_combine: bool = False

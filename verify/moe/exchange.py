@@ -1,4 +1,4 @@
-"""What a rank has sent and been sent of its steps: a model of the native exchange."""
+"""What a rank has sent and received in its steps: a model of the native exchange."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NONE: Final = (-1, frozenset[int]())
 
 
 class Exchange:
-    """Of one rank. What comes of each other one is whole or absent, and has the view's number."""
+    """The exchange of one rank. Data of another rank is complete or absent, and names its view."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -43,14 +43,14 @@ class Exchange:
             self._rank.wake()
 
     def waits_for(self, kind: str, step: int) -> None:
-        """What wakes the rank up once it is complete."""
+        """Sets the data that wakes the rank up once it is complete."""
         self._waits_for = (kind, step)
 
     def lost(self, rank: int) -> None:
         self.down.add(rank)
 
     def set_up(self, rank: int) -> None:
-        """With another process than the one before."""
+        """The connection is set up, with another process than before."""
         self.down.discard(rank)
         for landed in (self._dispatches, self._answers):
             for key in [key for key in landed if key[0] == rank]:
@@ -114,7 +114,7 @@ class Exchange:
         return True
 
     def combine(self, step: int) -> tuple[dict[int, frozenset[int]], set[int]]:
-        """What each rank was sent by, where it has answered; and the ranks that have not."""
+        """The sources of each rank that has answered, and the ranks that have not answered."""
         number = self._views[step].number
         others = self._others(step)
         whole = {

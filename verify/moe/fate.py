@@ -29,7 +29,7 @@ FAULTS: Final = (
     "sender of flushes dies",
 )
 _SECONDS: Final = 1.5
-"""In which faults begin."""
+"""Faults begin within this time."""
 
 
 def simulate(seed: int, defects: Defects = NONE, *, trace: bool = False) -> Outcome:
@@ -37,7 +37,7 @@ def simulate(seed: int, defects: Defects = NONE, *, trace: bool = False) -> Outc
 
 
 def plan(group: Group) -> float:
-    """Plans the faults of a group; gives the time after the last one."""
+    """Plans the faults of a group. Returns the time after the last one."""
     return _Fate(group).plan()
 
 
@@ -51,7 +51,7 @@ class _Fate:
         count = self._random.choice((0, 1, 1, 2, 2, 3, 4, 6))
         at = 0.0
         for _ in range(count):
-            # Several at once, or as much later as a loss takes to be noticed.
+            # At the same time, shortly after, or when a loss is just being noticed.
             at += self._random.choice((0.0, 0.0, 0.001, 0.01, 0.72, self._random.random()))
             self._one(min(at, 3.0))
         if self._random.random() < 0.6:
@@ -101,8 +101,8 @@ class _Fate:
         self._weigh()
 
     def _weigh(self) -> None:
-        """Whether two halves may both go on: ranks that cannot be asked were cut off, or frozen
-        when others were not."""
+        """Decides whether two halves may both go on: some ranks were cut off, or frozen at another
+        time than others."""
         counts = self._group.counts
         cut = counts["cut"] + counts["partition"] + counts["short cut"]
         waves = len(self._freezes) + counts["sender of views freezes"] > 1
@@ -186,7 +186,7 @@ class _Fate:
     # --- newcomers
 
     def _restart_all(self) -> None:
-        """Those that have ended are started again, for some time."""
+        """Starts ended ranks again, for some time."""
         group = self._group
         group.count("restarts")
         until = self._last + self._random.uniform(0.0, 2.0)
@@ -203,7 +203,7 @@ class _Fate:
         self._last = until + 1.5
 
     def _hit_newcomer(self, rank: int) -> None:
-        """Some break while they are let in, or soon after."""
+        """Some newcomers break while they are admitted, or soon after."""
         at = self._random.uniform(0.0, 1.0)
         chance = self._random.random()
         other = self._random.choice([each for each in range(self._group.size) if each != rank])

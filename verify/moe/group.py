@@ -1,4 +1,4 @@
-"""A simulated group: its ranks, what happens to them, and how it ends."""
+"""A simulated group: its ranks, their faults, and its end."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .rank import ORDERS, Rank
 _PAUSE_SECONDS: Final = 0.05
 _DIAL_SECONDS: Final = 0.8
 _MOST_SECONDS: Final = 25.0
-"""After the last fault, for all to go on or to be told."""
+"""The time after the last fault for every rank to go on, or to learn that it is excluded."""
 _MORE_STEPS: Final = 3
-"""That each has to run after it."""
+"""The number of steps that each rank must run after the last fault."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one seed."""
+    """The outcome of one seed."""
 
     violation: str
     counts: collections.Counter[str]
@@ -37,7 +37,7 @@ class Outcome:
 
 
 class Group:
-    """Made by its seed alone."""
+    """A group whose whole life follows from its seed."""
 
     def __init__(self, seed: int, defects: Defects, *, traced: bool) -> None:
         self.random = random.Random(seed)
@@ -164,7 +164,7 @@ class Group:
     # --- its run
 
     def run(self, faults: Callable[[Group], float]) -> Outcome:
-        """faults: plans them, and gives the time of the last one."""
+        """`faults` plans the faults, and returns the time of the last one."""
         violation = ""
         try:
             quiet = faults(self)
@@ -183,7 +183,7 @@ class Group:
         return Outcome(violation, self.counts, self._digest.hexdigest(), self.lines)
 
     one_group = True
-    """Whether the faults leave no way for two halves to go on."""
+    """Whether the faults rule out that two halves both go on."""
 
     def _until(self, at: float) -> None:
         while self.clock.due_at() <= at:
@@ -198,7 +198,7 @@ class Group:
         self.clock.happen()
 
     def _settle(self) -> None:
-        """Each rank that is alive goes on, or is told that it is not to."""
+        """Runs until each living rank goes on, or has been told to stop."""
         end = self.clock.now + _MOST_SECONDS
         goal = {rank: self.oracle.steps[rank] + _MORE_STEPS for rank in self.all}
         while waiting := self._waiting(goal):
@@ -211,7 +211,7 @@ class Group:
 
     def _waiting(self, goal: dict[Rank, int]) -> list[Rank]:
         live = [rank for rank in self.ranks if rank.alive]
-        for rank in live:  # those that have come since begin to count now
+        for rank in live:  # newcomers since then count from now on
             goal.setdefault(rank, self.oracle.steps[rank] + _MORE_STEPS)
         members = [rank for rank in live if not rank.newcomer or rank.machine.view is not None]
         if not members:

@@ -1,4 +1,4 @@
-"""How a simulated newcomer is set up with the members: a model of the mesh."""
+"""How a simulated newcomer connects to the members: a model of the mesh."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 class Joining:
-    """A newcomer asks a member who the members are, is set up with each, and says so."""
+    """A newcomer asks a member for the list of members, connects to each, and says so."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
 
     def turn(self, newcomer: Rank) -> None:
-        """What a newcomer does again and again until it is admitted."""
+        """One turn of a newcomer; it repeats them until it is admitted."""
         group = self._group
         members = [rank for rank in group.ranks if self._is_member(rank)]
         if not members:
@@ -61,7 +61,7 @@ class Joining:
         )
 
     def hello(self, member: Rank, newcomer: Rank) -> None:
-        """The member's side: it takes one whose place is free."""
+        """The member's side: it accepts a newcomer whose place is free."""
         view = member.machine.view
         if not newcomer.alive or self._is_set_up(newcomer, member):
             return

@@ -1,4 +1,4 @@
-"""Connections between simulated ranks: what is said keeps its order; each side ends for itself."""
+"""Connections between simulated ranks. Messages keep their order. Each side can end alone."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from .rank import Rank
 
 SILENCE: Final = 0.7
-"""Seconds in which nothing comes from a rank that is frozen or cut off, before it is lost."""
+"""The seconds of silence after which a rank counts as lost."""
 
 
 class Connection:
-    """Of two ranks. Messages and data are not ordered with each other."""
+    """A connection of two ranks. Messages and data are not ordered relative to each other."""
 
     def __init__(self, network: Network, one: Rank, other: Rank, local: bool) -> None:
         self.network, self.sides, self.local = network, (one, other), local
@@ -34,7 +34,7 @@ class Connection:
             self._carry(to, "said", lambda: to.meets(("said", self, message)))
 
     def write(self, side: Rank, data: tuple[Any, ...]) -> None:
-        """Where both are on one host, the other side reads it whatever becomes of this one."""
+        """On one host the other side reads the data even if this side dies."""
         to = self.other(side)
         if not self.open[side]:
             return
@@ -49,8 +49,8 @@ class Connection:
         self._carry(to, "written", lands)
 
     def end(self, side: Rank, *, silent: bool | None) -> None:
-        """This side ends it, because the other is silent or the connection broke; None: of its
-        own will. The other side hears of it, unless it is cut off."""
+        """This side ends the connection: the other side is silent (True), or the connection broke
+        (False). None: on purpose. The other side learns of it, unless it is cut off."""
         if not self.open[side]:
             return
         self.open[side] = False
@@ -79,14 +79,14 @@ class Connection:
         clock.after(at - clock.now, arrived, to)  # type: ignore[arg-type]
 
     def watch(self, side: Rank) -> None:
-        """The other side has fallen silent: this one loses it, if that lasts."""
+        """The other side has fallen silent. If that lasts, this side gives it up."""
         since = self.network.clock.now
 
         def look() -> None:
             other = self.other(side)
             if not self.open[side] or other.silent_since(side) > since:
                 return
-            if side.resumed_at > since:  # its time does not count against others
+            if side.resumed_at > since:  # its stop does not count as their silence
                 self.watch(side)
             else:
                 self.end(side, silent=True)
@@ -96,7 +96,7 @@ class Connection:
 
 
 class Network:
-    """All connections, and who is cut off from whom."""
+    """All connections, and which ranks are cut off from each other."""
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
         self.clock, self.random = clock, rng

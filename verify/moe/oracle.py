@@ -1,4 +1,4 @@
-"""What has to be true at every moment, whatever happens to the ranks of a group."""
+"""What must hold at every moment, whatever happens to the ranks of a group."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Violation(Exception):
 
 
 class Oracle:
-    """Hears of each view that is adopted, and of each step that is begun and completed."""
+    """Is told of each adopted view, and of each step that begins and completes."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self.views: dict[int, View] = {}
         self._decided_at: dict[int, float] = {}
         self._takes_part: dict[int, dict[int, Rank]] = {}
-        """Of each view, the processes that came into it from the one before."""
+        """By view, the processes that came into it from the previous view."""
         self._completed: dict[tuple[Rank, int], View] = {}
         self._began: dict[int, list[tuple[float, Rank]]] = collections.defaultdict(list)
         """Steps, by the view in which they were begun."""
         self.steps: dict[Rank, int] = collections.defaultdict(int)
-        """That each has combined."""
+        """The number of steps that each rank has combined."""
 
     def adopts_first(self, rank: Rank) -> None:
         view = rank.machine.view
@@ -89,15 +89,15 @@ class Oracle:
             )
 
     def _require_known_losses(self, view: View) -> None:
-        """Where nothing happened to more than half of a view, they lose none like them."""
+        """If more than half of a view stay and had no fault, no other faultless rank is lost."""
         before = set(self.views[view.previous].members)
         unbroken = before - self._group.touched
         stay = unbroken & set(view.members)
         gone = unbroken - stay if 2 * len(stay) > len(before) else set()
-        self._require(not gone, f"nothing had happened to {sorted(gone)}, who are not in {view}")
+        self._require(not gone, f"nothing had happened to {sorted(gone)}, which are not in {view}")
 
     def _require_one_view(self, process: Rank, step: int, in_view: View, view: View) -> None:
-        """A process that comes into a view, or is to, has not completed its steps before."""
+        """A process in a view has not completed that view's steps in an earlier view."""
         current = process.machine.view
         self._require(
             self._takes_part[view.number].get(process.rank) is not process
@@ -166,7 +166,7 @@ class Oracle:
     # --- the end
 
     def require_one_group(self) -> None:
-        """Of two views after one view, not both are lived in."""
+        """Of two successors of one view, ranks may go on in one only."""
         after: dict[int, list[View]] = collections.defaultdict(list)
         for view in self.views.values():
             if view.number:
@@ -187,8 +187,8 @@ class Oracle:
     def _lived_in(
         self, view: View, since: float, after: dict[int, list[View]]
     ) -> tuple[float, float] | None:
-        """From when to when steps were begun in it, or in a view after it, by a rank that began
-        more than it may have had under way."""
+        """The first and the last time at which steps began in the view or its successors. Counts
+        only ranks that began more steps than can be under way at once."""
         begun: dict[Rank, list[float]] = collections.defaultdict(list)
         pending = [view]
         while pending:
@@ -201,7 +201,7 @@ class Oracle:
         return (min(times), max(times)) if times else None
 
     def require_survivors(self) -> None:
-        """More than half of the ranks, to which nothing happened, are in one view."""
+        """If more than half of the ranks had no fault, these are in one view."""
         group = self._group
         core = [rank for rank in group.first if rank.rank not in group.touched]
         if 2 * len(core) <= group.size or len(core) < group.min_ranks:

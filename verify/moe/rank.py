@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 _NEVER: Final = float("inf")
 WAIT: Final = -1.0
-"""What a loop gives that goes on when something comes; else the seconds for which it computes."""
+"""A loop yields this to wait for the next event; otherwise the seconds for which it computes."""
 JOIN_SECONDS: Final = 0.5
 ORDERS: Final = {
     "one step": ((0, "srcw"),),
     "next dispatch first": ((1, "s"), (0, "rcw")),
     "next dispatch within": ((0, "rc"), (1, "s"), (0, "w")),
 }
-"""What is done in each turn: which step, from the one that is received; s: dispatch_send,
+"""The calls of each turn, as (step relative to the received one, calls). s: dispatch_send,
 r: dispatch_recv, c: combine_send, w: combine_recv."""
 
 
 class Rank:
-    """From its start to its end. What is `lets` through waits while it is frozen."""
+    """One process, from its start to its end. Events of `lets` wait while it is frozen."""
 
     def __init__(self, group: Group, rank: int, *, newcomer: bool) -> None:
         self.group, self.rank = group, rank
@@ -66,7 +66,7 @@ class Rank:
         return self.runs
 
     def silent_since(self, peer: Rank) -> float:
-        """When the other rank last heard of this one, if it does not any more."""
+        """Since when the other rank hears nothing of this one."""
         since = self.group.clock.now if not self.host_gone else self.frozen_at
         if self.runs:
             since = _NEVER
@@ -87,7 +87,7 @@ class Rank:
         self.wake()
 
     def kill(self, *, host: bool = False) -> None:
-        """host: with its host, so that no connection is closed."""
+        """host: its host dies, too, so no connection is closed."""
         self.alive = False
         if host:
             self.host_gone = True
@@ -126,7 +126,7 @@ class Rank:
             self.group.clock.after(seconds, self._go_on, self)  # type: ignore[arg-type]
 
     def _drain(self) -> None:
-        """As MoeExchange.events() does: what it knows itself, and what it keeps for others."""
+        """Takes events as MoeExchange.events() does: some it handles, the others it keeps."""
         arrived, self._arrived = self._arrived, []
         for event in arrived:
             if event[0] == "lost":
@@ -136,7 +136,7 @@ class Rank:
         self._events += arrived
 
     def _take(self) -> None:
-        """Tells the machine all that came."""
+        """Passes all events to the machine."""
         self._drain()
         events, self._events = self._events, []
         for event in events:
@@ -175,7 +175,7 @@ class Rank:
     # --- what it does
 
     def _do(self, effects: Effects) -> None:
-        for effect in effects:  # it may be killed or frozen in the midst of them
+        for effect in effects:  # it may be killed or frozen in the middle of them
             act = partial(self._do_one, effect)
             if self.lets(act):
                 act()
@@ -303,7 +303,7 @@ class Rank:
             self.group.oracle.combines(self, step, view, whole, missing, lost)
 
     def _stopped(self) -> Iterator[float]:
-        """While it was stopped in the midst of what it did."""
+        """Waits while the process is frozen in the middle of its work."""
         while not self.runs:
             yield WAIT
 

@@ -1,1 +1,1 @@
-"""Programs of the project as processes: what starts, awaits, freezes, kills and reaps them."""
+"""Runs the project's programs as processes: starts, awaits, freezes, kills and reaps them."""

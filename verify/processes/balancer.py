@@ -1,4 +1,4 @@
-"""One address in front of several replicas, as a Service of a cluster would be."""
+"""One address in front of several replicas, like a Service in a cluster."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class _Listener(socketserver.ThreadingTCPServer):
 
 
 class Balancer:
-    """Gives each TCP connection to the next replica that takes it. Any thread."""
+    """Passes each TCP connection to the next replica that accepts it. Any thread."""
 
     def __init__(self, ports: Iterable[int] = (), *, port: int = 0) -> None:
         self.ports = list(ports)
-        """Of the replicas: they may come and go."""
+        """The ports of the replicas, which may change."""
         self._turn = itertools.count()
         self._listener = _Listener(("127.0.0.1", port), self._forward)  # type: ignore[arg-type]
         self.url = f"http://127.0.0.1:{self._listener.server_address[1]}"

@@ -30,7 +30,7 @@ async def kv_endpoint(
     checksums: bool = False,
     **options: Any,
 ) -> AsyncIterator[tuple[Engine, KvCache, BlockPool, KvEndpoint]]:
-    """One end of transfers; `options` are the engine's."""
+    """The engine of one end of transfers; `options` are the engine's."""
     async with Engine(cluster_key=key, name=instance, **options) as engine:
         cache, pool = KvCache.allocate(engine, layout, num_blocks), BlockPool(num_blocks)
         identity = {"instance_id": instance, "epoch": epoch, "ticket_key": key}
@@ -46,10 +46,10 @@ def report(event: str = "", **fields: object) -> None:
 
 
 async def commands() -> AsyncIterator[dict[str, Any]]:
-    """What the driver says. The process ends with its driver.
+    """The driver's commands. The process ends with its driver.
 
-    asyncio's own reader of pipes takes 256 KiB of the heap for each read, which fragments it; some
-    drivers look at the memory of their workers, and others leave them none.
+    asyncio's reader of pipes allocates 256 KiB for each read, which fragments the heap. Some
+    drivers measure the memory of their workers, and others leave them none.
     """
     stdin, lines = sys.stdin.fileno(), asyncio.StreamReader(limit=_LONGEST)
     loop = asyncio.get_running_loop()

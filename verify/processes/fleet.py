@@ -20,30 +20,30 @@ CONTROL_PLANE: Final = "control-plane"
 
 
 class Fleet:
-    """Its processes end with its block. Any thread; programs with an event loop wait with
-    `eventually(lambda: asyncio.to_thread(fleet.whole))`."""
+    """A context manager; its processes end with its block. Any thread. Programs with an event loop
+    wait with `eventually(lambda: asyncio.to_thread(fleet.whole))`."""
 
     def __init__(self, folder: Path | None = None, *, token: str = "", **variables: str) -> None:
-        """`folder` is for logs, and by default one that goes with the fleet. `token` is what the
-        fleet itself asks the control plane with; `variables` are for all of its processes."""
+        """`folder` is for logs; by default a temporary folder. `token` is the fleet's token at the
+        control plane. `variables` are environment variables of all its processes."""
         self._temporary = None if folder else Path(tempfile.mkdtemp(prefix="kvxfer-fleet-"))
         self.folder = folder or self._temporary or Path()
         self._token = token
         self.running: dict[str, Server] = {}
-        """By name; that of a worker is its instance id."""
+        """The processes by name. The name of a worker is its instance id."""
         self._workers: set[str] = set()
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        """Of the control plane."""
+        """The URL of the control plane."""
         self.variables = {"KVXFER_CLUSTER_KEY": secrets.token_hex(32), **variables}
 
     def start_all(self) -> None:
-        """What its block begins with: nothing, unless a subclass says so."""
+        """Runs at the begin of the block. Subclasses start processes here."""
 
     # --- processes ---------------------------------------------------------------------------
 
     def add(self, server: Server, *, works: bool = False) -> Server:
-        """Any program, under its name, which may be a worker; it ends with the fleet."""
+        """Adds a running program. `works`: it is a worker. It ends with the fleet."""
         self.running[server.name] = server
         if works:
             self._workers.add(server.name)
@@ -67,14 +67,14 @@ class Fleet:
         return server
 
     def start_control_plane(self, *options: str | Path) -> Server:
-        """Always at the same address."""
+        """Starts the control plane, always at the same address."""
         return self.start(CONTROL_PLANE, "serve", "--port", str(self.port), *options)
 
     def start_router(self, *options: str | Path, name: str = "router", **variables: str) -> Server:
         return self.start(name, "router", "--port", "0", *options, **variables)
 
     def begin_worker(self, name: str, *options: str | Path, **variables: str) -> Server:
-        """A reference worker, whose name begins with its role. `ready` or `whole` wait for it."""
+        """Starts a reference worker; its name begins with its role. Wait by `ready` or `whole`."""
         self._workers.add(name)
         role = name.partition("-")[0]
         return self.begin(
@@ -86,7 +86,7 @@ class Fleet:
         self.running.pop(name).kill()
 
     def end(self, name: str) -> None:
-        """Ends one earlier than the others."""
+        """Ends one process before the end of the fleet."""
         self.running.pop(name).close()
 
     def left(self, name: str, seconds: float) -> None:
@@ -99,7 +99,7 @@ class Fleet:
 
     @property
     def workers(self) -> Mapping[str, Server]:
-        """Those that run."""
+        """The workers that run."""
         return {name: one for name, one in self.running.items() if name in self._workers}
 
     # --- what the control plane holds ----------------------------------------------------------
@@ -114,8 +114,8 @@ class Fleet:
         return {one.instance_id: one for one in self.client.instances()}
 
     def whole(self) -> dict[str, Instance] | None:
-        """The instances, once these are exactly the workers that run, as they are now, and all are
-        ready. Raises ProcessFailed where a worker has ended."""
+        """The instances, if they are exactly the current processes of the workers that run, and all
+        are ready; else None. Raises ProcessFailed if a worker has ended."""
         for worker in self.workers.values():
             worker.check()
         fleet, workers = self.instances(), self.workers

@@ -19,21 +19,21 @@ from typing import IO, Any, Final, Self
 from verify.polling import PATIENCE, eventually, wait_until
 
 START_SECONDS: Final = 16 * PATIENCE
-"""For a program to be ready: vLLM, or any on an emulated machine."""
+"""The longest start of a program: vLLM, or any program on an emulated machine."""
 
 ROOT: Final = Path(__file__).parents[2]
 
 
 class ProcessFailed(AssertionError):
-    """A process has ended too soon, with the wrong exit code, or is not ready in time."""
+    """A process ended too early or with the wrong exit code, or was not ready in time."""
 
 
 class Process:
-    """A program in a process group and its own folder, until its block ends. Any thread.
+    """A program in its process group and folder, until its block ends. Any thread.
 
-    It is in its driver's session: Linux shares the cores among sessions (sched_autogroup), and
-    programs that spin in one keep those of others from them for 15 s and more. It ends with its
-    driver, however that ends.
+    It is in its driver's session. Linux shares the cores among sessions (sched_autogroup), and
+    programs that spin in one session can keep other sessions from the cores for 15 s and more. The
+    program ends with its driver, however the driver ends.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Process:
         environment: Mapping[str, str] | None = None,
         grace: float = 0.0,
     ) -> None:
-        """`folder` is for its log, and by default one that goes with it. `environment` is all of
-        it. The end of the block is SIGKILL, `grace` seconds after SIGTERM."""
+        """`folder` is for its log; by default a temporary folder. `environment` is the whole
+        environment. The end of the block sends SIGTERM, and SIGKILL `grace` seconds later."""
         self.name = name
         self._command = list(map(str, command))
         self._environment = dict(os.environ if environment is None else environment)
@@ -116,7 +116,7 @@ class Process:
     # --- readiness ---------------------------------------------------------------------------
 
     def first_object(self) -> dict[str, Any] | None:
-        """The first line of its output that is a JSON object: that of `kvxfer ... --json`."""
+        """The first line of its output that is a JSON object, as `kvxfer ... --json` prints it."""
         for line in self.output.splitlines():
             with contextlib.suppress(ValueError):
                 if isinstance(value := json.loads(line), dict):
@@ -126,8 +126,8 @@ class Process:
     def ready(
         self, condition: Callable[[], Any] | None = None, seconds: float = START_SECONDS
     ) -> Any:
-        """The first true value of `condition`, which is first_object by default. Raises
-        ProcessFailed where the process ends before, or this takes longer than `seconds`."""
+        """The first true value of `condition`, by default first_object. Raises ProcessFailed if the
+        process ends before, or after `seconds`."""
         with self._in_time(seconds):
             return wait_until(lambda: self._while_running(condition), seconds)
 
@@ -158,7 +158,7 @@ class Process:
             raise self.failed(f"was not ready within {seconds:g} s") from None
 
     def failed(self, how: str) -> ProcessFailed:
-        """The error that says it, with the end of the log."""
+        """The error, with the end of the log."""
         return ProcessFailed(f"{self.name} {how}:\n{self.tail()}")
 
     # --- signals -----------------------------------------------------------------------------
@@ -181,12 +181,12 @@ class Process:
         assert self.exit_code is not None
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = PATIENCE) -> None:
-        """Ends it in good order. Raises ProcessFailed unless its exit code is 0."""
+        """Ends it with SIGTERM. Raises ProcessFailed unless its exit code is 0."""
         self.send(number)
         self.ends(seconds)
 
     def ends(self, seconds: float = PATIENCE, code: int = 0) -> None:
-        """Until it has ended by itself, with that exit code. Raises ProcessFailed otherwise."""
+        """Waits until it has ended by itself. Raises ProcessFailed for another exit code."""
         try:
             self._popened.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -195,7 +195,7 @@ class Process:
             raise self.failed(f"has ended with {_exit(self._popened.returncode)}")
 
     def close(self) -> None:
-        """Ends it, if that has not been done, also where it is frozen; and its own folder."""
+        """Ends it if it still runs, even if it is frozen. Removes its temporary folder."""
         if self._process is not None:
             if self._grace:
                 self.send(signal.SIGTERM)
@@ -230,7 +230,7 @@ def _reaper(_driver: int) -> subprocess.Popen[bytes]:
 
 
 def _tell_reaper(line: str) -> None:
-    # Two threads may make no two of them: the second would end what the first was told of.
+    # Two threads must not make two reapers: the second would end the processes of the first.
     with _reaper_lock, contextlib.suppress(BrokenPipeError):
         stdin = _reaper(os.getpid()).stdin
         assert stdin is not None

@@ -1,4 +1,4 @@
-"""The programs of the project that a harness starts, and what they answer."""
+"""The programs of the project that a harness starts, and their answers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .process import Process
 
 _PRIVATE: Final = ("KVXFER_", "OTEL_")
 _FIRST_PORT: Final = 10_000
-_LAST_PORT: Final = 65_000  # where nearly all are for connections
+_LAST_PORT: Final = 65_000  # if nearly all ports are ephemeral
 _marks: Final[list[socket.socket]] = []  # of ports that this process was given
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 for a program that is about to be started. Nobody else gets it while
-    this process runs: Linux gives it to no connection, free_port() to no other process."""
+    """A port of 127.0.0.1 for a program that is about to be started. It stays reserved while this
+    process runs: Linux gives it to no connection, and free_port() to no other process."""
     ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     end = int(ephemeral[0]) if int(ephemeral[0]) > 2 * _FIRST_PORT else _LAST_PORT
     while True:
@@ -47,7 +47,7 @@ def kvxfer(*arguments: str | Path) -> list[str]:
 
 
 def clean_environment(**variables: str) -> dict[str, str]:
-    """This process's environment with `variables` as the only ones that kvxfer reads."""
+    """This process's environment, without kvxfer's variables except `variables`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_PRIVATE)}
     return {**kept, **variables}
 
@@ -64,13 +64,13 @@ class Server(Process):
         environment: Mapping[str, str] | None = None,
         grace: float = 0.0,
     ) -> None:
-        """Without `url`, it is told in the first line of output, as with `--json`."""
+        """Without `url`, the first line of output has the URL, as with `--json`."""
         self._address = url
         super().__init__(name, *command, folder=folder, environment=environment, grace=grace)
 
     @property
     def url(self) -> str:
-        """Waits until the program tells it."""
+        """Waits until the program prints it."""
         if self._address:
             return self._address
         told = self.ready()
@@ -90,7 +90,7 @@ class Server(Process):
         return http().get(self.url + path)
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric over its labels; with `labels`, over those that have them, if any."""
+        """The sum of a metric over its series; with `labels`, over the series with these labels."""
         text = self.get("/metrics").text
         found = re.findall(rf"^{re.escape(name)}({{.*}})? (\S+)$", text, re.MULTILINE)
         assert found or labels, f"{self.name} has no metric {name}"
@@ -100,5 +100,5 @@ class Server(Process):
 
 @cache
 def http() -> httpx2.Client:
-    """One for all: making one takes tens of milliseconds, for certificates that nobody needs."""
+    """One client for all callers: each takes tens of milliseconds to load unneeded certificates."""
     return httpx2.Client(trust_env=False, timeout=30.0)

@@ -1,7 +1,7 @@
-"""Once its driver is gone, in whatever way: ends the process groups that it has left, and removes
-their folders.
+"""After the end of its driver: kills the process groups that the driver has left, and removes their
+folders.
 
-Lines on stdin: `+ID FOLDER` of one that was started, `-ID` of one that was reaped.
+Reads lines from stdin: `+ID FOLDER` for a group that was started, `-ID` for one that was reaped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker that takes JSON commands and tells JSON events, one a line; its side: commands.py."""
+"""Drives a worker by JSON commands and events, one per line. The worker's side is commands.py."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from typing import IO, Any, Final, TypeAlias
 from .process import ROOT, START_SECONDS, Process
 
 PATIENCE: Final = 60.0
-"""Seconds that a command may take."""
+"""The most seconds that a command may take."""
 _HANGS_AFTER: Final = 20.0
 
 Event: TypeAlias = dict[str, Any]
 
 
 class WorkerProcess(Process):
-    """`python -m MODULE NAME ...`, ready. Any thread.
+    """`python -m MODULE NAME ...`. Any thread.
 
-    An event with the id of a command is its answer; others wait for event().
+    An event with the id of a command is its answer. Other events wait for event().
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class WorkerProcess(Process):
         folder: Path | None = None,
         python: str | Path = "",
     ) -> None:
-        """`inside` is a command that runs another one in some place. `python` is that of another
-        environment. Returns before it is ready."""
+        """`inside` is a command that runs its arguments, for example in a network namespace.
+        `python` is the Python of another environment. Returns before the worker is ready."""
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._answers: dict[int, Future[Event]] = {}
@@ -75,15 +75,15 @@ class WorkerProcess(Process):
 
     @property
     def address(self) -> str:
-        """Its engine's; waits for that."""
+        """The address of its engine. Waits until it is known."""
         return str(self._ready.result(START_SECONDS)["address"])
 
     async def started(self) -> None:
-        """Until it is ready."""
+        """Waits until it is ready."""
         await asyncio.wait_for(asyncio.wrap_future(self._ready), START_SECONDS)
 
     def tell(self, do: str, **arguments: Any) -> None:
-        """Sends a command; a process that has ended ignores it."""
+        """Sends a command. Does nothing if the process has ended."""
         stdin = self._popened.stdin
         assert stdin is not None
         line = json.dumps({"do": do, **arguments}).encode() + b"\n"
@@ -93,7 +93,7 @@ class WorkerProcess(Process):
                 stdin.flush()
 
     def begin(self, do: str, **arguments: Any) -> Future[Event]:
-        """A command whose answer is to come: EOFError where the process ends before."""
+        """Sends a command. Returns its future answer; EOFError if the process ends before."""
         answer: Future[Event] = Future()
         with self._lock:
             if self._ended:
@@ -109,8 +109,8 @@ class WorkerProcess(Process):
         return self.begin(do, **arguments).result(PATIENCE)
 
     def event(self, *names: str) -> Future[Event]:
-        """The next event of one of these names; others are passed over. EOFError where the process
-        ends before."""
+        """The next event of one of these names. Skips others. EOFError if the process ends
+        before."""
         found: Future[Event] = Future()
         with self._lock:
             while self._events:

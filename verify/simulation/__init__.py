@@ -1,1 +1,1 @@
-"""A fleet on virtual time: every engine, connection and process of it follows from one seed."""
+"""A fleet on virtual time. Its engines, connections and processes all follow from one seed."""

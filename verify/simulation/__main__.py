@@ -1,6 +1,6 @@
 """`make simulate`: many seeds on all cores; `--seed N --trace` replays one.
 
-Exit code 1 where a promise was broken.
+Exit code 1 if a promise was broken.
 """
 
 from __future__ import annotations

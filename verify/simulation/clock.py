@@ -1,4 +1,4 @@
-"""Virtual time: the one clock of a simulated fleet, and what happens at which time."""
+"""Virtual time: the only clock of a simulated fleet, and its queue of events."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _WALL_BEGIN = 1_700_000_000.0
 
 
 class Clock:
-    """Time, and the events of the network and of fate. What happens to a process waits while that
-    is stopped, and does not happen to a dead one."""
+    """Time, and the events of the network and of fate. The events of a process wait while it is
+    stopped. The events of a dead process are dropped."""
 
     def __init__(self) -> None:
         self.now = _MONOTONIC_BEGIN
@@ -33,24 +33,24 @@ class Clock:
         return self._queue[0][0] if self._queue else math.inf
 
     def happen(self) -> None:
-        """The earliest event."""
+        """Runs the earliest event."""
         _, _, event, process = heapq.heappop(self._queue)
         self.events += 1
         if process is None or process.lets(event):
             event()
 
     def wall(self) -> float:
-        """Seconds since the Unix epoch, by a wall clock that is right."""
+        """Seconds since the Unix epoch, on a correct wall clock."""
         return _WALL_BEGIN + self.now - _MONOTONIC_BEGIN
 
 
 class ProcessClock:
-    """What a process takes for the time: a `kvxfer.clock.Clock`."""
+    """The clock of a process: a `kvxfer.clock.Clock`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.wall_wrong = 0.0
-        """By how many seconds the host's wall clock is ahead."""
+        """The seconds by which the host's wall clock is ahead."""
 
     def monotonic(self) -> float:
         return self._clock.now

@@ -1,4 +1,4 @@
-"""What caches hold: every transfer has bytes of its own, the same whatever layout they lie in."""
+"""The contents of caches. The bytes of a transfer are unique and do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def make(seed: str, layout: KvLayout, tokens: int) -> Array:
-    """Bytes by layer, K and V, token, head: of the whole model."""
+    """Bytes of the whole model by layer, K and V, token, head."""
     shape = (layout.num_layers, layout.vectors, tokens, layout.num_kv_heads, layout.vector_bytes)
     data = random.Random(seed).randbytes(int(np.prod(shape)))
     return np.frombuffer(data, np.uint8).reshape(shape)
 
 
 class Contents:
-    """Of one rank's cache, by layer: arrays [block, token, head, byte] of K and V."""
+    """One rank's cache by layer: arrays [block, token, head, byte] of K and V."""
 
     def __init__(self, cache: KvCache) -> None:
         layout = self._layout = cache.layout
@@ -50,7 +50,7 @@ class Contents:
                     array[row[index], : len(part)] = part
 
     def differs(self, data: Array, table: BlockIds, begin: int) -> str:
-        """Where blocks from block `begin` of the prompt on do not hold it; empty where they do."""
+        """The places where blocks from block `begin` of the prompt on are wrong; empty if right."""
         size = self._layout.block_size
         for layer, vectors in enumerate(self._by_layer):
             blocks = table[self._layout.group_of(layer)].tolist()
@@ -62,7 +62,7 @@ class Contents:
         return ""
 
     def _part(self, data: Array, layer: int, vector: int, token: int) -> Array:
-        """What a block has from a token on, of this rank's layers and heads."""
+        """The part of a block from a token on, of this rank's layers and heads."""
         tokens = slice(token, token + self._layout.block_size)
         part: Array = data[self._layout.first_layer + layer, vector, tokens, self._heads]
         return part

@@ -1,5 +1,7 @@
-"""The control plane of a simulated fleet, as far as workers speak to it in mid-transfer:
-block tables of brokered handshakes, which it keeps while a transfer is open."""
+"""The control plane of a simulated fleet, as far as workers use it in mid-transfer.
+
+It keeps the block tables of brokered handshakes while their transfers are open.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ class ControlPlane:
     async def _send(
         self, transfer_id: str, table: bytes | None, deadline: float, wait_seconds: float = 0.0
     ) -> bytes:
-        """As a ControlPlaneClient of any process does: tries again until the deadline."""
+        """Retries until the deadline, as ControlPlaneClient does."""
         clock = self.network.clock
         give_up = clock.now + deadline
         answer_by = clock.now + wait_seconds

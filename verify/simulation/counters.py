@@ -1,4 +1,4 @@
-"""ImmCounters of a simulated engine: which writes count, what they may reach, and revoking that."""
+"""ImmCounters of a simulated engine: the writes that count, their grants, and revocation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Counter:
     writer: End | None
     live: bool = True
     closed: bool = False
-    """Nothing of it lands any more."""
+    """No write for it lands any more."""
     count: int = 0
     copying: int = 0
     """Copies of a GPU that are under way."""
@@ -32,7 +32,7 @@ class _Counter:
 
 
 class Counters:
-    """What the C++ engine's ImmCounters, grants and revocations promise, of one engine."""
+    """One engine's counters, with the promises of the C++ ImmCounters, grants and revocations."""
 
     def __init__(self, native: NativeEngine) -> None:
         self._native = native
@@ -40,14 +40,14 @@ class Counters:
         self._allocated = 0
         self._granted: dict[bytes, tuple[Bytes, int]] = {}
         self._answered: dict[tuple[End, int], Any] = {}
-        """Of what peers have asked to be spared: whom to tell when nothing is under way."""
+        """By immediate that a peer has revoked: the answer to send when no write is under way."""
 
     @property
     def live(self) -> int:
         return sum(not counter.closed for counter in self._counters.values())
 
     def allocate(self, writer: int | None) -> int:
-        """A slot that is used again has another generation."""
+        """A slot that is reused gets a new generation."""
         self._allocated += 1
         slot, generation = self._allocated % _SLOTS, 1 + self._allocated // _SLOTS
         imm = generation << _SLOT_BITS | slot
@@ -93,9 +93,9 @@ class Counters:
         self._report(imm, counter)
 
     def release(self, imm: int, *, wait: bool = False) -> bool:
-        """Whether nothing can land any more; "released" follows where it cannot be said yet.
+        """Whether no write can land any more. If this is not known yet, "released" follows.
 
-        With `wait` the real one blocks until then, which nobody may do to an event loop.
+        With `wait` the real engine blocks until then; never use that in an event loop.
         """
         counter = self._counters.get(imm)
         if counter is None or not counter.live:
@@ -129,7 +129,7 @@ class Counters:
                 self.spared(imm)
 
     def spare(self, end: End, imm: int) -> None:
-        """The peer wants no more writes with this immediate, and to know when none is under way."""
+        """The peer revokes this immediate, and wants an answer once no write uses it."""
         if end.state == "lost":
             return
         end.revoked.add(imm)
@@ -155,7 +155,7 @@ class Counters:
         answer()
 
     def spared(self, imm: int) -> None:
-        """A writer has answered, or cannot write any more."""
+        """The writer has answered, or can no longer write."""
         counter = self._counters.get(imm)
         if counter is not None and not counter.closed:
             self._close(imm, counter)

@@ -1,4 +1,4 @@
-"""Deliberate defects: each has to be found within some hundreds of seeds, or the checks are worth
+"""Deliberate defects. The checks must find each within some hundreds of seeds; otherwise they prove
 nothing."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvxfer.kv.session_state import DecodeEvent, Lease
 
 @dataclass(frozen=True)
 class Defects:
-    """Of the simulated engines, and `patches` of the real sessions."""
+    """Defects of the simulated engines, and `patches` of the real sessions."""
 
     lands_late: bool = False
     splits_groups: bool = False

@@ -1,4 +1,4 @@
-"""What befalls a fleet: the faults of the requests of one seed, and those of its machines."""
+"""The faults of a fleet in one seed: of its requests and of its machines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HEALED_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """One seed: `violation` is empty where everything held."""
+    """The outcome of one seed. `violation` is empty if every promise held."""
 
     seed: int
     violation: str
@@ -79,7 +79,7 @@ def _live(fleet: SimulatedFleet) -> None:
 
 
 class Fate:
-    """Plans what happens when, all of it from the fleet's seed."""
+    """Plans all events and their times from the fleet's seed."""
 
     def __init__(self, fleet: SimulatedFleet) -> None:
         self._fleet = fleet
@@ -99,7 +99,7 @@ class Fate:
             self._at(rng.uniform(0, 1.5 * _BUSY_SECONDS), lambda fault=fault: self._fault(fault))
 
     def heal(self) -> None:
-        """Everybody runs again, and what was cut is noticed."""
+        """Every process runs again, and cut connections are noticed."""
         fleet = self._fleet
         for instance in fleet.instances:
             for process in instance.ranks:
@@ -111,7 +111,7 @@ class Fate:
         self._wait(_HEALED_SECONDS)
 
     def probe(self) -> None:
-        """A pair of instances does its work after all that, when every ticket has expired."""
+        """After all faults and the end of every ticket, a pair of instances must work."""
         fleet = self._fleet
         self._wait(TICKET_SECONDS)
         prefill, decode = (
@@ -151,7 +151,7 @@ class Fate:
         fleet, rng = self._fleet, self._rng
         fault = rng.choice(REQUEST_FAULTS) if rng.random() < 0.35 else ""
         if fault == "byte changed" and fleet.checksums is None:
-            fault = ""  # nobody promises to find it then
+            fault = ""  # without checksums it is not detected
         prefill = rng.choice(self._instances(Role.PREFILL))
         decode = rng.choice(self._instances(Role.DECODE))
         alone = prefill.layout.num_ranks == decode.layout.num_ranks == 1

@@ -34,7 +34,7 @@ _HONEST = {
 
 @dataclass(eq=False)
 class Instance:
-    """Ranks with one id and, at any time, one epoch."""
+    """Ranks with a common id and, at any time, a common epoch."""
 
     name: str
     role: Role
@@ -48,7 +48,7 @@ class Instance:
 
 
 class SimulatedFleet:
-    """Everything of one seed. Whoever owns it drives it by run_until()."""
+    """The whole fleet of one seed. Its owner drives it by run_until()."""
 
     def __init__(self, seed: int, defects: Defects = NONE, trace: bool = False) -> None:
         self.rng = random.Random(seed)
@@ -62,7 +62,7 @@ class SimulatedFleet:
         self.counts[self.model] += 1
         self.num_blocks = shapes.num_blocks(self.rng, self.model)
         self.checksums = self.rng.choice([None, None, None, Role.PREFILL, Role.DECODE])
-        """Which side wants every transfer checked."""
+        """The side that wants every transfer checked."""
         self.lease_seconds = self.rng.choice([0.3, 2.0, 5.0])
         self.requests: list[Request] = []
         self.instances: list[Instance] = []
@@ -79,7 +79,7 @@ class SimulatedFleet:
     # --- time
 
     def run_until(self, done: Callable[[], bool], within: float = _NEVER_SECONDS) -> None:
-        """Runs whatever is due, in a random order where several are, and lets time pass."""
+        """Runs all due events, in random order if there are several, and lets time pass."""
         clock, end = self.clock, self.clock.now + within
         due: list[Process | None] = []
         while not done():
@@ -114,19 +114,19 @@ class SimulatedFleet:
             raise Violation(f"{process.name}: {process.loop.problems[0]}")
 
     def note(self, what: str, of: Callable[[], str]) -> None:
-        """A line of the trace, which is made only where there is one."""
+        """A line of the trace; the text is made only if the trace is on."""
         if self.trace is not None:
             self.trace.append(f"{self.clock.now - 1000:.9f} {what}: {of()}")
 
     @property
     def fingerprint(self) -> tuple[Any, ...]:
-        """Differs where anything at all went another way."""
+        """A digest that differs if anything in the run differs."""
         return self.steps, self.clock.events, self.clock.now, self.rng.random()
 
     # --- instances
 
     def start(self, instance: Instance) -> None:
-        """The processes of an instance that has none, under its epoch."""
+        """Starts the processes of an instance that has none, under its epoch."""
         instance.ranks = []
         for rank in range(instance.layout.num_ranks):
             self._starts += 1
@@ -147,13 +147,13 @@ class SimulatedFleet:
                     self.ended(part)
 
     def restart(self, instance: Instance) -> None:
-        """Other processes at the same addresses, registered anew."""
+        """New processes at the same addresses, registered again."""
         self.kill(instance.ranks, silently=False)
         instance.epoch += 1
         self.start(instance)
 
     def reregister(self, instance: Instance) -> None:
-        """The control plane has lost the lease: the same processes under another epoch."""
+        """The lease at the control plane is lost: the same processes get a new epoch."""
         instance.epoch += 1
         for process in instance.ranks:
             process.epochs.append(instance.epoch)
@@ -161,13 +161,13 @@ class SimulatedFleet:
         self._tell(first, lambda epoch=instance.epoch: first.endpoint.set_epoch(epoch))  # type: ignore[misc]
 
     def _tell(self, process: Process, event: Callable[[], object]) -> None:
-        """Over HTTP, or whatever it is: in the process's loop."""
+        """Calls the process over HTTP or the like: the call runs in the process's loop."""
         process.loop.call_soon(event)
 
     # --- requests
 
     def request(self, prefill: Instance, decode: Instance, **how: Any) -> Request:
-        """A new request, whose parts are not sent yet."""
+        """A new request. Its parts are not sent yet."""
         rng = self.rng
         bearer = how.pop("bearer", False)
         number = len(self.requests)
@@ -209,14 +209,14 @@ class SimulatedFleet:
             part.begin()
 
     def abort(self, part: Part) -> None:
-        """Its client has gone, or its engine gives it up."""
+        """The client has gone, or the engine gives the request up."""
         if not part.outcome and part.task is not None:
             self.note("aborted", lambda: f"{part.request.id} at {part.process.name}")
             part.task.cancel()
             self.promises.has_to_end(part)
 
     def ended(self, part: Part) -> None:
-        """A part of a request has ended: the other side has to hear of it in time."""
+        """A part of a request has ended. The other side must learn of it in time."""
         self._open -= 1
         self.counts[f"{part.side.value}: {part.outcome}"] += 1
         self.note("ended", lambda: f"{part.request.id} at {part.process.name}: {part.outcome}")
@@ -249,7 +249,7 @@ class SimulatedFleet:
                 self.promises.has_to_hear(part, other, at)
 
     def stopped(self, process: Process) -> None:
-        """A process is stopped: so long, and its peers take it for lost."""
+        """Stops a process for so long that its peers take it for lost."""
         at = self.clock.now
         for part in self.parts_of(process):
             for other in part.request.parts:
@@ -274,7 +274,7 @@ class SimulatedFleet:
         return self._open == 0
 
     def close(self) -> None:
-        """Everybody leaves in good order; what died is taken apart."""
+        """Every process leaves in good order. The resources of dead processes are freed."""
         for process in self.processes:
             if process.alive:
                 self._tell(process, process.leave)
@@ -287,7 +287,7 @@ class SimulatedFleet:
             process.loop.close()
 
     def bury(self) -> None:
-        """Nothing of a fleet that was stopped in the middle is heard of again."""
+        """Frees a fleet that was stopped in the middle, so that nothing of it runs later."""
         for process in dict.fromkeys([*self._dead, *self.processes]):
             process.alive = False
             if not process.loop.is_closed():

@@ -1,5 +1,8 @@
-"""Blocks of a pool as the tables of several KV cache groups, of which the last one's layers have a
-sliding window: it keeps the last blocks of a prompt alone."""
+"""Blocks of a pool as the tables of several KV cache groups.
+
+The layers of the last group have a sliding window: that group keeps only the last blocks of a
+prompt.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts the real code over the engines of a simulated fleet."""
+"""Makes the real code use the engines of a simulated fleet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def installed(fleet: SimulatedFleet) -> Iterator[None]:
-    """Within, kvxfer.engine and kvxfer.kv know no other native engine."""
+    """Inside this context kvxfer.engine and kvxfer.kv use only the simulated native engine."""
     engines = native.module(
         lambda options: native.NativeEngine(fleet.network, fleet.network.hosts[options.name])
     )
@@ -37,7 +37,7 @@ def installed(fleet: SimulatedFleet) -> Iterator[None]:
 
 
 class _Signatures:
-    """PyJWT, which looks at each token once: that takes most of the time otherwise."""
+    """PyJWT with a cache: without it the decoding of tokens takes most of the time."""
 
     PyJWTError = jwt.PyJWTError
 
@@ -57,7 +57,7 @@ _signatures = _Signatures()
 
 
 class _Log(logging.Handler):
-    """An honest fleet warns of nothing."""
+    """An honest fleet logs no warning."""
 
     def __init__(self, fleet: SimulatedFleet) -> None:
         super().__init__(logging.WARNING)

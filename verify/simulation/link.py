@@ -1,4 +1,4 @@
-"""A connection between two simulated engines: what is on its way, and how it ends."""
+"""A connection between two simulated engines: its messages and writes, and its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Placer(enum.Enum):
-    """Puts what has arrived where it belongs."""
+    """Places data that has arrived."""
 
     ENGINE = "engine"
     NIC = "NIC"
@@ -33,7 +33,7 @@ def _gist(data: bytes) -> str:
 
 
 class End:
-    """One side's half: what that engine knows of its peer, and has under way to it."""
+    """One side's half: that engine's state of its peer, and its operations to it."""
 
     def __init__(self, link: Link, index: int, native: NativeEngine) -> None:
         self.link = link
@@ -45,7 +45,7 @@ class End:
         self._unheard = 0
         self.operations: dict[int, PostedOperation] = {}
         self.revoked: set[int] = set()
-        """Immediates that the other side has asked to be spared."""
+        """Immediates that the other side has revoked."""
         native.ends[self.peer_id] = self
 
     @property
@@ -108,7 +108,7 @@ class End:
         )
 
     def watch(self) -> None:
-        """The other side may have fallen silent just now, or this one has just woken up."""
+        """The other side may just have fallen silent, or this side has just woken up."""
         last_heard = self.native.network.rng.uniform(0, HEARTBEAT)
         self._look_after(PEER_TIMEOUT - last_heard)
 
@@ -127,10 +127,10 @@ class End:
 
 
 class Link:
-    """Both ends, and what may happen to them.
+    """Both ends, and the faults of the connection.
 
-    A NIC also places bytes while the process is stopped, and until its paths are reset. A GPU does
-    so until the copy has ended that the receiving engine asked for.
+    A NIC places bytes even while the process is stopped, until its paths are reset. A GPU does so
+    until the copy that the receiving engine has started is complete.
     """
 
     def __init__(self, network: Network, dialer: NativeEngine, acceptor: NativeEngine) -> None:
@@ -138,11 +138,11 @@ class Link:
         self.placer = network.placer
         self.fabric = "verbs" if self.places_by_nic else "tcp"
         self.paths = 0
-        """Raised when the paths are reset: what was on the old ones is gone."""
+        """Incremented when the paths are reset. Data on the old paths is lost."""
         self._cut_at: list[float | None] = [None, None]
         self._held_until = 0.0
         self.disturbed_at = 0.0
-        """Until when its messages were lost or late."""
+        """The time until which its messages are lost or late."""
         self._last = [0.0, 0.0]
         self.ends = (End(self, 0, dialer), End(self, 1, acceptor))
 
@@ -169,7 +169,7 @@ class Link:
         self._held_until = self.disturbed_at = self.network.clock.now + seconds
 
     def silent_since(self, direction: int) -> float | None:
-        """Since when this end sends no heartbeat that arrives."""
+        """The time since which no heartbeat of this end arrives."""
         process = self.ends[direction].native.process
         times = (self._cut_at[direction], process.stopped_at, process.died_at)
         return min((at for at in times if at is not None), default=None)
@@ -183,8 +183,8 @@ class Link:
         not_before: float = 0.0,
         needs_process: bool = True,
     ) -> float:
-        """Takes something from one end to the other, unless the way is cut before it arrives: when
-        that is."""
+        """Carries something from one end to the other, unless the way is cut before it arrives.
+        Returns the time of arrival."""
         if self._cut_at[direction] is not None:
             return 0.0
         clock = self.network.clock

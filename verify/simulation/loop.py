@@ -1,4 +1,4 @@
-"""An asyncio event loop that waits for nothing: whoever drives it says when it runs."""
+"""An asyncio event loop that never waits: its driver says when it runs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 
 class _NoSelector:
-    """Readiness is told by SimulatedLoop.readable(), so there is nothing to ask for."""
+    """SimulatedLoop.readable() reports readiness, so there is nothing to select."""
 
     def select(self, timeout: float | None) -> list[Any]:
         return []
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
-    """The loop of one simulated process. Its callbacks run in asyncio's own order; a loop that is
-    not driven is a process that is stopped, or dead."""
+    """The loop of one simulated process. Its callbacks run in asyncio's order. A loop that is not
+    driven is a stopped or dead process."""
 
     def __init__(self, clock: Callable[[], float], work_seconds: Callable[[], float]) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return self._clock()
 
     def run_due(self) -> None:
-        """One turn: what is due now, and was due when it began."""
+        """One turn: runs the callbacks that were due at its begin."""
         asyncio._set_running_loop(self)
         try:
             self._run_once()  # type: ignore[attr-defined]
@@ -40,7 +40,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             asyncio._set_running_loop(None)
 
     def due_at(self) -> float:
-        """When there is something to run: 0 for now, infinity where nothing is planned."""
+        """The time of the next callback: 0 for now, infinity if none is planned."""
         if self._ready:  # type: ignore[attr-defined]
             return 0.0
         scheduled = self._scheduled  # type: ignore[attr-defined]
@@ -58,7 +58,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return [task for task in self._tasks if not task.done()]
 
     def readable(self, fd: int) -> None:
-        """What is read from `fd` is there."""
+        """`fd` has data to read."""
         if fd in self._readers:
             self.call_soon(self._readers[fd])
 
@@ -71,7 +71,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """A thread's work: done at once, some time from now."""
+        """The work of a thread: it runs in one step, after a simulated delay."""
         done: asyncio.Future[Any] = self.create_future()
 
         def work() -> None:

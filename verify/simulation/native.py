@@ -1,6 +1,6 @@
-"""The compiled engine of a simulated process: kvxfer._native's interface over a simulated network.
+"""The engine of a simulated process: kvxfer._native's interface over a simulated network.
 
-kvxfer.engine, the Python part, is the real one.
+The Python part, kvxfer.engine, is real.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Region:
         return int(self.data.ctypes.data)
 
     def checksum(self, offsets: Any, numbers: Any, length: int) -> int:
-        """Another function than the compiled one, of the same properties."""
+        """Not the compiled function, but one with the same properties."""
         total = 0
         for offset, number in zip(offsets.tolist(), numbers.tolist(), strict=True):
             run = self.data[offset : offset + length].tobytes()
@@ -71,7 +71,7 @@ class Memory(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 class NativeEngine:
-    """What TransferEngine does, and when its completions come."""
+    """TransferEngine, with simulated times of its completions."""
 
     event_fd = _EVENT_FD
     fabrics = ("simulated",)
@@ -208,7 +208,7 @@ class NativeEngine:
 
 
 def module(engine_of: Any) -> SimpleNamespace:
-    """What kvxfer.engine.core needs of kvxfer._native."""
+    """The parts of kvxfer._native that kvxfer.engine.core needs."""
     return SimpleNamespace(
         EngineOptions=lambda **options: SimpleNamespace(**options), TransferEngine=engine_of
     )

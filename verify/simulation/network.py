@@ -1,4 +1,4 @@
-"""The simulated network: how engines meet, how long anything takes, and what breaks."""
+"""The simulated network: connections, delays and faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Network:
-    """Links between engines. Messages of a direction keep their order; nothing else does."""
+    """Links between engines. Only the messages of one direction keep their order."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Network:
         self.group_writes = rng.choice([1, 2, 32])
         self.max_queued = rng.choice([2, 1000, 1000, 1000, 1000])
         self.max_messages = rng.choice([1, 3, 1000, 1000, 1000])
-        """Of one end, on their way."""
+        """The most messages of one end that are on their way."""
         self.links: list[Link] = []
         self.hosts: dict[str, Process] = {}
         """The listeners, by address."""
@@ -49,13 +49,13 @@ class Network:
         self._counts[what] += 1
 
     def latency(self) -> float:
-        """Of one message or write; a few take much longer."""
+        """The delay of one message or write. A few take much longer."""
         rng = self.rng
         slow = 30 if rng.random() < 0.03 else 1
         return self._seconds * (0.2 + rng.expovariate(1)) * slow
 
     def posting_delay(self) -> float:
-        """Until a posted write is read and on its way."""
+        """The delay until a posted write is read and sent."""
         return self.latency() * self.rng.choice([0, 0, 1, 5])
 
     def live_links(self) -> list[Link]:
@@ -65,7 +65,7 @@ class Network:
     # --- meeting
 
     def dial(self, dialer: NativeEngine, address: str, ident: int, timeout: float) -> None:
-        """Brings a "connect" completion: the peer of an engine that is known, or a new one."""
+        """Leads to a "connect" completion, with the known peer of that engine or a new one."""
         host, engine_id = address.removeprefix("kvx://").split("/")
         for end in dialer.ends.values():
             if end.other.native.engine_id == engine_id:
@@ -81,11 +81,11 @@ class Network:
     def _hello(
         self, dialer: NativeEngine, host: str, engine_id: str, ident: int, timeout: float
     ) -> None:
-        """A connection reaches a host, where somebody listens or not."""
+        """A connection reaches a host, which may have no listener."""
         listener = self.hosts.get(host)
         refusal = None
         if listener is None or not listener.ready:
-            refusal = "connect-failed", f"nobody listens at {host}"
+            refusal = "connect-failed", f"nothing listens at {host}"
         elif listener.incarnation != engine_id:
             self.count("restarted peer refused")
             refusal = "peer-restarted", f"another engine answers at {host}"
@@ -134,7 +134,7 @@ class Network:
     # --- breaking
 
     def reset(self, link: Link) -> None:
-        """Both sides hear of it, at about the same time."""
+        """Both sides learn of it at about the same time."""
         for end in link.ends:
             self.clock.after(
                 self.latency(),
@@ -143,7 +143,7 @@ class Network:
             )
 
     def half_open(self, link: Link, index: int) -> None:
-        """One side is told that the connection is gone; the other hears nothing any more."""
+        """One side is told that the connection is lost. The other side only gets no more data."""
         link.cut(index)
         link.ends[index].lose("peer-lost", "connection reset")
 
@@ -153,7 +153,7 @@ class Network:
             link.cut(direction)
 
     def killed(self, native: NativeEngine, silently: bool) -> None:
-        """The process is gone: its kernel closes the connections, unless that is gone as well."""
+        """The process is dead. Its kernel closes the connections, unless the host is gone, too."""
         for end in list(native.ends.values()):
             if silently:
                 end.other.watch()
@@ -170,6 +170,6 @@ class Network:
             end.other.watch()
 
     def woken(self, native: NativeEngine) -> None:
-        """It has not heard of anybody for a while, which is not held against them."""
+        """It was stopped for a while. The silence of its peers meanwhile does not count."""
         for end in native.ends.values():
             end.watch()

@@ -1,5 +1,5 @@
-"""OFFERs that a prefill process is told of before their request has come, as a connector without
-its own tickets has them."""
+"""OFFERs that reach a prefill process before their request, as with a connector that has no tickets
+of a control plane."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Offers:
-    """Of one process, whose loop it is used on."""
+    """The OFFERs of one process, used on its loop."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -45,7 +45,7 @@ class Offers:
             return await asyncio.shield(waiting)
 
     def leave(self, transfer_id: str) -> None:
-        """The request will not come; its OFFER is refused, now or later."""
+        """The request will not come. Its OFFER is refused, now or when it comes."""
         self._left.add(transfer_id)
         if transfer_id in self._tokens:
             self._decline(transfer_id)

@@ -1,4 +1,4 @@
-"""What has to be true at every moment, whatever happens: the invariants of a transfer."""
+"""The invariants of a transfer, which must hold at every moment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .writes import Bytes, Write
 
 TRANSFER: contextvars.ContextVar[str] = contextvars.ContextVar("transfer")
-"""Of the request that a task serves."""
+"""The id of the request that a task serves."""
 
 _MAY_BE_WRITTEN = (BlockState.OFFERED, BlockState.RECEIVING)
 
@@ -24,7 +24,7 @@ class Violation(Exception):
 
 
 class OwnedPool(BlockPool):
-    """A pool that knows of every block which transfer has it."""
+    """A pool that records which transfer has each block."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -42,7 +42,7 @@ class OwnedPool(BlockPool):
 
 
 class Oracle:
-    """Hears of each byte that is read and placed. The network's owner gives it the requests."""
+    """Is told of all bytes that are read and placed. The network's owner tells it the requests."""
 
     def __init__(self) -> None:
         self.requests: dict[str, Request] = {}
@@ -55,7 +55,7 @@ class Oracle:
             raise Violation(text)
 
     def posts(self, end: End, data: Bytes) -> str:
-        """A write is posted out of blocks: of which transfer are they?"""
+        """A write is posted out of blocks: which transfer do they belong to?"""
         process = end.native.process
         owners = {process.pool.owners.get(block) for block in _blocks(process, data)}
         self.require(
@@ -65,7 +65,7 @@ class Oracle:
         return str(owners.pop())
 
     def reads(self, end: End, write: Write) -> None:
-        """Bytes are read: only of blocks that the transfer still has."""
+        """Bytes are read. They must be in blocks that the transfer still has."""
         process = end.native.process
         for block in _blocks(process, write.source):
             owner, state = process.pool.owners.get(block), process.pool.state(block)
@@ -76,7 +76,7 @@ class Oracle:
             )
 
     def lands(self, end: End, write: Write, place: Bytes) -> None:
-        """Bytes are placed: only in blocks under offer to this writer and for this transfer."""
+        """Bytes are placed. They must be in blocks offered to this writer for this transfer."""
         process = end.other.native.process
         for block in _blocks(process, place):
             owner, state = process.pool.owners.get(block), process.pool.state(block)
@@ -88,14 +88,14 @@ class Oracle:
         self.takes_part(end.native.process, write.transfer)
 
     def damages(self, write: Write, place: Bytes) -> None:
-        """Changes a byte on its way, where that is the fault of the transfer."""
+        """Changes a byte on its way if the transfer has that fault."""
         request = self.requests[write.transfer]
         if request.fault == "byte changed":
             place[len(place) // 2] ^= 1
             self.damaged.add(request.id)
 
     def takes_part(self, process: Process, transfer: str) -> None:
-        """A process has a session: it is the one that the ticket names, not one before or after."""
+        """A process has a session. The ticket must name that process and its epoch."""
         named = self.requests[transfer].named(process.instance.role)
         self.require(
             named is None or named in [(process.instance.name, epoch) for epoch in process.epochs],

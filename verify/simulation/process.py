@@ -1,5 +1,7 @@
-"""A simulated worker process: the real engine front, cache, pool and endpoint on its own loop,
-which may be stopped, killed, or leave in good order."""
+"""A simulated worker process: the real engine front, cache, pool and endpoint on a simulated loop.
+
+The process may be stopped, killed, or leave in good order.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ _FOLLOW_SECONDS = 0.02
 
 
 class Process:
-    """One rank of an instance, from its start to its end. What is `lets` through waits while it is
+    """One rank of an instance, from its start to its end. Events of `lets` wait while it is
     stopped."""
 
     native: NativeEngine
@@ -52,7 +54,7 @@ class Process:
         self.epochs = [instance.epoch]
         self.alive = True
         self.silent = False
-        """Its host is gone with it: nobody even refuses a connection."""
+        """Its host is gone, too: connections are not even refused."""
         self.runs = True
         """Alive, and not stopped."""
         self.ready = False
@@ -67,7 +69,7 @@ class Process:
         self.loop = SimulatedLoop(self.clock.monotonic, lambda: fleet.rng.uniform(0, seconds))
         self.offers = Offers(self)
         self.following: asyncio.Task[None] | None = None
-        """Of a rank that has its epoch from the first one."""
+        """The task by which a rank gets its epoch from the first rank."""
         self._leave = asyncio.Event()
         self._life = self.loop.create_task(self._live())
 
@@ -81,13 +83,13 @@ class Process:
         return self.runs
 
     def stop(self) -> None:
-        """SIGSTOP: nothing of it runs, its clock goes on."""
+        """SIGSTOP: nothing in it runs, but its clock goes on."""
         self.runs = False
         self.stopped_at = self._fleet.clock.now
         self._fleet.network.stopped(self.native)
 
     def wake(self) -> None:
-        """SIGCONT: first what it was told meanwhile, in order."""
+        """SIGCONT: first handles the events of the meantime, in order."""
         self.runs = True
         self.stopped_at = None
         self.woke_at = self._fleet.clock.now
@@ -98,7 +100,7 @@ class Process:
         self._fleet.network.woken(self.native)
 
     def kill(self, silently: bool) -> None:
-        """SIGKILL, or with `silently` its host is gone."""
+        """SIGKILL; with `silently` its host is gone, too."""
         self.alive = self.runs = self.ready = False
         self.silent = silently
         self.died_at = self._fleet.clock.now
@@ -114,7 +116,7 @@ class Process:
         return self._life.done()
 
     def bury(self) -> None:
-        """Takes what a dead process had apart; nobody hears of it."""
+        """Frees the resources of a dead process, without a message to its peers."""
         for end in list(self.native.ends.values()):
             end.lose("engine-closed", "it is dead")
         while tasks := self.loop.tasks:
@@ -167,7 +169,7 @@ class Process:
                 )
 
     async def _follow(self) -> None:
-        """Has the epoch from the first rank, over whatever connection there is to it."""
+        """Gets the epoch from the first rank, over any connection to it."""
         while True:
             lost = asyncio.Event()
             try:
@@ -181,7 +183,7 @@ class Process:
             await lost.wait()
 
     def _permute(self, cache: KvCache, blocks: BlockIds, arrived: HeadOrder) -> None:
-        """A thread puts heads in order: only in blocks that are still somebody's."""
+        """A thread puts heads in order: only in blocks that still have an owner."""
         owners = {self.pool.owners.get(block) for block in blocks.tolist()}
         with contextlib.suppress(Exception):
             self._fleet.oracle.require(

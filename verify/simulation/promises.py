@@ -1,5 +1,7 @@
-"""What has to be true of a simulated fleet in between and at the end: nobody waits for a dead one,
-no session outlives its lease, and nothing is left."""
+"""What must hold in a simulated fleet, during the run and at its end.
+
+No process waits for a dead one, no session outlives its lease, and nothing is left over.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _LOOK_SECONDS = 0.25
 
 
 class Promises:
-    """Of one fleet. What lands where, the oracle knows."""
+    """The promises of one fleet. The oracle checks the bytes."""
 
     def __init__(self, fleet: SimulatedFleet) -> None:
         self._fleet = fleet
@@ -23,8 +25,8 @@ class Promises:
         self._late: dict[Part, float] = {}
 
     def has_to_hear(self, part: Part, other: Part, since: float) -> None:
-        """`part` has ended or been stopped: `other` knows of it soon, while it runs at all,
-        unless `part` goes on, or went on until it had every byte."""
+        """`part` has ended or was stopped. If `other` runs, it must learn of that soon, unless
+        `part` goes on, or has every byte."""
         process = other.process
         disturbed = [
             link.disturbed_at
@@ -53,7 +55,7 @@ class Promises:
         self._clock.after(max(told_by - self._clock.now, 0), look)
 
     def has_to_end(self, part: Part) -> None:
-        """`part` was aborted: its task does not go on as if nothing had been said."""
+        """`part` was aborted. Its task must not go on as if it was not."""
         aborted_at = self._clock.now
 
         def look() -> None:
@@ -69,7 +71,7 @@ class Promises:
         self._clock.after(_LEASE_SLACK, look)
 
     def look_at_leases(self) -> None:
-        """No session outlives its lease. Again and again."""
+        """Checks again and again that no session outlives its lease."""
         late = self._late
         for request in self._fleet.requests:
             for part in request.parts:
@@ -85,7 +87,7 @@ class Promises:
         self._clock.after(_LOOK_SECONDS, self.look_at_leases)
 
     def check_forgotten(self, transfers: int) -> None:
-        """What is remembered of tickets ends with them: those of so many transfers are left."""
+        """The memory of tickets ends with them: only so many transfers may be remembered."""
         for process in self._fleet.processes:
             remembered = len(process.endpoint._ledger)
             if process.endpoint._ledger._used.keys() & {self._fleet.requests[-1].id}:
@@ -94,7 +96,7 @@ class Promises:
                 )
 
     def check_nothing_left(self) -> None:
-        """After the last request: every block is free and nobody waits for anything."""
+        """After the last request every block is free and nothing waits."""
         for process in self._fleet.processes:
             process.pool.check()
             endpoint, engine = process.endpoint, process.engine

@@ -1,4 +1,4 @@
-"""Requests: what a router sends to both sides, and how the workers of a fleet serve it."""
+"""Requests: a router sends them to both sides, and the workers of a fleet serve them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OVER = (
 
 @dataclass(eq=False)
 class Request:
-    """One request to a pair of instances, and what befalls it."""
+    """One request to a pair of instances, and its faults."""
 
     ticket: Ticket
     token: str
@@ -53,7 +53,7 @@ class Request:
     window: int = 1
     """Blocks that decode keeps of the layers with a sliding window."""
     by_offer: bool = False
-    """Prefill has no ticket but that of decode's OFFER."""
+    """Prefill has only the ticket of decode's OFFER."""
     parts: list[Part] = field(default_factory=list)
 
     @property
@@ -61,7 +61,7 @@ class Request:
         return self.ticket.transfer_id
 
     def named(self, side: Role) -> tuple[str, int] | None:
-        """Instance and epoch of one side; None where the ticket leaves it open."""
+        """Instance and epoch of one side; None if the ticket does not name it."""
         ticket = self.ticket
         if side is Role.PREFILL:
             return ticket.prefill_id, ticket.prefill_epoch
@@ -70,7 +70,7 @@ class Request:
 
 @dataclass(eq=False)
 class Part:
-    """What one rank does for a request."""
+    """One rank's part of a request."""
 
     request: Request
     process: Process
@@ -80,7 +80,7 @@ class Part:
     outcome: str = ""
     error: BaseException | None = None
     complete: bool = False
-    """Decode has every byte, right or wrong: what it does then is no longer prefill's concern."""
+    """Decode has every byte, right or wrong. Prefill need not learn what it does after that."""
 
     @property
     def side(self) -> Role:
@@ -88,12 +88,12 @@ class Part:
 
     @property
     def over(self) -> bool:
-        """Nothing of it is under way, and it knows why."""
+        """It has ended, or its session has."""
         session: PrefillSession | DecodeSession | None = self.session
         return bool(self.outcome) or session is None or session.state in _OVER
 
     def over_with(self, other: Part) -> bool:
-        """Whether this rank wants nothing more of another one of the other side."""
+        """Whether this rank needs nothing more from a rank of the other side."""
         if self.over or self.side is Role.PREFILL:
             return self.over
         return all(
@@ -103,8 +103,8 @@ class Part:
         )
 
     def linked_with(self, other: Part) -> bool:
-        """Whether prefill has taken the OFFER up, or has told decode that it waits for it: each
-        side has to hear of the other's end."""
+        """Whether prefill has accepted the OFFER, or has told decode that it waits for it. From
+        then on each side must learn of the other's end."""
         prefill, decode = (self, other) if self.side is Role.PREFILL else (other, self)
         if prefill.session is None or decode.session is None:
             return False
@@ -117,7 +117,7 @@ class Part:
 
     def begin(self) -> None:
         self.task = self.process.loop.create_task(self._serve())
-        # One that is cancelled before it runs says nothing itself.
+        # A task that is cancelled before it runs reports nothing itself.
         self.task.add_done_callback(lambda _: self.outcome or self._ends("aborted"))
 
     async def _serve(self) -> None:
@@ -156,7 +156,7 @@ class Part:
                 async with session:
                     table = by_group(hold.ids, process.cache.layout)
                     if rng.random() < 0.3:
-                        hold.release()  # takes effect when nothing is read any more
+                        hold.release()  # takes effect when no byte is read any more
                     await self._compute(session, table)
                     await session.finish(TAIL)
         except (asyncio.CancelledError, BlockPoolExhausted):
@@ -182,7 +182,7 @@ class Part:
         raise AssertionError
 
     async def _token(self) -> str:
-        """The ticket of the request, or that of decode's OFFER for it."""
+        """The ticket of the request or of decode's OFFER for it."""
         request = self.request
         if not request.by_offer:
             return request.token
@@ -190,7 +190,7 @@ class Part:
             return await self.process.offers.of(request.id, request.lease_seconds)
         except TimeoutError:
             self.process.offers.leave(request.id)
-            raise LeaseExpired(f"nobody has made an offer for {request.id}") from None
+            raise LeaseExpired(f"no offer was made for {request.id}") from None
 
     async def _compute(self, session: PrefillSession, table: BlockIds) -> None:
         """Layer by layer, all at once or in chunks."""
@@ -202,7 +202,7 @@ class Part:
         for end in chunks:
             for layer in layers:
                 await self._pause()
-                # Engines let every layer know at once; a transfer that has failed takes none.
+                # Engines report every layer at once. A failed transfer accepts none.
                 if session.error is None:
                     contents.put(self.request.contents, layer, table, begin, end)
                 session.write_layer(layer, end)

@@ -1,5 +1,5 @@
-"""One-sided writes of the simulated engines: posted, read, placed and acknowledged, each group for
-itself and in any order."""
+"""One-sided writes of the simulated engines. Each group is posted, read, placed and acknowledged
+independently, in any order."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Stage(enum.Enum):
-    QUEUED = "queued"  # not read yet; may be taken back
+    QUEUED = "queued"  # not read yet; can be withdrawn
     ON_ITS_WAY = "on its way"
     ENDED = "ended"
 
 
 @dataclass(eq=False, slots=True)
 class Write:
-    """Neighbouring pages as one; `transfer` is whose blocks it was posted from."""
+    """Neighbouring pages as one write; `transfer` had the blocks that it was posted from."""
 
     source: Bytes
     grant: bytes
@@ -35,17 +35,17 @@ class Write:
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Writes that one immediate counts for: they keep their order, and the last one has it."""
+    """Writes with one common immediate. They keep their order; the last one carries it."""
 
     writes: list[Write]
     stage: Stage = Stage.QUEUED
     counted: bool = False
     copied_at: float = 0.0
-    """When a GPU has placed what has come of it: one after the other."""
+    """When a GPU has placed the arrived writes, one after the other."""
 
 
 class PostedOperation:
-    """What one submission takes: ends when all its groups have."""
+    """One submission. It ends when all its groups have ended."""
 
     def __init__(self, end: End, ident: int, imm: int, timeout: float) -> None:
         self.end = end
@@ -81,7 +81,7 @@ class PostedOperation:
         return any(group.stage is Stage.ON_ITS_WAY for group in self.groups)
 
     def fail(self, code: str, text: str) -> None:
-        """Takes back what was not read yet; the rest is waited for."""
+        """Withdraws writes that were not read yet. Waits for the rest."""
         if self.id not in self.end.operations:
             return
         if self._code == "ok":
@@ -90,7 +90,7 @@ class PostedOperation:
             self._finish(group)
 
     def abandon(self, code: str, text: str) -> None:
-        """The peer is lost: nothing more is read, and nothing waited for."""
+        """The peer is lost: reads nothing more, and waits for nothing."""
         if self._code == "ok":
             self._code, self._text = code, text
         for group in self.groups:
@@ -98,7 +98,7 @@ class PostedOperation:
         self._end()
 
     def requeue(self) -> None:
-        """The paths were reset: groups that had not arrived go over the new ones."""
+        """The paths were reset. Groups that had not arrived go over the new paths."""
         for group in self.groups:
             if group.stage is Stage.ON_ITS_WAY and not group.counted:
                 group.stage = Stage.QUEUED
@@ -106,7 +106,7 @@ class PostedOperation:
 
     def _queue(self, group: Group) -> None:
         link = self.end.link
-        # A NIC sends what is posted also while its process is stopped.
+        # A NIC sends posted writes even while its process is stopped.
         network = self._network
         process = None if link.places_by_nic and link.paths == 0 else self.end.native.process
         network.clock.after(network.posting_delay(), lambda: self._send(group), process)
@@ -160,7 +160,7 @@ class PostedOperation:
             self._place(group, write, data, place)
 
     def _end_copy(self, group: Group, write: Write, data: Bytes, place: Bytes) -> None:
-        """The GPU has put the bytes there, also after a revocation, unless its process died."""
+        """The GPU has placed the bytes, even after a revocation, unless its process died."""
         if self.end.other.native.process.alive:
             self._place(group, write, data, place)
             self.end.other.native.counters.copy_ended(self.imm)

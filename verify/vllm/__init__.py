@@ -1,1 +1,1 @@
-"""vLLM as a process, and tiny models and prompts for it."""
+"""vLLM as a process, with tiny models and prompts."""

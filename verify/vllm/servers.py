@@ -1,4 +1,4 @@
-"""A disaggregated vLLM: its servers, which a fleet starts beside its control plane and router."""
+"""The servers of a disaggregated vLLM. A fleet starts them beside its control plane and router."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def add_vllm(
     module: str = "kvxfer.connectors.vllm.connector",
     **settings: Any,
 ) -> Server:
-    """A worker of a fleet that is a vLLM; `settings` are its connector's. Begins it."""
+    """Starts a vLLM as a worker of a fleet; `settings` are its connector's."""
     transfer = {
         "kv_connector": connector,
         "kv_connector_module_path": module,

@@ -17,8 +17,8 @@ VOCABULARY = 512
 def config_of(
     layers: int = 4, kv_heads: int = 2, head_dim: int = 32, vocabulary: int = VOCABULARY
 ) -> LlamaConfig:
-    """Weights of 0.2 standard deviation: at less the logits are nearly flat, and equal tokens
-    prove little. The tokenizer has VOCABULARY words, however many have weights."""
+    """Weights have a standard deviation of 0.2. With less the logits are nearly flat, and equal
+    tokens prove little. The tokenizer always has VOCABULARY words."""
     return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=128,

@@ -14,7 +14,7 @@ _HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _LAYERS = 128, 4, 2, 32, 4  # as tiny_lla
 
 
 def make(folder: Path, seed: int) -> None:
-    """Large enough that greedy tokens are others than those of the base."""
+    """Large enough that greedy tokens differ from the base model's."""
     torch.manual_seed(seed)
     outputs = {"q_proj": _HEADS * _HEAD_DIM, "v_proj": _KV_HEADS * _HEAD_DIM}
     weights = {}

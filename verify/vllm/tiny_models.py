@@ -1,12 +1,16 @@
 """Makes the checkpoint of a tiny model with seeded weights: `python tiny_models.py KIND FOLDER
 [SEED]`.
 
-`sliding` has layers with a sliding window and layers without (Gemma 3), `large` the same with heads
-of two sizes, so that blocks have different numbers of tokens (Gemma 4). `pools` has such layers
-that SGLang keeps in pools apart (Mellum), `mla` one latent vector per token (DeepSeek V2), `uneven`
-layers of different numbers of KV heads (Nemotron NAS), whose configuration is code in the
-checkpoint. `mamba` has Mamba 2 beside attention in each layer (Falcon H1), `experts` four experts
-in each layer (Qwen3 MoE).
+Kinds:
+
+- `sliding`: layers with a sliding window and layers without (Gemma 3)
+- `large`: the same with heads of two sizes, so blocks have different numbers of tokens (Gemma 4)
+- `pools`: the same layers, which SGLang keeps in separate pools (Mellum)
+- `mla`: one latent vector per token (DeepSeek V2)
+- `uneven`: layers with different numbers of KV heads (Nemotron NAS); its configuration is code in
+  the checkpoint
+- `mamba`: Mamba 2 beside attention in each layer (Falcon H1)
+- `experts`: four experts in each layer (Qwen3 MoE)
 """
 
 from __future__ import annotations
@@ -164,7 +168,7 @@ class UnevenConfig(LlamaConfig):
 
 
 def save_uneven(folder: Path) -> None:
-    """A Llama of 4 KV heads. Each layer has only the first few of them."""
+    """A Llama with 4 KV heads. Each layer has only the first few of these."""
     config = LlamaConfig(
         **_COMMON,
         num_hidden_layers=len(KV_HEADS),

@@ -1,4 +1,4 @@
-"""Prompts of 1 to 3,500 tokens for the tiny model; many begin like another one."""
+"""Prompts of 1 to 3,500 tokens for the tiny model. Many share a prefix with another prompt."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A small training job, which programs and tests update the weights of inference ranks from."""
+"""A small training job, from which programs and tests update the weights of inference ranks."""

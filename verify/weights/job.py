@@ -1,8 +1,8 @@
 """The processes of a training job: `python -m verify.weights.job NAME JSON`.
 
-One process loads torch and forks the ranks. It takes commands as JSON lines, `{"id": 1, "do":
-"step", "ranks": [0, 1]}` (all ranks by default), has the ranks do them, and answers once, with what
-each of them answered; `training.py` is its driver.
+One process loads torch and forks the ranks. It reads commands as JSON lines, such as `{"id": 1,
+"do": "step", "ranks": [0, 1]}` (by default for all ranks). It passes each command to the ranks, and
+answers once with the answers of all. `training.py` is its driver.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, Final
 
-# What fully_shard() would load in each rank.
+# Modules that fully_shard() would otherwise load in each rank.
 import torch._dynamo  # noqa: F401
 
 from verify.processes.commands import report
@@ -34,7 +34,7 @@ class Ranks:
         self._ours: list[Connection | None] = [ours for ours, _ in pairs]
         self._processes: list[ForkProcess] = []
         self._open: dict[int, dict[int, Any]] = {}
-        """By the id of a command the answer of each rank, None where it is to come."""
+        """By the id of a command, the answer of each rank; None until it comes."""
         self._ready = 0
         for rank, (_, theirs) in enumerate(pairs):
             others = [each for pair in pairs for each in pair if each is not theirs]
@@ -106,7 +106,7 @@ class Ranks:
 
 
 def _run(job: Job, rank: int, driver: Connection, others: list[Connection]) -> None:
-    for each in others:  # that each sees the end of its driver
+    for each in others:  # so that each sees the end of its driver
         each.close()
     serve(job, rank, driver)
 

@@ -1,4 +1,4 @@
-"""One rank of a training job: a tiny Llama, sharded by FSDP, that does what it is told."""
+"""One rank of a training job: a tiny Llama, sharded by FSDP, that carries out commands."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ _BATCH: Final = (2, 24)
 
 
 class Job(NamedTuple):
-    """What all ranks of a job have in common."""
+    """The settings of all ranks of a job."""
 
     store: Path
-    """A file that is not there yet, where the ranks meet."""
+    """A file that does not exist yet; the ranks meet there."""
     world_size: int
     seed: int = 0
     rate: float = 0.05
-    """Of the optimizer. Its first step changes each weight by about so much, and the weights have a
-    standard deviation of 0.2: tokens differ after it."""
+    """The optimizer's learning rate. Its first step changes each weight by about so much. Weights
+    have a standard deviation of 0.2, so tokens differ after the step."""
     dtype: str = "float32"
-    """In which weights are sent and saved; the optimizer has float32."""
+    """The dtype in which weights are sent and saved. The optimizer uses float32."""
     layers: int = 4
 
 
 class TrainerRank:
-    """Its commands; all ranks have to be told to step or to save."""
+    """The commands of a rank. `step` and `save` must go to all ranks."""
 
     def __init__(self, job: Job, rank: int, tell: Callable[[Event], None]) -> None:
         self._job, self._rank, self._tell = job, rank, tell
@@ -71,7 +71,7 @@ class TrainerRank:
         self._vllm: Any = None
 
     def step(self, count: int = 1) -> Event:
-        """Trains on random tokens, which follow from seed, rank and step."""
+        """Trains on random tokens that follow from seed, rank and step."""
         for _ in range(count):
             self._steps += 1
             seed = (self._job.seed << 32) + (self._rank << 24) + self._steps
@@ -110,8 +110,8 @@ class TrainerRank:
     def connect_vllm(
         self, server: str, port: int, instances: int, mode: str = "wait", policy: str = "drain"
     ) -> Event:
-        """Opens this rank's engine of vLLM's own weight transfer: the coordinator listens at this
-        port. `mode` is how vLLM is paused, `policy` what other instances do with requests."""
+        """Opens this rank's engine of vLLM's weight transfer. The coordinator listens at `port`.
+        `mode` is how vLLM is paused, `policy` what other instances do with requests."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         from kvxfer.connectors.vllm.weight_transfer import KvxferTrainerInitInfo, PausingClient
@@ -134,17 +134,17 @@ class TrainerRank:
         return {}
 
     def send_to_vllm(self, version: int) -> Event:
-        """By vLLM's engine; answered once all serve it."""
+        """Pushes by vLLM's engine. Answers once all instances serve the update."""
         report = self._vllm.send_weights(version)
         return {"report": msgspec.to_builtins(report)}
 
     def wait(self, instances: int, seconds: float) -> Event:
-        """Of rank 0: until so many instances are there."""
+        """Rank 0 waits until so many instances have joined."""
         self._connected.wait_for(instances, seconds)
         return {}
 
     def push(self, version: int) -> Event:
-        """Answered once the weights have been read: a step may follow. The event "pushed" tells
+        """Answers once the weights have been read; then a step may follow. The event "pushed" has
         the report or the error."""
         push = self._connected.push(version)
         threading.Thread(target=self._await, args=(push,), daemon=True).start()
@@ -161,7 +161,7 @@ class TrainerRank:
             self._tell({**told, "report": msgspec.to_builtins(report)})
 
     def save(self, folder: str) -> Event:
-        """The weights of now as a checkpoint that vLLM and transformers load, by rank 0."""
+        """Rank 0 saves the current weights as a checkpoint that vLLM and transformers load."""
         dtype = getattr(torch, self._job.dtype)
         whole = {
             name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().to(dtype)
@@ -176,7 +176,7 @@ class TrainerRank:
         return {"folder": folder}
 
     def close(self) -> Event:
-        """Ends the trainer; another one may be connected."""
+        """Ends the trainer. Another one may be connected after it."""
         if self._trainer is not None:
             self._trainer.close()
         self._trainer = None
@@ -193,7 +193,7 @@ class TrainerRank:
 
 
 def serve(job: Job, rank: int, driver: Connection) -> None:
-    """Does what the driver says until that says "quit" or is gone."""
+    """Carries out the driver's commands until "quit" or the end of the driver."""
     lock = threading.Lock()
 
     def tell(event: Event) -> None:

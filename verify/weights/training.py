@@ -21,12 +21,12 @@ KEY: Final = "the key of a training job"
 
 
 class TrainingJob(WorkerProcess):
-    """Training ranks with a tiny Llama, FSDP over gloo; what they compute follows from the seed.
-    Any one thread. Raises AssertionError where a rank fails to do what it is told."""
+    """Training ranks with a tiny Llama, FSDP over gloo. Their results follow from the seed. One
+    thread at a time. Raises AssertionError if a rank fails at a command."""
 
     def __init__(self, folder: Path, *, world_size: int = 4, python: str = "", **job: Any) -> None:
-        """job: the members of trainer_rank.Job. python: that of vLLM, for connect_vllm(). Returns
-        once it is ready."""
+        """job: the members of trainer_rank.Job. python: vLLM's Python, for connect_vllm(). Returns
+        once the job is ready."""
         store = Path(tempfile.mkdtemp(dir=folder)) / "store"
         options = {"store": str(store), "world_size": world_size, **job}
         quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
@@ -41,7 +41,7 @@ class TrainingJob(WorkerProcess):
         self.pids: list[int] = self._ready.result(_START_SECONDS)["pids"]
 
     def do(self, do: str, *, ranks: Sequence[int] | None = None, **arguments: Any) -> list[Event]:
-        """A command, done by all ranks or some; the answer of each."""
+        """Sends a command to all ranks or some. Returns the answer of each."""
         chosen = list(range(self.world_size) if ranks is None else ranks)
         answers: list[Event] = self.begin(do, ranks=chosen, **arguments).result(_ANSWER_SECONDS)[
             "ranks"
@@ -51,12 +51,12 @@ class TrainingJob(WorkerProcess):
         return answers
 
     def step(self, count: int = 1) -> float:
-        """Trains; the loss of rank 0."""
+        """Trains. Returns the loss of rank 0."""
         return float(self.do("step", count=count)[0]["loss"])
 
     def connect(self, key: str = KEY, receivers: Sequence[str] = (), **arguments: Any) -> str:
-        """Has each rank open its Trainer; the coordinator's address. `arguments` are those of
-        trainer_rank.TrainerRank.connect."""
+        """Each rank opens its Trainer. Returns the coordinator's address. `arguments` are the
+        arguments of trainer_rank.TrainerRank.connect."""
         first = self.do("connect", ranks=[0], key=key, receivers=list(receivers), **arguments)
         address = str(first[0]["coordinator"])
         others = range(1, self.world_size)
@@ -64,20 +64,20 @@ class TrainingJob(WorkerProcess):
         return address
 
     def connect_vllm(self, server: str, **arguments: Any) -> None:
-        """Has each rank open vLLM's trainer engine of the backend `kvxfer`; `arguments` are those
-        of trainer_rank.TrainerRank.connect_vllm."""
+        """Each rank opens vLLM's trainer engine of the backend `kvxfer`. `arguments` are the
+        arguments of trainer_rank.TrainerRank.connect_vllm."""
         self.do("connect_vllm", server=server, **arguments)
 
     def send_to_vllm(self, version: int) -> Event:
-        """Together, by all ranks; the report of rank 0."""
+        """All ranks send together. Returns the report of rank 0."""
         return dict(self.do("send_to_vllm", version=version)[0]["report"])
 
     def wait_for(self, instances: int, seconds: float = 60.0) -> None:
-        """Until so many instances have joined."""
+        """Waits until so many instances have joined."""
         self.do("wait", ranks=[0], instances=instances, seconds=seconds)
 
     def begin_push(self, version: int) -> Future[Event]:
-        """Answered once all ranks have read their weights; event("pushed") tells the end."""
+        """Returns once all ranks have read their weights. event("pushed") reports the end."""
         return self.begin("push", ranks=list(range(self.world_size)), version=version)
 
     def push(self, version: int) -> Event:
@@ -86,8 +86,8 @@ class TrainingJob(WorkerProcess):
         return self.pushed()
 
     def pushed(self, ranks: int | None = None) -> Event:
-        """How the push under way ended, once so many ranks know (all by default): what the lowest
-        of them says."""
+        """How the current push ended, once so many ranks know (by default all), as the lowest of
+        them reports it."""
         ends = [
             self.event("pushed").result(_REPORT_SECONDS) for _ in range(ranks or self.world_size)
         ]
@@ -95,15 +95,15 @@ class TrainingJob(WorkerProcess):
         return dict(end.get("report", end))
 
     def save(self, folder: Path) -> Path:
-        """The weights as a checkpoint."""
+        """Saves the weights as a checkpoint."""
         self.do("save", folder=str(folder))
         return folder
 
     def quit(self) -> None:
-        """In good order."""
+        """Ends the job in good order."""
         self.tell("quit")
         self.ends(_ANSWER_SECONDS)
 
     def kill_rank(self, rank: int, number: int = signal.SIGKILL) -> None:
-        """Or freezes it, by SIGSTOP."""
+        """Kills a rank, or freezes it by SIGSTOP."""
         os.kill(self.pids[rank], number)

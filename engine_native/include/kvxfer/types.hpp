@@ -88,7 +88,7 @@ struct EngineOptions {
   std::string ofi_provider = "efa";  // libfabric's name of it
   unsigned ofi_endpoints = 1;        // per libfabric domain, each standing for a NIC
   bool ofi_strict = false;           // hold any provider to EFA's limits and disorder
-  bool thread = true;  // of its own; without, the engine does its work in TransferEngine::poll()
+  bool thread = true;  // an engine thread; false: the engine works in TransferEngine::poll()
   std::vector<unsigned> cpus;             // where the engine thread may run; empty: anywhere
   std::shared_ptr<NicFactory> more_nics;  // null: none
   unsigned lanes = 2;                     // tcp domains, each with one connection per peer

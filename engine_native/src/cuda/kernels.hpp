@@ -42,7 +42,7 @@ inline constexpr const char* kCountKernel = "kvxfer_count";
 
 // void kvxfer_copy_pages(const DeviceCopy* copies): 16 bytes per access where both addresses and
 // the length allow it, else 1. Four accesses of a thread are under way at once. Streaming (.cs):
-// nobody reads these lines of the cache soon.
+// these cache lines are not read again soon.
 inline constexpr const char* kPtx = R"(
 .version 7.0
 .target sm_80

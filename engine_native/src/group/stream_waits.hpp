@@ -1,5 +1,5 @@
-// Streams of GPUs that wait for counters, each of which is let go on once its counter has got there
-// or never will; and words that follow counters. Engine thread.
+// Streams of GPUs that wait for counters. A stream goes on once its counter has reached the total,
+// or never will. Also words in memory that mirror counters. Engine thread.
 #pragma once
 
 #include <cstdint>

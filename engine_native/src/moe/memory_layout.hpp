@@ -69,7 +69,7 @@ std::size_t most_message_bytes(const Shape& shape, std::uint32_t to);
 
 // What one rank writes to another one by the engine, and to the ranks of that one's host. A message
 // has two places, by the parity of its ordinal, so that the next one, of another view, does not
-// disturb a rank that still reads this one. All offsets are bytes.
+// overwrite one that is still read. All offsets are bytes.
 class InboxLayout {
  public:
   explicit InboxLayout(const Shape& shape);

@@ -37,7 +37,8 @@ class OwnMemory {
   int memory_fd() const { return memory_->memfd(); }
   int doorbell_fd() const { return doorbell_.get(); }
 
-  // What the word stands for is there. Ring the doorbells of who may sleep after it.
+  // Says that what the word stands for is there. Ring the doorbells of ranks that may sleep
+  // after it.
   void publish(std::size_t word_offset, std::uint64_t key) const {
     word(word_offset).value.store(key, std::memory_order_seq_cst);
   }

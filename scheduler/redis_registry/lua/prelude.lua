@@ -23,8 +23,8 @@
 -- log         stream   every step, for the replicas; a record names the one before it
 -- changes     stream   the records of the log that watchers hear of
 --
--- A key with a TTL would vanish without anybody hearing of it, so leases are deadlines, and whoever
--- calls next ends what has run out. All times are this server's: replicas need no common clock.
+-- A key with a TTL would vanish without a record in the log. So leases are deadlines, and the next
+-- call ends expired leases. All times are this server's: replicas need no common clock.
 
 local PREFIX = KEYS[1]
 local INSTANCES, SPECS = PREFIX .. ':instances', PREFIX .. ':specs'
@@ -159,8 +159,8 @@ local function drop_update(id)
   append('kind', 'no-update', 'update', id)
 end
 
--- While no step was taken nobody could renew a lease: this server or all replicas were away, or its
--- clock was set. That time is not held against the workers.
+-- While no step was taken no lease could be renewed: this server or all replicas were down, or its
+-- clock was set. That time does not count against the workers.
 local seen = tonumber(redis.call('GET', SEEN) or int(now))
 local silence = now - seen
 if silence > SILENCE then

@@ -1,4 +1,4 @@
-"""Who is believed to be a prefill instance, and for how long."""
+"""Which servers are accepted as prefill instances, and for how long."""
 
 from __future__ import annotations
 

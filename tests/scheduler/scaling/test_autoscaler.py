@@ -1,4 +1,4 @@
-"""The control loop: who decides, who applies, and what a round that fails leaves behind."""
+"""The control loop: which replica decides and applies, and what a failed round leaves behind."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def fleet(count: int, **load: float) -> RoleMeasurement:
 @pytest.mark.parametrize(
     ("load", "rule", "workers", "wanted"),
     [
-        # 3200 tokens/s, 1000 per worker, of which 80 % are used.
+        # 3200 tokens/s, 1000 per worker; 80 % of these may be used.
         (fleet(3, tokens_per_second=3200), Rule.RATE, 4.0, 4),
         # 0.1 s per prompt: 1/(1 + 1/k) with k = (0.5/0.1 - 1) * 2/ln 10 is 77.65 %.
         (fleet(3, tokens_per_second=3200, requests_per_second=32), Rule.RATE, 4.1211, 5),

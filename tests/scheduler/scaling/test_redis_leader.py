@@ -102,7 +102,7 @@ async def test_resigning_lets_the_next_one_lead_at_once(redis):
     await old.resign()
     assert await new.campaign() is not None
     await old.resign()
-    assert await redis.exists(LOCK), "who does not lead has nothing to give up"
+    assert await redis.exists(LOCK), "a replica that does not lead has nothing to give up"
 
 
 async def test_deposed_leader_does_not_resign_for_its_successor(redis):

@@ -26,8 +26,8 @@ def erlang_c(servers: int, offered: float) -> float:
 
 
 def waits_in_one_queue(workload: RecordedRequests, servers: int, per_token: float) -> list[float]:
-    """Each request's wait where whoever is first takes the server that is free first: Kiefer and
-    Wolfowitz's recursion."""
+    """Each request's wait when the first request in the queue takes the first free server: Kiefer
+    and Wolfowitz's recursion."""
     (arrivals,) = workload.between(0.0, workload.seconds)
     free = [0.0] * servers
     waits = []

@@ -65,7 +65,7 @@ def test_windows_say_what_every_request_says():
 
 
 def test_what_a_fleet_cannot_serve_waits_in_windows_too():
-    """Beyond its capacity nobody gets a token in time, and that carries from window to window."""
+    """Beyond capacity no request gets a token in time; the queue carries over between windows."""
     policy = Policy("fixed", 4, 8)
     whole = run(day(100, hours=0.05), policy)
     sampled = run(day(100, hours=0.05), policy, detail=4_000)
@@ -88,7 +88,7 @@ def test_requests_are_all_accounted_for_while_workers_come_and_go():
     assert result.actions
     assert all(1 <= action.after <= 12 for action in result.actions)
     assert result.prefill_hours < 12 * 0.15
-    # Nothing was lost on a worker that left: whoever was not refused or given up was served.
+    # Nothing was lost on a worker that left: each request was served, refused or given up.
     assert result.simulated == round(result.requests)
     assert result.refused + result.late < 0.5
     roles = {action.role for action in result.actions}

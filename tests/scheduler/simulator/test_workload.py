@@ -1,4 +1,4 @@
-"""The generated day: the same requests for everybody, as many as its curve says."""
+"""The generated day: the same requests in every run, as many as its curve says."""
 
 from __future__ import annotations
 

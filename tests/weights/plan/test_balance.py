@@ -1,4 +1,4 @@
-"""Who sends what several ranks hold, and which way it goes."""
+"""Which rank sends data that several ranks hold, and over which way."""
 
 from __future__ import annotations
 

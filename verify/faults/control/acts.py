@@ -1,4 +1,4 @@
-"""What is done to the cluster, one after another; each returns once the fleet is whole again."""
+"""The acts on the cluster, one after another. Each returns once the fleet is whole again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verify.polling import eventually
 from .cluster import REPLICAS, Cluster
 from .load import Load
 
-# Redis and a replica stay away for so long before they are started again.
+# For so long Redis or a replica is down before it is started again.
 _AWAY_SECONDS: Final = 1.0
 _DRAIN_SECONDS: Final = 30.0
 
@@ -50,7 +50,7 @@ async def lose_redis(cluster: Cluster, load: Load, rng: random.Random) -> None:
     cluster.redis.kill()
     await asyncio.sleep(_AWAY_SECONDS)
     await asyncio.to_thread(cluster.redis.start)
-    # A replica that has not yet heard of the loss tells of the fleet before it.
+    # A replica that has not yet noticed the loss reports the fleet from before it.
     await cluster.settled(lambda fleet: all(fleet[name].epoch > before[name] for name in before))
 
 

@@ -16,12 +16,12 @@ from verify.redis_server import RedisServer
 
 REPLICAS: Final = 3
 WORKERS: Final = {Role.PREFILL: 3, Role.DECODE: 3}
-# For a fleet to be as it should; leases last 6 s.
+# The time for a fleet to settle; leases last 6 s.
 _PATIENCE_SECONDS: Final = 60.0
 
 
 class Cluster(Fleet):
-    """Loops call what is not asynchronous in a thread: it takes time."""
+    """Synchronous methods block: event loops call them in a thread."""
 
     def __init__(self, threads: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Cluster(Fleet):
             worker.ready()
 
     def start_replica(self, number: int) -> None:
-        """Also again, at the same port."""
+        """Starts it, or starts it again at the same port."""
         options = ["--port", str(self._balancer.ports[number]), "--registry", self.redis.url]
         self.start(f"replica-{number}", "serve", *options)
 
@@ -63,7 +63,7 @@ class Cluster(Fleet):
         return self.begin_worker(name, "--threads", str(self._threads), "--blocks", "512")
 
     async def settled(self, until: Callable[[Mapping[str, Instance]], bool] = bool) -> None:
-        """Waits until exactly the workers that live are ready, and `until` is true of them."""
+        """Waits until exactly the running workers are ready, and `until` is true of them."""
 
         def settled() -> bool:
             return (fleet := self.whole()) is not None and until(fleet)
@@ -71,7 +71,7 @@ class Cluster(Fleet):
         await eventually(lambda: asyncio.to_thread(settled), _PATIENCE_SECONDS)
 
     async def open_transfers(self) -> int:
-        """Reservations once they had the time to be given back."""
+        """The number of reservations, after the time in which they are given back."""
 
         async def given_back() -> bool:
             return not await asyncio.to_thread(self.client.transfers)

@@ -1,4 +1,4 @@
-"""Constant load on the router: every answer is compared with that of a single process."""
+"""Constant load on the router. Compares every answer with the answer of a single process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvxfer.reference.runner import BLOCK_SIZE, ModelRunner, load_model
 from verify.faults.completions import complete
 
 MAX_TOKENS: Final = 16
-# A request that hangs is one that is not answered in this time.
+# A request without an answer in this time hangs.
 HANG_SECONDS: Final = 60.0
 
 
@@ -28,7 +28,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Sent:
-    """One request and what became of it."""
+    """One request and its outcome."""
 
     streamed: bool
     began: float
@@ -36,12 +36,12 @@ class Sent:
     tokens: list[int] = field(default_factory=list)
     right: bool = False
     wrong: bool = False
-    """It ended well, or a token came that is not the one of the single process."""
+    """It succeeded with other tokens, or one of its tokens differs from the single process's."""
     failure: str | None = None
 
 
 def prompts(texts: Sequence[str]) -> list[Prompt]:
-    """`texts` with the tokens that a single process answers."""
+    """`texts`, each with the tokens of a single process."""
     model, tokenizer = load_model(None)
     encoded = [tokenizer.encode(text) for text in texts]
     longest = max(len(tokens) for tokens in encoded)
@@ -63,7 +63,7 @@ class Load:
         self._stopping = asyncio.Event()
 
     async def closed(self, number: int, *, concurrency: int) -> float:
-        """So many requests, so many at once; how many there were per second."""
+        """Sends so many requests, `concurrency` at once. Returns the number per second."""
         began = time.monotonic()
         gate = asyncio.Semaphore(concurrency)
 
@@ -75,8 +75,8 @@ class Load:
         return number / (time.monotonic() - began)
 
     async def run(self, rate: float) -> None:
-        """`rate` per second, whether or not others are answered, until stop(); returns once every
-        request has ended."""
+        """Sends `rate` requests per second until stop(), without waiting for answers. Returns once
+        every request has ended."""
         async with asyncio.TaskGroup() as requests:
             due = time.monotonic()
             while not self._stopping.is_set():
@@ -89,7 +89,7 @@ class Load:
 
     @property
     def streaming(self) -> int:
-        """Streams that have a token and not all of them."""
+        """Streams with some tokens, but not all."""
         return sum(bool(s.tokens) and not (s.right or s.wrong or s.failure) for s in self.sent)
 
     def _next(self) -> Sent:

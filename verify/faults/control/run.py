@@ -1,4 +1,4 @@
-"""A calm phase, then one act after another under the same load, and what all are held to."""
+"""A calm phase, then one act after another under the same load, and the checks of all phases."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .load import HANG_SECONDS, Load, Sent, prompts
 
 MAX_EXTRA_SECONDS: Final = 5.0
 CALM: Final = "calm"
-# Requests before the first phase, and how much of what the cluster then managed is sent: two thirds
-# of the workers have to be able to do it while another one starts.
+# The number of requests before the first phase, and the share of the measured capacity that is
+# sent: two thirds of the workers must manage it while another one starts.
 _WARM_UP: Final = 24
 _SHARE: Final = 0.4
 _RETRIES: Final = re.compile(r"^kvxfer_router_retries_total\{.*\} ([0-9.e+]+)$", re.MULTILINE)
@@ -41,12 +41,12 @@ _TEXTS: Final = [
 
 @dataclass(slots=True)
 class Phase:
-    """The requests that were sent while one thing happened."""
+    """The requests that were sent during one act."""
 
     name: str
     sent: Sequence[Sent] = ()
     seconds: float = 0.0
-    """Until the fleet was as it should be again."""
+    """The time until the fleet was whole again."""
     retries: int = 0
     killed_decode: str | None = None
 
@@ -74,7 +74,7 @@ class Outcome:
     leaked_blocks: int
 
     def broken(self) -> list[str]:
-        """What was not held, in words."""
+        """The broken promises, in words."""
         calm, *others = self.phases
         limit = calm.slowest + MAX_EXTRA_SECONDS
         addresses = [phase.killed_decode for phase in others if phase.killed_decode]
@@ -119,7 +119,7 @@ async def run(
                 base_url=cluster.router.url, timeout=HANG_SECONDS, limits=limits, trust_env=False
             )
         )
-        # The first requests of a process are slow: they belong to no phase.
+        # The first requests of a process are slow, so they belong to no phase.
         capacity = await Load(http, cluster.model, expected).closed(_WARM_UP, concurrency=2)
         load = Load(http, cluster.model, expected)
         rate = rate or round(capacity * _SHARE, 2)
@@ -152,7 +152,7 @@ async def run(
 
 
 async def _while_running(running: asyncio.Task[None], step: object) -> str | None:
-    """The result of `step`, at once the error of the load where that ends first."""
+    """The result of `step`. Raises the error of the load at once if the load ends first."""
     task = asyncio.ensure_future(step)  # type: ignore[call-overload]
     await asyncio.wait([running, task], return_when=asyncio.FIRST_COMPLETED)
     if not task.done():

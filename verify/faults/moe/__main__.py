@@ -1,8 +1,8 @@
-"""Kills and freezes ranks of MoE groups at every phase of a step; prints what happened.
+"""Kills and freezes ranks of MoE groups at every phase of a step. Prints the outcomes.
 
-Groups of two to eight processes, over shared memory and over tcp. Exit code 1 on a rank that is
-missed and did not break, a sum that is not that of the contributions it is said to have, a row that
-is not its source's, a rank that hangs, and one that was frozen and is not told that it is excluded.
+Groups have two to eight processes, over shared memory and over tcp. Exit code 1 if a rank that did
+not break is reported missing, a sum differs from the sum of the reported contributions, a row
+differs from its source's, a rank hangs, or a frozen rank is not told that it is excluded.
 """
 
 from __future__ import annotations

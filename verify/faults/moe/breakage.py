@@ -1,4 +1,4 @@
-"""Ends or stops the process that calls it, at once or in the midst of what it does next."""
+"""Kills or stops the calling process, at once or in the middle of its next call."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PHASES: Final = (
     "hears Flush",
     "sends View",
 )
-"""The last three are of the agreement on a view."""
+"""The last three belong to the agreement on a view."""
 _SIGNALS: Final = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
 _MOST_SECONDS: Final = 0.002
-"""How long after the begin of a call it breaks within it."""
+"""The latest time after the begin of a call at which the process breaks in it."""
 
 
 class Fault(NamedTuple):
-    """Of one rank. nth: step, or message of the agreement. share: of the time within a call."""
+    """A fault of one rank. nth: the step, or the agreement's message. share: of _MOST_SECONDS."""
 
     act: Act
     phase: str
@@ -53,7 +53,7 @@ class _Times(ctypes.Structure):
 
 
 class Breakage:
-    """Breaks this process once, if it is armed. `tell` is given the time just before."""
+    """Breaks this process once, if it is armed. Calls `tell` with the time just before."""
 
     def __init__(
         self, fault: Fault | None, armed: Callable[[], bool], tell: Callable[[float], None]
@@ -79,7 +79,7 @@ class Breakage:
             self._break()
 
     def watch(self, mesh: Any, handler: Any) -> None:
-        """All messages of a rank pass by."""
+        """Sees all messages of a rank."""
         send, heard = mesh.send, handler.heard
 
         def sends(rank: int, message: object) -> None:

@@ -31,4 +31,4 @@ DEFECTS: Final[dict[str, Callable[[], None]]] = {
     "missing ranks are not named": _missing_ranks_are_not_named,
     "the view never changes": _the_view_never_changes,
 }
-"""By name: what breaks the code."""
+"""Functions that break the code, by name."""

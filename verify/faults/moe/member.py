@@ -1,6 +1,6 @@
-"""One rank of a round: runs steps until it is told to stop, and compares all that it gets.
+"""One rank of a round: runs steps until it is told to stop, and checks all data that it receives.
 
-Values, weights and what experts make of them are small integers: sums in float32 are exact.
+Values, weights and the outputs of experts are small integers, so sums in float32 are exact.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """Of the group of a round."""
+    """The configuration of a round's group."""
 
     ranks: int
     fabric: Literal["local", "tcp", "hosts"]
@@ -63,7 +63,7 @@ class Setting:
         return x, np.ascontiguousarray(ids, np.int64), weights
 
     def table(self, members: tuple[int, ...], rank: int) -> Array:
-        """Where a rank sends each expert's tokens. By tcp, none knows that all are on one host."""
+        """Where a rank sends each expert's tokens. Over tcp no other rank counts as near."""
         near = {each for each in members if self.host(each) is self.host(rank)} - {rank}
         near = set() if self.fabric == "tcp" else near
         alive = [each in members for each in range(self.ranks)]
@@ -71,18 +71,18 @@ class Setting:
 
 
 def expert(number: Any, values: Array) -> Array:
-    """What a logical expert makes of rows."""
+    """The output of a logical expert for these rows."""
     made: Array = values * (number % 5 - 2) + number % 7
     return made
 
 
 class Wrong(Exception):
-    """A promise was not kept."""
+    """A promise was broken."""
 
 
 class Shared:
-    """Between the processes of a round: when the victims broke, whether others still may, which
-    step is run, and the one with which all stop."""
+    """State that the processes of a round share: when the victims broke, whether others still may
+    break, the current step, and the last step."""
 
     def __init__(self, context: Any, ranks: int) -> None:
         self.broke_at = context.RawArray("d", ranks)
@@ -93,7 +93,7 @@ class Shared:
 
 
 class Member:
-    """Tells its driver: its address, each view, whom it missed when, and how it ended."""
+    """Reports to its driver: its address, views, missing ranks with their times, and its end."""
 
     def __init__(
         self,
@@ -165,8 +165,8 @@ class Member:
                 step += 1
 
     def _over(self, step: int) -> bool:
-        """The rank that leads says with which step all stop. No other is beyond it by then, as a
-        step needs all."""
+        """The leading rank names the last step. No other rank has passed that step, as each step
+        needs all ranks."""
         shared = self._shared
         if self._leads:
             shared.steps.value = step
@@ -177,7 +177,7 @@ class Member:
     # --- a step
 
     def _dispatch(self, step: int, slot: int) -> None:
-        if self._random.random() < 0.2:  # not idle: the core is another's meanwhile
+        if self._random.random() < 0.2:  # not idle: another process uses the core meanwhile
             sum(range(self._random.randrange(100_000)))
         batch = self._sent[step] = self._setting.batch(step, self.rank)
         self._breakage.at("dispatch_send", step)
@@ -204,7 +204,7 @@ class Member:
         self._group.combine_send(y, slot=slot)
 
     def _answers(self, got: Any) -> Array:
-        """What the experts make of the rows, which have to be those of their sources."""
+        """The experts' outputs for the rows. The rows must equal their sources' rows."""
         setting, step = self._setting, got.step
         y = np.zeros_like(got.x)
         row_of = dict(enumerate(np.asarray(got.begins).tolist()))
@@ -257,7 +257,7 @@ class Member:
             f"step {step}: the sums are wrong, with missing {combined.missing}",
         )
 
-    # --- whom it misses
+    # --- the ranks that it misses
 
     def _missing(self, ranks: tuple[int, ...]) -> None:
         if ranks:
@@ -266,7 +266,7 @@ class Member:
     def _name(self, ranks: set[int]) -> None:
         for rank in ranks - self._named:
             self._named.add(rank)
-            # A rank that was frozen may first see one of those that have excluded it go.
+            # A frozen rank that wakes up may first see the end of a rank that has excluded it.
             broke = any(self._shared.broke_at[each] > 0 for each in (rank, self.rank))
             self._require(broke, f"rank {rank} is missing, and did not break")
             if self._shared.broke_at[rank] > 0:

@@ -1,4 +1,4 @@
-"""Rounds, one after the other: a group of processes each, and some of these break."""
+"""Rounds, one after the other. Each has a group of processes, and some of these break."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_MESSAGES: Final = ("sends", "hears")
 
 @dataclass
 class Round:
-    """A group, what broke in it, and what came of it. `faults`: of ranks."""
+    """A group, its faults by rank, and the outcome."""
 
     setting: Setting
     faults: dict[int, Fault]
@@ -37,15 +37,15 @@ class Round:
     seconds: dict[str, list[tuple[str, str, float]]] = field(
         default_factory=lambda: {"named": [], "without": []}
     )
-    """Act, phase, and seconds from a fault until a survivor knew of it, or ran its first step in a
-    view without the rank; of each survivor."""
+    """For each survivor: act, phase, and the seconds from the fault until it knew of it ("named"),
+    or until its first step in a view without the rank ("without")."""
     broken: list[str] = field(default_factory=list)
-    """Promises that were not kept."""
+    """Broken promises."""
 
 
 def choose(fabric: str, rng: random.Random, hosts: tuple[Host, ...] = ()) -> Round:
-    """A round of random choices: of seven, one without a fault, and two with more than one. hosts:
-    of fabric "hosts"."""
+    """A random round. One of seven has no fault, and two of seven have more than one. hosts: for
+    fabric "hosts"."""
     ranks = rng.randint(2, 8)
     setting = Setting(
         ranks,
@@ -59,7 +59,7 @@ def choose(fabric: str, rng: random.Random, hosts: tuple[Host, ...] = ()) -> Rou
     count = min(rng.choice((0, 1, 1, 1, 1, 2, 2)), ranks - 1)
     faults: dict[int, Fault] = {}
     for number, rank in enumerate(rng.sample(range(ranks), count)):
-        # Of the agreement there are messages only once another rank is lost.
+        # The agreement sends messages only once another rank is lost.
         phase = rng.choice(PHASES if number else PHASES[:-3])
         message = phase.split()[0] in _OF_MESSAGES
         faults[rank] = Fault(
@@ -72,7 +72,7 @@ def choose(fabric: str, rng: random.Random, hosts: tuple[Host, ...] = ()) -> Rou
 
 
 def run(round_: Round, *, prepare: Callable[[], None] = lambda: None) -> None:
-    """prepare: run in each process first."""
+    """Runs a round. Each process calls `prepare` first."""
     driver = _Driver(round_, prepare)
     try:
         driver.run()
@@ -138,7 +138,7 @@ class _Driver:
             os._exit(1)
 
     def _faults(self) -> None:
-        """Until all that survive are in a view without those that broke."""
+        """Waits until all survivors are in a view without the ranks that broke."""
         faults, shared = self._round.faults, self._shared
         survivors = {*range(self._setting.ranks)} - {*faults}
         agree = {rank for rank, each in faults.items() if each.phase.split()[0] in _OF_MESSAGES}
@@ -175,7 +175,7 @@ class _Driver:
             )
 
     def _resume(self, rank: int) -> None:
-        """A rank that was frozen hears that it is excluded."""
+        """A rank that was frozen is told that it is excluded."""
         process = self._processes[rank]
         assert process.pid is not None
         os.kill(process.pid, signal.SIGCONT)
@@ -191,7 +191,7 @@ class _Driver:
         self._gone.discard(rank)
 
     def _until(self, condition: Callable[[], bool], what: str) -> None:
-        """Takes what ranks say until it is true."""
+        """Receives the ranks' reports until the condition is true."""
         give_up = SYSTEM_CLOCK.monotonic() + _HANG_SECONDS
         while not condition():
             left = give_up - SYSTEM_CLOCK.monotonic()

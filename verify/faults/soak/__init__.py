@@ -1,1 +1,1 @@
-"""A fleet of workers under random transfers for long, in which some join, leave and are killed."""
+"""A fleet of workers under random transfers for a long time; workers join, leave and are killed."""

@@ -1,9 +1,9 @@
-"""Transfers at random between workers that join, leave and are killed, for as long as you say.
+"""Random transfers between workers that join, leave and are killed, for a given time.
 
-Exit code 1 where memory of a worker that lives throughout grows (judged in runs of 5 minutes and
-longer, as its pools fill for 3), where it ends with more file descriptors than it began with, or
-more threads and those of a pool, where bytes sent, received, checked by their checksum and
-counted by the engines differ, or where a block is not given back.
+Exit code 1 if the memory of a worker that lives throughout grows; if such a worker ends with more
+file descriptors, or with more threads beyond a full thread pool; if the bytes that were sent,
+received, checked by checksum and counted by the engines differ; or if a block is not given back.
+Runs of less than 5 minutes do not judge memory, as pools fill for 3 minutes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SAMPLE_SECONDS: Final = 1.0
 _REST_SECONDS: Final = 10.0
 # asyncio.to_thread() starts them one by one, as many as concurrent.futures has by default.
 _POOL_THREADS: Final = min(32, (os.cpu_count() or 1) + 4)
-# Transfers of the calm while at the end.
+# Transfers of the calm phase at the end.
 _AUDITED: Final = 100
 
 
@@ -51,9 +51,9 @@ class Outcome(msgspec.Struct):
     memory: dict[str, Slope | None]
     """None: the run was too short to tell."""
     began: dict[str, Held]
-    """When all workers that live throughout were connected, and no other."""
+    """When exactly the workers that live throughout were connected."""
     ended: dict[str, Held]
-    """When that was so again."""
+    """The same at the end."""
     engines: dict[str, dict[str, int]]
 
     def broken(self) -> Iterator[str]:
@@ -116,7 +116,7 @@ def _held(members: Members) -> dict[str, Held]:
 
 
 async def _held_at_rest(members: Members, began: dict[str, Held]) -> dict[str, Held]:
-    """Once what is left of the others' connections is gone, or stays."""
+    """Waits until the other workers' connections are gone, at most for _REST_SECONDS."""
 
     def gone() -> bool:
         held = _held(members)

@@ -1,4 +1,4 @@
-"""What a process holds over time, and whether it grows."""
+"""The resources that a process holds over time, and whether they grow."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import Any, Final
 
 import numpy as np
 
-# Caches, pools and the heap fill: this part of a run, and at least so many seconds, do not count.
+# Caches, pools and the heap fill first: this share of a run, and at least so many seconds, does not
+# count.
 _WARM_UP: Final = 0.3
 _WARM_UP_SECONDS: Final = 180.0
-# Fewer say nothing.
+# The fewest samples that tell anything.
 _LEAST_SECONDS: Final = 90.0
-# Samples that follow one another say the same. Means over so many parts of the time do not.
+# Consecutive samples depend on each other. Means over so many parts of the time do not.
 _PARTS: Final = 10
-# More than this many MiB over a run, and more than noise: it grows.
+# Memory grows if the line rises by more than this many MiB over a run, and by more than noise.
 _ALLOWED: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """MiB of its own resident memory, open file descriptors, threads."""
+    """Anonymous resident memory in MiB, open file descriptors, threads."""
 
     memory: float
     fds: int
@@ -42,7 +43,7 @@ def held_by(pid: int) -> Held:
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """Of the memory of one process, in MiB: a line through its samples after the warm-up."""
+    """A line through the memory samples of one process after the warm-up, in MiB."""
 
     last: float
     per_hour: float
@@ -57,7 +58,7 @@ class Slope:
 
 
 def memory_slope(samples: list[tuple[float, Held]]) -> Slope | None:
-    """`samples`: seconds and what was held then, in order. None where the run was too short."""
+    """`samples`: times in seconds and resources, in order. None if the run was too short."""
     begun, ended = samples[0][0], samples[-1][0]
     warm = begun + max(_WARM_UP * (ended - begun), _WARM_UP_SECONDS)
     if ended - warm < _LEAST_SECONDS:

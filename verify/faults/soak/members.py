@@ -19,35 +19,35 @@ from verify.processes.worker import Event, WorkerProcess
 from .worker import EPOCH, MAX_BLOCKS
 
 KEEPERS: Final = 2
-"""Of each role, which live from the beginning to the end."""
+"""The workers of each role that live throughout."""
 _PASSING: Final = 2
-"""Of each role, at most, which come and go."""
+"""The most workers of each role that come and go."""
 _FABRICS: Final = ("local,tcp", "tcp", "local,tcp")
 _LEAVING_SECONDS: Final = 1.0
 _END_SECONDS: Final = 30.0
-# For a side to hear of the other's end.
+# The time for a side to learn of the other side's end.
 _HEAR_SECONDS: Final = 2.0
 _CLIENT_LEAVES: Final = 0.1
 
 
 @dataclass(slots=True)
 class Counted:
-    """Bytes of all transfers that ended well on both sides, as each of them tells."""
+    """Bytes of all transfers that succeeded on both sides, as each side reports them."""
 
     sent: int = 0
     received: int = 0
     checked: int = 0
     transfers: int = 0
     errors: Counter[str] = field(default_factory=Counter)
-    """How the others ended, by code; each side counts."""
+    """The ends of all other transfers, by error code; each side counts."""
     lost: int = 0
-    """Sides that were killed before they could tell."""
+    """Sides that were killed before they could report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Bytes of some transfers that nothing disturbed, by the books of both sides and by the
-    counters of their engines: five times the same number."""
+    """Bytes of some undisturbed transfers, as both sides and the counters of their engines report
+    them: all five numbers must be equal."""
 
     sent: int
     received: int
@@ -79,7 +79,7 @@ class Member:
 
 
 async def _end_of(side: asyncio.Future[Event]) -> Event:
-    """How one side of a transfer has ended; unknown for a worker that was killed."""
+    """How one side of a transfer ended; unknown if its worker was killed."""
     try:
         return await side
     except EOFError:
@@ -108,7 +108,7 @@ class Members:
         await asyncio.gather(*(member.end() for member in self.members))
 
     async def meet(self) -> None:
-        """Connects those that live throughout with each other."""
+        """Connects the workers that live throughout with each other."""
         prefills, decodes = (
             [member for member in self.keepers.values() if member.role == role]
             for role in ("prefill", "decode")
@@ -117,7 +117,7 @@ class Members:
             await self.transfer([prefill, decode])
 
     async def part(self) -> None:
-        """Ends the others."""
+        """Ends the workers that come and go."""
         passing = [member for member in self.members if member not in self.keepers.values()]
         self.members = list(self.keepers.values())
         await asyncio.gather(*(member.end() for member in passing))
@@ -133,7 +133,7 @@ class Members:
         member = self._rng.choice(passing)
         member.leaving = True
         if self._rng.random() < 0.5:
-            await asyncio.sleep(_LEAVING_SECONDS)  # what it has under way ends
+            await asyncio.sleep(_LEAVING_SECONDS)  # its transfers end first
             member.process.tell("close")
             self.left += 1
             await asyncio.sleep(_LEAVING_SECONDS)
@@ -144,7 +144,7 @@ class Members:
         await member.end()
 
     async def audit(self, transfers: int) -> Audit:
-        """So many between those that lived throughout, when all others are over."""
+        """Runs so many transfers between the workers that lived throughout, after all others."""
         before, books = await self._engines(), replace(self.counted)
         for _ in range(transfers):
             await self.transfer(list(self.keepers.values()))
@@ -158,7 +158,7 @@ class Members:
         )
 
     async def _engines(self) -> Counter[str]:
-        """The counters of those that lived throughout, added up."""
+        """The sums of the counters of the workers that lived throughout."""
         total: Counter[str] = Counter()
         for member in self.keepers.values():
             stats = await member.stats()
@@ -166,7 +166,8 @@ class Members:
         return total
 
     async def transfer(self, among: list[Member] | None = None) -> None:
-        """One between two random workers; its client may leave. `among` these, it stays."""
+        """One transfer between two random workers; its client may leave. With `among` it is between
+        two of these, and the client stays."""
         rng, number = self._rng, next(self._numbers)
         prefill, decode = (self._one(role, among) for role in ("prefill", "decode"))
         blocks = rng.randint(1, MAX_BLOCKS)
@@ -200,8 +201,8 @@ class Members:
     async def _both(
         self, number: int, sides: dict[Member, asyncio.Future[Event]]
     ) -> tuple[Event, Event]:
-        """How each side ended. One that has not heard of the other's failure is told to give up, as
-        a router does: prefill may never have heard of its decode worker."""
+        """How each side ended. A side that does not learn of the other's failure is told to give
+        up, as a router does: prefill may never have been connected to its decode worker."""
         ends = {member: asyncio.create_task(_end_of(side)) for member, side in sides.items()}
         async with asyncio.timeout(_END_SECONDS):
             ended, waiting = await asyncio.wait(ends.values(), return_when=asyncio.FIRST_COMPLETED)

@@ -1,14 +1,14 @@
-"""A disaggregated vLLM under load: clients that leave, engines that are killed and frozen, a
-control plane that is restarted; prints what became of every request.
+"""A disaggregated vLLM under load, with faults. Prints the outcome of every request.
 
-Every answer is compared with that of an aggregated server. Exit code 1 on a wrong token, a request
-that hangs, KV blocks or reservations that are left, and a failure that is named later than 1 s
-after its cause: the fault, the request that came to a dead engine, or, of a request that waited for
-a frozen decode engine, the moment at which that went on. On a host with too few cores an engine
-may get none for as long as the peer timeout; requests that fail of that are counted as stalls.
+Clients leave, engines are killed and frozen, and the control plane is restarted. Every answer is
+compared with an aggregated server's answer. Exit code 1 on a wrong token, a request that hangs, KV
+blocks or reservations that are left over, or a failure that is named more than 1 s after its cause.
+The cause is the fault, or the request if it came to a dead engine. For a request that waited for a
+frozen decode engine, it is the moment when that engine went on. On a host with too few cores an
+engine may get no core for as long as the peer timeout; requests that fail for that count as stalls.
 
-Then crowds come, of 96 requests, 24 at once, through a router that tries again what fails, while an
-engine is frozen or nothing is done: all have to be answered right.
+Then bursts of 96 requests come, 24 at once, through a router that retries failures, while an engine
+is frozen or nothing is done. All must be answered correctly.
 """
 
 from __future__ import annotations

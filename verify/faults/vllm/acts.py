@@ -1,4 +1,4 @@
-"""What is done to the cluster while requests are under way."""
+"""The acts on the cluster while requests are under way."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .naming import Fault
 
 Act: TypeAlias = Callable[[Cluster, Load, random.Random], Awaitable[Fault]]
 
-# How long requests come to a part that is dead.
+# How long requests come to a dead process.
 _DEAD_SECONDS: Final = 1.5
-# An engine that went on has found out what it has missed.
+# After this time an engine that went on has noticed all that it missed.
 _SETTLE_SECONDS: Final = 2.0
 
 
@@ -39,16 +39,16 @@ async def freeze(
 
 
 async def kill(name: str, cluster: Cluster, load: Load, rng: random.Random) -> Fault:
-    """kill -9, and another one of the same instance id."""
+    """kill -9, and a new engine with the same instance id."""
     fault = Fault(f"kill {name}", time.monotonic())
     await asyncio.to_thread(cluster.kill, name)
-    # A process that is being made would hold up the loop that measures times.
+    # The start of a process would block the loop that measures times.
     await asyncio.to_thread(cluster.start_engine, name)
     return await _away(fault, cluster, load)
 
 
 async def restart_control_plane(cluster: Cluster, load: Load, rng: random.Random) -> Fault:
-    """kill -9, and another one that knows nothing at the same address."""
+    """kill -9, and a new control plane with an empty registry at the same address."""
     fault = Fault("restart control plane", time.monotonic())
     await asyncio.to_thread(cluster.kill, CONTROL_PLANE)
     await asyncio.sleep(rng.uniform(0.1, 1.0))
@@ -60,7 +60,7 @@ async def restart_control_plane(cluster: Cluster, load: Load, rng: random.Random
 
 
 async def _away(fault: Fault, cluster: Cluster, load: Load) -> Fault:
-    """A few requests meet what is away; the others come when the cluster is whole again."""
+    """A few requests meet the dead process. The others come when the cluster is whole again."""
     await asyncio.sleep(_DEAD_SECONDS)
     load.flowing.clear()
     try:
@@ -95,5 +95,5 @@ ACTS: Final[dict[str, Act | None]] = {
     "freeze decode 8 s": partial(freeze, "decode", 8.0, 8.0),
 }
 
-# What a second try heals while there is one pair.
+# The acts that a retry heals while there is one pair.
 HEALED: Final = ("freeze prefill 1-3 s", "freeze decode 1-3 s")

@@ -1,5 +1,5 @@
-"""The processes: control plane, router, a producer and a consumer, each of which can be killed,
-frozen and started again."""
+"""The processes: control plane, router, a producer and a consumer. Each can be killed, frozen and
+started again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _USAGE: Final = (
 
 
 class Cluster(Fleet):
-    """Loops call what is not asynchronous in a thread: it takes time."""
+    """Synchronous methods block: event loops call them in a thread."""
 
     def __init__(self, folder: Path, model: Path, policy: str, attempts: int) -> None:
         super().__init__(folder)
@@ -44,7 +44,7 @@ class Cluster(Fleet):
 
     @property
     def usual_router(self) -> Server:
-        """With default settings: it tries again what fails."""
+        """A router with default settings, which retries failures."""
         return self.running["usual-router"]
 
     @property
@@ -63,11 +63,11 @@ class Cluster(Fleet):
         )
 
     async def settled(self) -> None:
-        """Waits until the control plane knows both engines, as they are now, as ready."""
+        """Waits until the control plane reports the current processes of both engines as ready."""
         await eventually(lambda: asyncio.to_thread(self.whole), _WHOLE_SECONDS, pause=_POLL_SECONDS)
 
     async def leaks(self) -> list[str]:
-        """What idle engines still hold after every lease is over, in words."""
+        """What idle engines still hold after all leases have ended, in words."""
 
         async def nothing() -> bool:
             return not await asyncio.to_thread(self._held)

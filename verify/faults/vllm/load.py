@@ -1,5 +1,7 @@
-"""The requests of one run: some streamed, some given up by their client, each held to the tokens of
-an aggregated server."""
+"""The requests of one run: some are streamed, and some are given up by their client.
+
+The tokens of each must equal an aggregated server's.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import httpx2
 from verify.faults.completions import complete
 
 MAX_TOKENS: Final = 48
-# The router's own deadlines are 20 s to the first token and 20 s between two.
+# The router's deadlines are 20 s to the first token and 20 s between two tokens.
 HANG_SECONDS: Final = 45.0
 _ABORTED: Final = 0.25
 _ABORT_SECONDS: Final = 0.8
@@ -25,7 +27,7 @@ _THINK_SECONDS: Final = 0.4
 
 
 class Became(enum.StrEnum):
-    """What became of a request."""
+    """The outcome of a request."""
 
     RIGHT = "right"
     FAILED = "failed"
@@ -41,7 +43,7 @@ class Sent:
     request_id: str
     prompt: list[int]
     expected: list[int]
-    """As many tokens as it asks for."""
+    """The right tokens, as many as it asks for."""
     streamed: bool
     patience: float | None
     """Seconds after which its client leaves."""
@@ -89,7 +91,7 @@ class Load:
         self._clients, self._think_seconds = clients, think_seconds
         self.begun = 0
         self.flowing = asyncio.Event()
-        """No request begins while it is not set."""
+        """No request begins while this is not set."""
         self.flowing.set()
 
     async def run(self, batch: Sequence[Sent]) -> None:

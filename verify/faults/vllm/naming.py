@@ -1,4 +1,4 @@
-"""When the failure of a request was named: in the log of an engine, or to its client."""
+"""When the failure of a request was named, in an engine's log or to its client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Cause(enum.Enum):
     """Why a request failed."""
 
     FAULT = enum.auto()
-    STALL = enum.auto()  # nothing was done; an engine got no core for as long as the peer timeout
+    STALL = enum.auto()  # without a fault: an engine got no core for as long as the peer timeout
     UNKNOWN = enum.auto()
 
 
@@ -35,11 +35,11 @@ class Fault:
     name: str
     began: float
     ended: float = math.inf
-    """When a frozen process went on, or the next one was there."""
+    """When the frozen process went on, or the next process had started."""
     over: float = math.inf
-    """From then on nothing can fail of it."""
+    """From this time on it causes no failure."""
     waits: bool = False
-    """Requests that come wait until it has ended: only then can something fail of them."""
+    """New requests wait until it has ended, and can fail only then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Logs:
     def __init__(self, logs: Iterable[Path]) -> None:
         self._read = dict.fromkeys(logs, 0)
         self.named: dict[str, tuple[float, str]] = {}
-        """By request: when an engine first said that it failed, and what all of them said of it."""
+        """By request: when an engine first reported its failure, and all reports of it."""
 
     async def follow(self) -> None:
         """Until it is cancelled."""
@@ -80,10 +80,10 @@ class Logs:
 
 
 def naming(sent: Sent, logged: tuple[float, str] | None, fault: Fault | None) -> Naming:
-    """From the cause of a failure until somebody named it, an engine's log or the router.
+    """The time from the cause of a failure until an engine's log or the router named it.
 
-    The cause is the fault, or the request that came after it; of one that had to wait for a frozen
-    engine, the moment at which that went on.
+    The cause is the fault, or the request if it came after the fault. For a request that waited for
+    a frozen engine, it is the moment when that engine went on.
     """
     named = sent.ended if logged is None else min(logged[0], sent.ended)
     if fault is None or sent.began > fault.over or named < fault.began:

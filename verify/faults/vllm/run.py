@@ -1,4 +1,4 @@
-"""One act after another under load, and what all are held to."""
+"""One act after another under load, and the checks of all requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CROWD_CLIENTS: Final = 24
 
 @dataclass(slots=True)
 class Phase:
-    """The requests that were sent while one thing was done."""
+    """The requests that were sent during one act."""
 
     name: str
     act: str
@@ -37,9 +37,9 @@ class Phase:
     sent: list[Sent]
     fault: Fault | None = None
     naming: list[Naming] = field(default_factory=list)
-    """Of each failed request."""
+    """One for each failed request."""
     heals: bool = False
-    """A crowd that comes through a router which tries again: none of it may fail."""
+    """A burst of requests through a router that retries: none may fail."""
     leaks: list[str] = field(default_factory=list)
 
     def count(self, became: Became) -> int:
@@ -49,7 +49,7 @@ class Phase:
         return sum(one.cause is cause for one in self.naming)
 
     def broken(self) -> Iterator[str]:
-        """What was not held, in words."""
+        """The broken promises, in words."""
         for became in (Became.WRONG, Became.HANGING):
             if number := self.count(became):
                 yield f"{self.name}: {number} {became}"
@@ -94,7 +94,7 @@ async def run(
 
 
 def _single(acts: list[str], batch: list[Sent]) -> Iterator[Phase]:
-    """A few clients, who see each failure."""
+    """A few clients; each failure reaches one of them."""
     for number, name in enumerate(acts):
         begin, end = (len(batch) * n // len(acts) for n in (number, number + 1))
         yield Phase(name, name, batch[begin:end])
@@ -160,7 +160,7 @@ async def _strike(
 
 
 def _references(home: Path, model: Path, asked: list[list[int]]) -> list[list[int]]:
-    """The MAX_TOKENS tokens that follow each prompt, of one server without a connector."""
+    """The MAX_TOKENS tokens after each prompt, from one server without a connector."""
 
     def tokens(server: Server, prompt: list[int]) -> list[int]:
         body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": MAX_TOKENS}

@@ -1,9 +1,9 @@
-"""Kills and freezes members of weight updates at every stage; prints what happened.
+"""Kills and freezes members of weight updates at every stage. Prints the outcomes.
 
-Three training ranks push to two instances, of two ranks and of one; half of the updates come in
-waves. Exit code 1 on an instance with
-half of an update, instances of different versions, bytes that are not those of the version that is
-told, a rank that hangs, and an update that was applied in spite of a loss before the votes.
+Three training ranks push to two instances, one with two ranks and one with one. Half of the updates
+come in waves. Exit code 1 if an instance has half of an update, instances have different versions,
+bytes differ from the reported version, a rank hangs, or an update is applied although a member was
+lost before the votes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""At which message a member is killed or frozen."""
+"""The messages at which a member is killed or frozen."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ On = Literal["send", "receive", "apply"]
 
 
 class Fault(NamedTuple):
-    """Of one member: when it sends its next message of a kind, or has been given one."""
+    """A fault of one member, when it sends or has received the nth message of a kind."""
 
     victim: str
     """"trainer-0" hosts the coordinator; "pair-0" is the leader of the instance of two ranks."""
     on: On
     kind: str
-    """The message's class; of "apply", what has been copied: "none", "half" or "all"."""
+    """The message's class. For "apply", the share that is copied: "none", "half" or "all"."""
     act: Act
     decided: bool = False
-    """Whether the update may have been decided by then."""
+    """Whether the update may already be decided at that time."""
     nth: int = 1
     """Which of several such messages of an update it is."""
 
@@ -56,11 +56,11 @@ _OF_EACH_WAVE: Final = {
     *("receive Push", "send Read", "receive Prepare", "send Vote"),
     *("receive Commit", "send Applied", "apply none", "apply half", "apply all"),
 }
-"""What a member does once in a wave."""
+"""The stages that a member passes once in each wave."""
 
 
 def catalogue(mode: Mode = "atomic") -> list[Fault]:
-    """Every fault there is, of both acts."""
+    """Every fault, with both acts."""
     found = []
     acts: tuple[Act, ...] = ("kill", "freeze")
     decided: tuple[tuple[On, str], ...] = (
@@ -75,14 +75,14 @@ def catalogue(mode: Mode = "atomic") -> list[Fault]:
         for victim in ("pair-0", "pair-1", "single-0"):
             found += [Fault(victim, *at, act) for at in (*_PLANNING, *_RECEIVER)]
             found += [Fault(victim, *at, act, True) for at in _APPLYING]
-        # Of the coordinator: before and between its messages.
+        # Faults of the coordinator: before and between its messages.
         found += [Fault("trainer-0", "send", kind, act) for kind in ("Plan", "Prepare", "Push")]
         found += [Fault("trainer-0", "receive", "Vote", act)]
         found += [Fault("trainer-0", *at, act, True) for at in decided]
         found += [Fault(v, *at, act, True) for v in ("pair-0", "single-0") for at in committing]
     found += [each._replace(nth=2) for each in found if _several(each)]
     if mode == "wave":
-        # Of the waves after the first: an instance that has one may be brought back at once.
+        # The later waves. An instance that has a wave may be brought to that version at once.
         found += [
             each._replace(nth=wave + 1, decided=True)
             for each in found
@@ -93,7 +93,7 @@ def catalogue(mode: Mode = "atomic") -> list[Fault]:
 
 
 def _several(fault: Fault) -> bool:
-    """Whether the victim sends or is given such a message more than once in an update."""
+    """Whether the victim sends or receives such a message more than once in an update."""
     if fault.victim.startswith("trainer"):
         kinds = {"receive Grant", "receive Vote", "receive Applied"}
         kinds |= {"send Sent", "send Prepare", "send Commit"}

@@ -1,4 +1,4 @@
-"""The parameters of the fault tests: what each version has, and which rank has which part."""
+"""The parameters of the fault tests: the values of each version, and the part of each rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHAPES: Final = {"embed": (768, 256), "norm": (256,), "qkv": (512, 256), "down"
 
 
 def whole(version: int) -> dict[str, Array]:
-    """Every parameter of a version; 0 is what instances begin with."""
+    """Every parameter of a version. Instances begin with version 0."""
     random = np.random.default_rng(version)
     return {
         name: random.standard_normal(shape, dtype=np.float32) for name, shape in _SHAPES.items()
@@ -54,7 +54,7 @@ def _split(rank: int, ranks: int, dimension: int) -> Holdings:
 
 
 def boxes(holdings: Holdings, of: Mapping[str, Array]) -> dict[str, Array]:
-    """What a rank has of these parameters, in memory that no other one has."""
+    """A rank's part of these parameters, in memory that it does not share."""
     return {
         each.name: of[each.name][
             tuple(

@@ -70,4 +70,4 @@ DEFECTS: Final[dict[str, tuple[Callable[[], None], Mode, Fault]]] = {
         Fault("trainer-0", "send", "Commit", "kill", True, nth=2),
     ),
 }
-"""By name: what breaks the code, the mode, and a fault that shows it."""
+"""By name: a function that breaks the code, the mode, and a fault that shows the defect."""

@@ -1,4 +1,4 @@
-"""The processes of one training job and its instances, and what they are told and asked."""
+"""The processes of one training job and its instances, and the commands to them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Control:
                 future.set_exception(ConnectionError("the process has ended"))
 
     async def ask(self, seconds: float = PATIENCE, **command: Any) -> dict[str, Any]:
-        """Raises ConnectionError where the process ends, TimeoutError after so many seconds."""
+        """Raises ConnectionError if the process ends, TimeoutError after so many seconds."""
         if self.closed.is_set():
             raise ConnectionError("the process has ended")
         ident = next(self._ids)
@@ -78,7 +78,7 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Everything is started, and ended in the end."""
+        """A fleet; its processes end with the block."""
         server = await asyncio.start_unix_server(self._accept, self._path)
         try:
             for instance in INSTANCES:
@@ -189,7 +189,7 @@ class Fleet:
         await self.control("trainer-0").ask(2 * PATIENCE, do="wait", instances=len(INSTANCES))
 
     async def rejoin(self) -> None:
-        """One training rank joins anew, so that the next update is planned."""
+        """One training rank joins again, so that the next update has a planning phase."""
         await self.control(f"trainer-{TRAINERS - 1}").ask(do="rejoin")
         await self.joined()
 

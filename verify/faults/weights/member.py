@@ -1,7 +1,7 @@
-"""One member of a training job, or of an instance: a process that breaks itself when it is told to.
+"""One member of a training job or of an instance: a process that breaks itself on command.
 
 Run as `python -m verify.faults.weights.member NAME CONTROL-SOCKET OPTIONS-AS-JSON`. It takes
-commands and answers them over the socket, a JSON object a line.
+commands and answers them over the socket, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class Breakage:
             return
         self._at = None
         self._tell({"broken_at": SYSTEM_CLOCK.monotonic()})
-        # To this thread: any thread takes a signal for the process, and this one would go on until
-        # that one has a core.
+        # To this thread: another thread could take a signal to the process, and this thread would
+        # go on until that one has a core.
         number = signal.SIGKILL if self._act == "kill" else signal.SIGSTOP
         signal.pthread_kill(threading.get_ident(), number)
 
     def watch(self, links: Links) -> None:
-        """All messages of a member pass by."""
+        """Sees all messages of a member."""
         send, take = links.send, links._on_message
 
         def sent(peer: Any, message: Any) -> bool:
@@ -143,7 +143,8 @@ class TrainingRank:
 
 
 class InferenceRank:
-    """It serves what it has copied out of its arena. The leader has its followers copy, too."""
+    """It serves the weights that it has copied out of its arena. The leader tells its followers to
+    copy, too."""
 
     def __init__(self, instance: str, rank: int, options: dict[str, Any], breakage: Breakage):
         self._holdings = wanted(instance, rank)

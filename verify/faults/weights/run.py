@@ -1,4 +1,4 @@
-"""Faulted updates, one after the other, and what every one of them is held to."""
+"""Faulted updates, one after the other, and the checks of each."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Round:
     fault: Fault
     mode: Mode = "atomic"
     ended: str = ""
-    """committed, aborted, or what trainers heard of the loss of their coordinator."""
+    """committed, aborted, or the trainers' error if they lost their coordinator."""
     happened: bool = False
-    """Whether the update came as far as the fault."""
+    """Whether the update reached the fault."""
     naming_seconds: float | None = None
-    """From the fault until the last training rank that lives had an answer."""
+    """The seconds from the fault until the last surviving training rank had an answer."""
     broken: list[str] = field(default_factory=list)
-    """Promises that were not kept."""
+    """Broken promises."""
 
 
 async def run(
@@ -47,8 +47,8 @@ async def run(
     faults: Sequence[Fault] = (),
     defect: str = "",
 ) -> list[Round]:
-    """So many rounds; each of `faults` comes before any comes again, or each of the catalogue.
-    Ends with the first that breaks a promise. `defect` is one of DEFECTS."""
+    """Runs `count` rounds, with `faults` (or the whole catalogue) in random order, again and again.
+    Ends after the first round that breaks a promise. `defect` is one of DEFECTS."""
     kinds = list(faults or catalogue(mode))
     rng.shuffle(kinds)
     done: list[Round] = []
@@ -61,7 +61,7 @@ async def run(
             done.append(round_)
             tell(round_)
             if round_.broken:
-                break  # what follows would say no more than this one
+                break  # later rounds would show the same
     return done
 
 
@@ -111,7 +111,7 @@ def _answer(push: asyncio.Future[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 async def _held(at: Fleet, round_: Round, version: int) -> None:
-    """Compares what all ranks that live serve."""
+    """Compares the weights of all ranks that live."""
     serving: dict[str, set[int]] = {}
     for instance in INSTANCES:
         states = await _at_rest(at, instance, round_)
@@ -145,7 +145,7 @@ def _out_of_service(state: dict[str, Any]) -> bool:
 
 
 async def _at_rest(at: Fleet, instance: str, round_: Round) -> list[dict[str, Any] | None]:
-    """Once its leader neither doubts nor applies."""
+    """Waits until its leader is neither in doubt nor applies."""
     names = [f"{instance}-{rank}" for rank in range(INSTANCES[instance])]
     states: list[dict[str, Any] | None] = []
     for _ in range(round(PATIENCE / _PAUSE)):
@@ -159,8 +159,8 @@ async def _at_rest(at: Fleet, instance: str, round_: Round) -> list[dict[str, An
 
 
 async def _repaired(at: Fleet, round_: Round) -> None:
-    """What has ended is started again, and an update without a fault reaches all, also those that
-    have a part of the one before."""
+    """Starts ended processes again. Then an update without a fault reaches all members, also those
+    that have a part of the previous update."""
     if round_.broken:
         return
     for instance, ranks in INSTANCES.items():
@@ -170,7 +170,7 @@ async def _repaired(at: Fleet, round_: Round) -> None:
     if not all(at.runs(name) for name in _TRAINER_NAMES):
         await at.start_trainers()
     for name in (*_TRAINER_NAMES, *(f"{i}-{r}" for i, n in INSTANCES.items() for r in range(n))):
-        # A fault that the update did not come to is not to come in the next one.
+        # A fault that the update did not reach must not come in the next one.
         await at.control(name).ask(do="break", on="", kind="", act="kill", count=1)
     await at.joined()
     version = at.served + 1

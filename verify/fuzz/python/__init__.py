@@ -1,7 +1,7 @@
 """The Python decoders as functions of bytes.
 
-Each module here is a target: `run(data)`, which raises where a promise is broken, and `DECODERS`:
-the files that it is to cover, and of each the functions, or None for all.
+Each module here is a target. `run(data)` raises if a promise is broken. `DECODERS` has the files
+that the target must cover, each with its functions, or None for all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What HTTP servers answer: event streams, values and problem documents of a control plane, and of
+"""Answers of HTTP servers: event streams, values and problem documents of a control plane and of
 the workers behind a router."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CALLS = (calls.block_table("t"), calls.instances(), calls.instance("i"), calls.
 
 def run(data: bytes) -> None:
     choices = Choices(data)
-    # An event without an end is within reach of a fuzzer.
+    # A fuzzer can reach an event without an end.
     with mock.patch.object(event_stream, "MAX_EVENT_BYTES", 512):
         (_events, _watch, _answer, _worker)[choices.below(4)](choices)
 

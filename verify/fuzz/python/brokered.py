@@ -1,6 +1,6 @@
-"""The brokered handshake: what the control plane takes of decode, and hands on to prefill.
+"""The brokered handshake: messages from decode to the control plane, and from there to prefill.
 
-The endpoint is either side; its peer and the control plane say what they like. Real engines.
+The endpoint is either side. Its peer and the control plane send anything. The engines are real.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(data: bytes) -> None:
 
 
 def _relay(body: bytes) -> None:
-    """What the control plane takes, prefill reads as decode said it."""
+    """If the control plane accepts a table, prefill reads exactly what decode sent."""
     try:
         table = _TABLE.validate_json(body)
     except ValidationError:
@@ -108,7 +108,7 @@ class _Scene(Scene):
         for _ in range(self.choices.below(3)):
             self.start(self.decode(endpoint))
         if not greeted and self.choices.byte() == 0xFF:
-            await asyncio.sleep(0.06)  # nobody introduces himself
+            await asyncio.sleep(0.06)  # no HELLO comes
         await self.settle()
         while self.choices and peer.alive:
             kind = self.choices.byte()

@@ -1,5 +1,8 @@
-"""An endpoint with a prefill and a decode session, and a peer that knows the cluster key and says
-what it likes, in any order. Real engines; no block stays taken, whatever is said."""
+"""An endpoint with a prefill and a decode session, and a peer that knows the cluster key and sends
+anything, in any order.
+
+The engines are real. Whatever the peer sends, all blocks must be free at the end.
+"""
 
 from __future__ import annotations
 

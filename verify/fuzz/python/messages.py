@@ -1,5 +1,5 @@
-"""What endpoints, receive pools, members of weight updates and ranks of MoE groups send each other,
-and the block tables in it."""
+"""The messages between endpoints, receive pools, members of weight updates and ranks of MoE groups,
+and the block tables in them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DECODERS = {
 
 OURS = KvLayout(num_layers=4, num_kv_heads=4, head_size=16, dtype="float16", block_size=16)
 _OF_WEIGHTS, _OF_MOE = 0xFF, 0xFD
-"""The first bytes of such inputs; those of others are older than they."""
+"""The first bytes of such inputs. Other inputs have no such byte: they are from before it."""
 _HOLDINGS = Holdings((Holding("w", "bfloat16", (64, 8), (32, 0), (32, 8)),), {"v": "w"})
 _WEIGHT_MESSAGES = (
     weight_messages.JoinTraining(0, _HOLDINGS),
@@ -91,7 +91,7 @@ def run(data: bytes) -> None:
 
 
 def _weight_update(choices: Choices) -> None:
-    """Messages of a peer, some as they are meant, with bytes of them changed."""
+    """Messages of a peer, some valid and some with changed bytes."""
     inbox = weight_messages.Inbox()
     while choices:
         messages = [choices.rest()] if choices.flag() else list(_written(choices))
@@ -122,7 +122,7 @@ def _changed(data: bytes, choices: Choices) -> bytes:
 
 
 def _moe(choices: Choices) -> None:
-    """A message of a rank, as it is meant or with bytes of it changed."""
+    """A message of a rank, valid or with changed bytes."""
     data = choices.rest() if choices.flag() else None
     if data is None:
         data = _changed(moe_messages.encode(choices.one_of(_MOE_MESSAGES)), choices)

@@ -1,6 +1,7 @@
-"""What the registry reads from Redis: all that is there, the log, the answers of its scripts.
+"""What the registry reads from Redis: all records, the log, the answers of its scripts.
 
-Whatever stands there is taken in or refused by name, and what was taken in can be told and paired.
+The registry must accept each record or refuse it with a named error. An accepted record can be
+listed and paired.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def run(data: bytes) -> None:
 
 
 def _values(choices: Choices) -> None:
-    """What is read reads as it was written."""
+    """A record is read as it was written."""
     kind, raw = choices.below(3), choices.rest()
     with suppress(ControlPlaneUnavailable), records.reading("a value"):
         if kind == 0:
@@ -287,7 +288,7 @@ def _transfer_of(choices: Choices) -> Transfer:
 
 
 def _packed(choices: Choices, value: dict[str, Any], encode: Callable[[object], bytes]) -> bytes:
-    """As it was written; or one member is another, or it is nothing at all."""
+    """A record as it was written, with one changed member, or random bytes."""
     damaged = choices.byte()
     if damaged == 0xFF:
         return choices.bytes()
@@ -302,5 +303,5 @@ def _packed(choices: Choices, value: dict[str, Any], encode: Callable[[object], 
         )
     try:
         return encode(value)
-    except OverflowError:  # nobody can write that
+    except OverflowError:  # no writer can encode this
         return b""

@@ -1,6 +1,6 @@
-"""Real engines: an endpoint's, and one of a peer that knows the cluster key and says what it likes.
+"""Real engines: the endpoint's, and that of a peer which knows the cluster key and sends anything.
 
-What targets with an endpoint share: the world, which lasts, and a scene in it for each run.
+Targets with an endpoint share this: a world, which lasts, and a scene in it for each run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LEASE = 30.0
 
 
 class Listener:
-    """What the peer's engine hears: it knows the immediates that it was offered."""
+    """The peer's handler. It keeps the immediates that were offered to the peer."""
 
     def __init__(self) -> None:
         self.peer: Peer | None = None
@@ -84,7 +84,7 @@ def _world() -> World:
     loop.set_exception_handler(lambda _, context: errors.append(context))
 
     async def make() -> World:
-        # Nobody is frozen here for longer than a debugger or a busy machine takes.
+        # No engine stops here for longer than a debugger or a busy machine makes it.
         engine = Engine(cluster_key=KEY, name="fuzzed", fabrics=("tcp",), peer_timeout=60.0)
         other = Engine(cluster_key=KEY, name="peer", fabrics=("tcp",), peer_timeout=60.0)
         other.handler = listener = Listener()
@@ -99,15 +99,15 @@ def _world() -> World:
 def play(scene: type[Scene], data: bytes) -> None:
     """One run of a target."""
     world = _world()
-    # So long a failed session waits for what decode has to say of it.
+    # For so long a failed session waits for decode's message about the failure.
     with mock.patch.object(prefill_session, "_CAUSE_SECONDS", 0.005):
         world.loop.run_until_complete(scene(world, Choices(data)).run())
     if world.errors:
-        raise AssertionError(f"nobody handled {world.errors[:]}, {world.errors.clear()}")
+        raise AssertionError(f"unhandled: {world.errors[:]}, {world.errors.clear()}")
 
 
 class Scene(ABC):
-    """No block stays taken, whatever is said."""
+    """One run. Whatever the peer sends, all blocks must be free at the end."""
 
     def __init__(self, world: World, choices: Choices) -> None:
         self.world, self.choices = world, choices
@@ -158,7 +158,7 @@ class Scene(ABC):
         assert self.pool.num_free == BLOCKS, self.pool.counts()
 
     async def _connect(self) -> Peer:
-        """Again where strangers' deadlines (5 s) are too short for a machine full of fuzzers."""
+        """Tries again if the handshake's deadline (5 s) is too short while many fuzzers run."""
         async with asyncio.timeout(30):
             while True:
                 with contextlib.suppress(ConnectFailed):
@@ -204,7 +204,7 @@ class Scene(ABC):
     def encoded(self, make: Callable[[], Message]) -> bytes:
         try:
             return encode(make())
-        except OverflowError:  # nobody can say that
+        except OverflowError:  # no sender can encode this
             return b""
 
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""What SGLang's decode servers and whoever else reaches the port send to a bootstrap server."""
+"""What SGLang's decode servers, or any client that reaches the port, send to a bootstrap server."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _put(choices: Choices) -> bytes:
 
 
 def _request(server: bootstrap.BootstrapServer, data: bytes) -> None:
-    """One connection, all of whose bytes have come: its handler ends in order."""
+    """One connection after all its bytes have come. Its handler must end without an error."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(data)

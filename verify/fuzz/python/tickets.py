@@ -1,5 +1,8 @@
-"""Signed things: tickets, block tables that go by the control plane, introductions of SGLang's
-prefill servers. Unsigned ones never get through, signed ones may say anything."""
+"""Signed data: tickets, block tables that pass through the control plane, introductions of SGLang's
+prefill servers.
+
+Unsigned data is always refused. Signed data may say anything.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +130,7 @@ def _block_table(choices: Choices) -> None:
     )
     try:
         table = sign_block_table(offer, ticket, KEYS)
-    except TicketInvalid:  # a number that nobody can send
+    except TicketInvalid:  # a number that no sender can encode
         return
     if choices.flag():
         epoch = choices.byte()

@@ -1,8 +1,8 @@
-"""The first inputs of every target, from real encodings: a fuzzer finds the way into a decoder
-faster from something that is right.
+"""The first inputs of every target, from real encodings: a fuzzer reaches more of a decoder when it
+starts from valid input.
 
-`python -m verify.fuzz.seeds --into DIR` writes them. Those of the C++ targets need nothing but
-Python itself: the build of the C++ tests writes them.
+`python -m verify.fuzz.seeds --into DIR` writes them. The seeds of C++ targets need only the
+standard library, because the build of the C++ tests writes them.
 """
 
 from __future__ import annotations

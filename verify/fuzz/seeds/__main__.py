@@ -1,5 +1,5 @@
-"""Writes the seeds of all targets, or of those that are named, into DIR/TARGET, and what fuzzing
-found into DIR/found/TARGET."""
+"""Writes the seeds of all targets, or of the named ones, into DIR/TARGET, and the inputs that
+fuzzing found into DIR/found/TARGET."""
 
 from __future__ import annotations
 

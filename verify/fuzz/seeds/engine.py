@@ -1,4 +1,4 @@
-"""For the C++ targets: the numbers are the choices of engine_native/fuzz, in order."""
+"""Seeds of the C++ targets. The numbers are the choices of engine_native/fuzz, in order."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def local_path_gpu() -> Iterator[bytes]:
     def share(
         number: int, files: int, reader: int = 0, *, probe: bool = False, other: bool = False
     ) -> bytes:
-        """`other`: of another GPU than the one that reads it."""
+        """`other`: another GPU reads it than the one that has it."""
         head = bytes([5, 0xF0 + number + 8 * probe]) + size + bytes([16, 0, reader])
         return head + bytes([files, 1]) + b"\x01" * files + bytes([other, probe, 0]) + events
 
@@ -117,7 +117,7 @@ def local_path_gpu() -> Iterator[bytes]:
         """0: refused, 1: opened, 2: untried."""
         return bytes([5, 0xE0, kind]) + b"\x03why" * (not kind) + bytes([number]) + events
 
-    def post(reader: int) -> bytes:  # four writes out of a GPU to a GPU of the peer's
+    def post(reader: int) -> bytes:  # four writes from a GPU to a GPU of the peer
         return b"\x0a\x01\x00\x03\x40\x01\x01\x01" + bytes([reader])
 
     for files in (0, 1, 2):

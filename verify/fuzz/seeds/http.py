@@ -1,4 +1,4 @@
-"""For what comes by HTTP: answers of the control plane and of workers, bodies of clients."""
+"""Seeds of data that comes by HTTP: answers of the control plane and workers, clients' bodies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For what KV endpoints say to each other."""
+"""Seeds of the messages between KV endpoints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.ticket import Ticket, TicketKeys, sign_ticket
 
-_OTHER_KEY: Final = b"another key that nobody here has."
+_OTHER_KEY: Final = b"another key that no one here has."
 
 ODD_FIELDS: Final = (
     {"num_kv_heads": 2},
@@ -127,7 +127,7 @@ def messages() -> Iterator[bytes]:
         b"\x00\x00\x00\x91\x01",
     ):
         yield b"\x04" + tail
-    for number in range(6):  # messages of MoE groups, as they are meant and damaged
+    for number in range(6):  # messages of MoE groups, valid and damaged
         yield bytes((0xFD, 0, number))
         yield bytes((0xFD, 0, number, 2, 40, 0xC0, 60, 0xFF))
     yield b"\xfd\x01" + _packed({"type": "terms", "remote": 1})
@@ -251,7 +251,7 @@ def tickets() -> Iterator[bytes]:
 
 
 def table_of(transfer_id: str) -> BlockTable:
-    """A block table that nobody trusts."""
+    """A block table under an untrusted key."""
     ticket = Ticket(transfer_id, "r", "p", 1, "d", 2, 2e9)
     token = sign_ticket(ticket, _OTHER_KEY)
     offer = Offer(transfer_id, token, b"\x03\0\0\0", (b"descriptor",), 7, 1.5)

@@ -1,4 +1,4 @@
-"""For what the registry reads from Redis: the numbers are the choices of the target, in order."""
+"""Seeds of the data in Redis. The numbers are the choices of the target, in order."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@
 {{- fail (printf "controlPlane.externalUrl is %s and controlPlane.enabled is true; set one of them" $v.controlPlane.externalUrl) -}}
 {{- end -}}
 {{- if and $v.tracing.enabled (not $v.tracing.endpoint) (or (gt (int $v.controlPlane.replicas) 1) $v.controlPlane.autoscaling.enabled) -}}
-{{- fail "tracing.endpoint is empty and the control plane has several replicas, each of which would keep the spans that it happens to get; set it to a collector" -}}
+{{- fail "tracing.endpoint is empty and the control plane has several replicas, and each would keep only the spans that it receives; set it to a collector" -}}
 {{- end -}}
 {{- if $v.autoscaler.enabled -}}
 {{- if not (and $v.controlPlane.enabled $v.workers.prefill.enabled $v.workers.decode.enabled) -}}

@@ -66,7 +66,7 @@ class GpuShares {
   std::string peer_;
   std::uint32_t& next_number_;
   std::map<Key, Share> shares_;
-  std::map<std::pair<int, int>, Share> probes_;  // that the peer wants: of which GPU, for which
+  std::map<std::pair<int, int>, Share> probes_;  // by the GPU that is read and its reader
   std::size_t unanswered_ = 0;
   std::uint64_t last_asked_ns_ = 0;
   std::set<std::tuple<int, int, bool>> told_;  // between which GPUs, and whether that was slow

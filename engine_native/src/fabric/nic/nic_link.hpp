@@ -140,7 +140,7 @@ class NicLink {
       opening,     // the peer's end: its answer, or on the acceptor its word that it is ready
       connecting,  // our end
       open,
-      closing,  // the fence, then the peer's word of its own
+      closing,  // the fence, then the peer's word that it has closed its end
     };
     State state = State::making;
     NicPair nics{};

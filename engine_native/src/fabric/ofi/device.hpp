@@ -30,8 +30,8 @@ struct Device {
 // Every device of the provider, one domain each; an error where there is none, with its cause.
 Result<std::vector<Device>> find_devices(const Libfabric& library, const std::string& provider);
 
-// `names` chooses by name of device or NIC (NAME/0); empty: all, of which loopback only where
-// there is no other.
+// `names` chooses by name of device or NIC (NAME/0). Empty: all, loopback only where there is no
+// other.
 std::vector<Device> choose(std::vector<Device> devices, const std::vector<std::string>& names);
 std::string nic_name(const std::string& device, unsigned endpoint);
 

@@ -1,4 +1,4 @@
-// Two endpoints of one NIC, the first of which writes to the second.
+// Two endpoints of one NIC; the first one writes to the second one.
 #pragma once
 
 #include <memory>

@@ -48,7 +48,7 @@ class OfiPath final : public NicPath, private CompletionSink {
   void on_arrived(Imm imm, std::uint64_t count) override;
   void on_failed(Error error) override;
   ssize_t post_one(const Operation& operation, const WireWrite& write, bool counted, bool more);
-  // What has no bytes of its own: a greeting, a flush, a bare immediate.
+  // Posts a write that carries no payload: a greeting, a flush, a bare immediate.
   ssize_t post_to_landing(std::uint64_t sequence, std::optional<Imm> imm);
   void on_joined(Result<void> joined, const PathEndpoint& theirs);
   void greet();

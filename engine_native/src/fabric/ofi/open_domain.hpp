@@ -35,7 +35,7 @@ struct OpenDomain {
   };
   // `access`: FI_WRITE for memory that is read from, FI_REMOTE_WRITE for memory written into.
   Result<UniqueFid<fid_mr>> register_memory(const Memory& memory, std::uint64_t access) const;
-  // What the device reported of its own, not of an operation; null: nothing. Engine thread.
+  // A failure of the device itself, not of an operation; null: none. Engine thread.
   const char* failure() const;
   // Where memory that starts there begins for a remote writer.
   std::uint64_t remote_start(std::uint64_t address) const;
