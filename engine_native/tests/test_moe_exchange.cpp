@@ -549,8 +549,7 @@ TEST_CASE("a rank that takes tokens for its neighbours and ends costs no other r
         const Bytes y = place_and_compute(step, member, 1, Order::by_expert);
         good(exchange.combine_send(1, y.data()));
         member.await_combine(1);
-        CHECK(combine_and_check(step, member, 1) ==
-              std::vector<bool>{false, false, true, false});
+        CHECK(combine_and_check(step, member, 1) == std::vector<bool>{false, false, true, false});
         exchange.remove(kDying);
         good(exchange.set_view(left.view(2, rank), 2));
         std::vector<Given> rest = given;

@@ -171,8 +171,7 @@ TEST_CASE("parts of own memory and of an inbox do not overlap") {
         parts.emplace_back(inbox.message(slot, ordinal, rank),
                            moe::most_message_bytes(shape, rank));
       }
-      parts.emplace_back(inbox.combine_head(slot, ordinal),
-                         sizeof(moe::MessageHead));
+      parts.emplace_back(inbox.combine_head(slot, ordinal), sizeof(moe::MessageHead));
     }
     parts.emplace_back(inbox.tokens(slot), shape.max_tokens * token);
     parts.emplace_back(inbox.combine(slot), shape.max_tokens * combine);

@@ -12,6 +12,4 @@ def hosts_of(ranks: int, near: Mapping[int, frozenset[int]]) -> list[int]:
     near: what each rank has said, with itself. A rank that has said nothing is alone.
     """
     first: dict[frozenset[int], int] = {}
-    return [
-        first.setdefault(near[rank], rank) if rank in near else rank for rank in range(ranks)
-    ]
+    return [first.setdefault(near[rank], rank) if rank in near else rank for rank in range(ranks)]

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from kvxfer.errors import KvxferError
@@ -49,7 +50,7 @@ class Host:
     def enter(self) -> None:
         """Moves this thread here, with the threads that it starts from now on. Raises OSError."""
         libc = ctypes.CDLL(None, use_errno=True)
-        with open(f"/run/netns/{self.namespace}") as there:
+        with Path("/run/netns", self.namespace).open() as there:
             if libc.setns(there.fileno(), _NETWORK) != 0:
                 raise OSError(ctypes.get_errno(), f"cannot enter {self.namespace}")
 

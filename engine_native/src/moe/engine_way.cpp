@@ -36,8 +36,8 @@ T take(std::string_view& text) {
 }  // namespace
 
 Result<std::unique_ptr<EngineWay>> EngineWay::open(TransferEngine& engine, const Shape& shape,
-                                                   std::uint32_t to, PeerId peer,
-                                                   OwnMemory& own, Duration timeout) {
+                                                   std::uint32_t to, PeerId peer, OwnMemory& own,
+                                                   Duration timeout) {
   std::unique_ptr<EngineWay> way(new EngineWay(engine, shape, to, peer, own, timeout));
   const auto number = own.take_inbox();
   if (!number) return number.error();
@@ -202,13 +202,14 @@ Result<void> EngineWay::post_dispatch(std::uint32_t slot, const Cargo& cargo,
   const std::uint64_t ordinal = next_ordinal(lane);
   for (const std::uint32_t rank : cargo.neighbours) {
     const std::size_t message = own.message(slot, rank);
-    const SingleWrite all{message, layout_.message(slot, ordinal, rank), dispatch_bytes(slot, rank)};
+    const SingleWrite all{message, layout_.message(slot, ordinal, rank),
+                          dispatch_bytes(slot, rank)};
     const auto submitted = engine_.write(peer_, own_region_, *inbox_there_, all, options);
     if (auto good = post(submitted); !good) return good;
   }
   const std::size_t message = own.message(slot, to_);
-  return post_message(lane, message, layout_.message(slot, ordinal, to_),
-                      dispatch_bytes(slot, to_), operations);
+  return post_message(lane, message, layout_.message(slot, ordinal, to_), dispatch_bytes(slot, to_),
+                      operations);
 }
 
 Result<void> EngineWay::post_combine(std::uint32_t slot, std::uint32_t rows,
@@ -216,8 +217,8 @@ Result<void> EngineWay::post_combine(std::uint32_t slot, std::uint32_t rows,
   Lane& lane = this->lane(slot, Direction::combine);
   const std::size_t head = own_.layout().combine_head(slot, to_);
   if (rows > 0) {
-    const SingleWrite all{own_.layout().combine(slot, own_.head(head).place),
-                          layout_.combine(slot), rows * shape_.combine_row().bytes()};
+    const SingleWrite all{own_.layout().combine(slot, own_.head(head).place), layout_.combine(slot),
+                          rows * shape_.combine_row().bytes()};
     if (auto good = sent(lane,
                          engine_.write(peer_, own_region_, *inbox_there_, all,
                                        {.imm = lane.there.data, .timeout = timeout_}),

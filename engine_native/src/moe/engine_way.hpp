@@ -1,5 +1,5 @@
-// To a rank that the engine writes to, and that writes by its engine into an inbox here: also what is
-// for other ranks of this host, which read it here.
+// To a rank that the engine writes to, and that writes by its engine into an inbox here: also what
+// is for other ranks of this host, which read it here.
 //
 // A message: data (token or combine rows), counted by one counter, then a head, counted by another,
 // by which the receiver knows how many data immediates there are. They arrive in any order. The
@@ -22,8 +22,8 @@ class EngineWay final : public Way {
  public:
   // Takes an inbox and counters. `own` outlives the way.
   static Result<std::unique_ptr<EngineWay>> open(TransferEngine& engine, const Shape& shape,
-                                                 std::uint32_t to, PeerId peer,
-                                                 OwnMemory& own, Duration timeout);
+                                                 std::uint32_t to, PeerId peer, OwnMemory& own,
+                                                 Duration timeout);
   // Gives the inbox back.
   ~EngineWay() override;
   EngineWay(const EngineWay&) = delete;

@@ -72,11 +72,8 @@ Result<void> Exchange::add_local(std::uint32_t rank, PeerId peer, UniqueFd memor
   auto way = LocalWay::map(shape_, rank, memory, bytes, std::move(doorbell));
   if (!way) return way.error();
   LocalWay* const neighbour = way->get();
-  pairs_[rank] = std::make_shared<Counterpart>(Counterpart{.rank = rank,
-                                                           .peer = peer,
-                                                           .way = std::move(*way),
-                                                           .neighbour = neighbour,
-                                                           .ready = true});
+  pairs_[rank] = std::make_shared<Counterpart>(Counterpart{
+      .rank = rank, .peer = peer, .way = std::move(*way), .neighbour = neighbour, .ready = true});
   return {};
 }
 

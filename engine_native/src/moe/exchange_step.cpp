@@ -265,9 +265,8 @@ void Exchange::tell_neighbours(std::uint32_t slot, std::uint64_t key, const Coun
   const OwnLayout& layout = own_.layout();
   const std::size_t word = layout.relay_word(slot, from.rank);
   own_.withdraw(word);
-  own_.head(layout.relay_head(slot, from.rank)) = {.key = key,
-                                                   .ordinal = from.remote->ordinal(slot),
-                                                   .place = from.remote->inbox_number()};
+  own_.head(layout.relay_head(slot, from.rank)) = {
+      .key = key, .ordinal = from.remote->ordinal(slot), .place = from.remote->inbox_number()};
   own_.publish(word, key);
   for (const auto& pair : pairs_) {
     if (pair && pair->neighbour) pair->neighbour->ring();

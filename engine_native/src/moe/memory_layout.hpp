@@ -1,8 +1,9 @@
 // Where everything lies in the memory that a rank shares with those on its host and sends from. Its
 // inboxes are in it too: each is written by another rank, by the engine.
 //
-// The rest of own memory is written by its rank alone. Others that map it read a key, copy what the key stands
-// for, and read the key again: the copy counts only where both are the key that they look for.
+// The rest of own memory is written by its rank alone. Others that map it read a key, copy what the
+// key stands for, and read the key again: the copy counts only where both are the key that they
+// look for.
 #pragma once
 
 #include <array>
@@ -35,8 +36,8 @@ struct OwnHead {
   Word sleeping;
 };
 
-// Begins a message. Dispatch: then the rows, then the entries of routes. Combine: nothing more. Also
-// says which message of a rank of another host is here.
+// Begins a message. Dispatch: then the rows, then the entries of routes. Combine: nothing more.
+// Also says which message of a rank of another host is here.
 struct alignas(64) MessageHead {
   std::uint64_t key;
   std::uint32_t rows;
@@ -45,8 +46,8 @@ struct alignas(64) MessageHead {
   // and direction, from 1 on; and how many data immediates all so far have.
   std::uint64_t ordinal;
   std::uint64_t data;
-  // Of a combine in own memory: which of the slot's combine rows is the first of the message's. Of a
-  // message of another host: which inbox it is in.
+  // Of a combine in own memory: which of the slot's combine rows is the first of the message's. Of
+  // a message of another host: which inbox it is in.
   std::uint64_t place;
   std::uint64_t check;  // what seal() gives: a head that is half written does not have it
 

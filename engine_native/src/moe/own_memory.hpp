@@ -28,9 +28,7 @@ class OwnMemory {
     return *reinterpret_cast<MessageHead*>(at(offset));
   }
   // Without the inboxes.
-  std::span<std::byte> own_bytes() const {
-    return memory_->bytes().first(layout_.own_bytes());
-  }
+  std::span<std::byte> own_bytes() const { return memory_->bytes().first(layout_.own_bytes()); }
   std::span<std::byte> inbox(std::size_t number) const {
     return memory_->bytes().subspan(layout_.inbox(number), layout_.inbox_bytes());
   }

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from verify.arguments import above_zero
 from verify.faults.chaos import percentile
+from verify.faults.link import Host, link, why_no_links
 
-from ..link import Host, link, why_no_links
 from .run import Round, choose, run
 
 FABRICS: Final = ("local", "tcp", "hosts")

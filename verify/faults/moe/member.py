@@ -19,8 +19,8 @@ from kvxfer.errors import KvxferError, MoeGroupLost, RankExcluded
 from kvxfer.moe.all_to_all import AllToAll
 from kvxfer.moe.placement import Placement
 from kvxfer.moe.shape import MoeShape
+from verify.faults.link import Host
 
-from ..link import Host
 from .breakage import Breakage, Fault
 
 KEY: Final = "chaos of MoE groups, 32 bytes ..."

@@ -14,8 +14,8 @@ from multiprocessing.process import BaseProcess
 from typing import Final
 
 from kvxfer.clock import SYSTEM_CLOCK
+from verify.faults.link import Host
 
-from ..link import Host
 from .breakage import PHASES, Fault
 from .member import Member, Setting, Shared
 
