@@ -1,5 +1,5 @@
-// To a rank that the engine writes to, and that writes by its engine into an inbox here: also what
-// is for other ranks of this host, which read it here.
+// To a rank that the engine writes to, and that writes by its engine into an inbox here. Messages
+// for other ranks of this host may come with it; those ranks read them here.
 //
 // A message: data (token or combine rows), counted by one counter, then a head, counted by another,
 // by which the receiver knows how many data immediates there are. They arrive in any order. The
@@ -36,7 +36,7 @@ class EngineWay final : public Way {
   bool accepted() const { return inbox_there_.has_value(); }
   // Something came with this immediate. False if it is none of this way's.
   bool arrived(Imm imm);
-  // Where the slot's dispatch is, which is whole.
+  // Where the slot's dispatch is, once it is whole.
   std::size_t inbox_number() const { return *inbox_number_; }
   std::uint64_t ordinal(std::uint32_t slot) const {
     return lane(slot, Direction::dispatch).ordinal;

@@ -71,9 +71,9 @@ class Exchange {
   // first view also sets the next step to first_step.
   Result<void> set_view(const View& view, std::uint64_t first_step);
   std::uint64_t next_step() const { return next_step_; }
-  // By rank, a number of its host: ranks with the same one have added each other as local. By
-  // default each has one of its own. From the next dispatch on, what is for several ranks of a host
-  // goes to one of them, where that is fewer rows; the others read it there.
+  // By rank, the number of its host. Ranks of one host have added each other as local. Until this
+  // is called, each rank is on another host. From the next dispatch on, rows for several ranks of
+  // another host go to one of them, if that is fewer rows; the others read them there.
   Result<void> set_hosts(std::vector<std::uint32_t> hosts);
   // Ranks that the view has alive, and that were lost since.
   std::vector<std::uint32_t> lost() const;
@@ -138,7 +138,7 @@ class Exchange {
 
   // The step's choices in the view. null: its rows are packed already.
   Result<void> send(std::uint32_t slot, const Tokens* tokens);
-  // Decides what goes by which rank.
+  // Decides which ranks get their rows through another rank of their host.
   void choose_ways(Step& step);
   // The rows of the step that are for one of these ranks, into tokens_.
   void gather_tokens(const Step& step, std::span<const std::uint32_t> ranks);
@@ -146,13 +146,13 @@ class Exchange {
   void post_combine(std::uint32_t slot, const Part& part);
   void posted(std::uint32_t slot, Direction direction, Counterpart& pair,
               const Result<void>& result);
-  // Sends again, and directly, what went by ranks that were lost.
+  // Sends directly what went through ranks that were lost.
   void reroute();
-  // Looks at all dispatches that are awaited, as neighbours may wait for them too.
+  // Looks at every dispatch of another host that has not come: neighbours may wait for it, too.
   void look_for_neighbours();
-  // Tells neighbours that a dispatch of this rank is in an inbox here.
+  // Tells neighbours that a dispatch of `from` is in an inbox here.
   void tell_neighbours(std::uint32_t slot, std::uint64_t key, const Counterpart& from);
-  // A dispatch that a neighbour has in an inbox.
+  // Takes a dispatch from a neighbour's inbox, if it is there.
   void take_from_neighbours(std::uint32_t slot, const Step& step, Part& part);
   // Returns once no operation reads the memory of this slot and direction.
   Result<void> await_sent(std::uint32_t slot, Direction direction);

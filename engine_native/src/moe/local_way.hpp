@@ -1,5 +1,5 @@
 // To a rank on this host, or to this rank itself: each reads the other's memory. Nothing is sent.
-// What ranks of other hosts have sent to that one for its neighbours is read there too.
+// What a rank of another host has sent to that one for its neighbours is read there, too.
 #pragma once
 
 #include <memory>
@@ -21,7 +21,7 @@ class LocalWay final : public Way {
   // Wakes the other rank, if it sleeps.
   void ring() const;
 
-  // --- what rank `from` of another host has sent there: as the calls for what is of that rank
+  // --- what rank `from` of another host has sent there
   Held read_relayed(std::uint32_t from, std::uint32_t slot, std::uint64_t key, Routes& routes);
   const std::byte* relayed_tokens(std::uint32_t from, std::uint32_t slot) const;
   bool still_relayed(std::uint32_t from, std::uint32_t slot, std::uint64_t key) const;

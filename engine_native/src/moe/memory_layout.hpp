@@ -36,8 +36,8 @@ struct OwnHead {
   Word sleeping;
 };
 
-// Begins a message. Dispatch: then the rows, then the entries of routes. Combine: nothing more.
-// Also says which message of a rank of another host is here.
+// Begins a message. Dispatch: then the rows, then the entries of routes. Combine: nothing more. As
+// a relay head, it says where the message of a rank of another host is.
 struct alignas(64) MessageHead {
   std::uint64_t key;
   std::uint32_t rows;
@@ -135,7 +135,7 @@ class OwnLayout {
   }
   // What this rank writes itself; then come the inboxes.
   std::size_t own_bytes() const { return inboxes_; }
-  // More than there are other ranks: steps may still read that of a rank which has come back.
+  // Twice as many as other ranks: a step may still read the inbox of a rank that has come back.
   std::size_t inboxes() const { return 2 * (message_of_.size() - 1); }
   std::size_t inbox_bytes() const { return inbox_bytes_; }
   std::size_t inbox(std::size_t number) const { return inboxes_ + number * inbox_bytes_; }

@@ -17,7 +17,7 @@ class OwnMemory {
  public:
   static Result<OwnMemory> create(const Shape& shape);
 
-  // The number of an inbox that is not taken, with memory. Fails with out-of-memory.
+  // The number of a free inbox, which has memory now. Fails with out-of-memory.
   Result<std::size_t> take_inbox();
   void give_inbox(std::size_t number) { taken_[number] = false; }
 

@@ -72,9 +72,9 @@ struct Counterpart {
 struct Part {
   std::shared_ptr<Counterpart> pair;  // null: the step's view does not have it
   Routes sent;                        // to it
-  std::optional<std::uint32_t> via;   // what was sent to it went to this rank of its host
+  std::optional<std::uint32_t> via;   // what is for it went to this rank of its host
   Routes received;                    // from it; empty until they are here
-  std::shared_ptr<Counterpart> at;    // what was received is at this rank of this host
+  std::shared_ptr<Counterpart> at;    // the neighbour that has what was received
   std::vector<std::int64_t> places;   // of what was received
   // Of the dispatch, then of the combine: whether it is waited for, and has come.
   bool settled = false;
