@@ -561,6 +561,41 @@ TEST_CASE("a rank that takes tokens for its neighbours and ends costs no other r
   }
 }
 
+TEST_CASE("a dispatch of the next view that comes before this rank is in it is found then") {
+  Random random;
+  CAPTURE(random.seed);
+  const std::vector<Given> given = to_all(random);
+  const Tables all(kTwoHosts, {true, true, true, true}, random);
+  const Tables left(kTwoHosts, {true, true, true, false}, random);
+  Group group("tcp", Pairs::hosts, kTwoHosts);
+  const auto adopt = [&](std::uint32_t rank) {
+    moe::Exchange& exchange = *group.members[rank]->exchange;
+    exchange.remove(3);
+    good(exchange.set_view(left.view(2, rank), 0));
+  };
+  group.each(group.all(), [&](Member& member) {
+    good(member.exchange->set_view(all.view(1, member.shape.rank), 0));
+    if (member.shape.rank == 3) return member.engine->close();
+    good(member.exchange->dispatch_send(0, given[member.shape.rank].tokens()));
+  });
+  adopt(1);
+  REQUIRE(comes_to_rest());
+  // Rank 2 answers rank 1 by rank 0, so that it looks only once at what rank 1 has sent.
+  Member& late = *group.members[2];
+  Waited waited = Waited::events;
+  while (waited == Waited::events) {
+    late.exchange->events();
+    waited = good(late.exchange->dispatch_wait(0, {}));
+  }
+  CHECK(waited == Waited::deadline);
+  adopt(0);
+  adopt(2);
+  group.each({0, 1, 2}, [&](Member& member) {
+    member.await_dispatch(0);
+    CHECK(good(member.exchange->arrival(0))->missing == std::vector<bool>(kTwoHosts.ranks));
+  });
+}
+
 TEST_CASE("steps that were posted in a view are posted again in the next ones, by their tables") {
   Random random;
   CAPTURE(random.seed);

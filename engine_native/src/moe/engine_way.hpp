@@ -36,6 +36,8 @@ class EngineWay final : public Way {
   bool accepted() const { return inbox_there_.has_value(); }
   // Something came with this immediate. False if it is none of this way's.
   bool arrived(Imm imm);
+  // The slot's dispatch has another key from now on; its message may be here already.
+  void look_again(std::uint32_t slot) { lane(slot, Direction::dispatch).fresh = true; }
   // Where the slot's dispatch is, once it is whole.
   std::size_t inbox_number() const { return *inbox_number_; }
   std::uint64_t ordinal(std::uint32_t slot) const {

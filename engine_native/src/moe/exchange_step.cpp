@@ -152,6 +152,7 @@ Result<void> Exchange::send(std::uint32_t slot, const Tokens* tokens) {
     part.pair = view_->alive[rank] ? pairs_[rank] : nullptr;
     std::swap(part.sent, routes_[rank]);
     if (!part.pair) continue;
+    if (part.pair->remote) part.pair->remote->look_again(slot);
     const std::size_t message = layout.message(slot, rank);
     own_.head(message) = {.key = step.key,
                           .rows = static_cast<std::uint32_t>(part.sent.rows.size()),

@@ -1,9 +1,9 @@
 """Kills and freezes ranks of MoE groups at every phase of a step. Prints the outcomes.
 
 Groups have two to eight processes, over shared memory, over tcp, and on two hosts (network
-namespaces). Exit code 1 if a rank that did
-not break is reported missing, a sum differs from the sum of the reported contributions, a row
-differs from its source's, a rank hangs, or a frozen rank is not told that it is excluded.
+namespaces). Exit code 1 if a rank that did not break is reported missing, a sum differs from the
+sum of the reported contributions, a row differs from its source's, a rank hangs, or a frozen rank
+is not told that it is excluded.
 """
 
 from __future__ import annotations

@@ -268,7 +268,8 @@ class Member:
             self._named.add(rank)
             # A frozen rank that wakes up may first see the end of a rank that has excluded it.
             broke = any(self._shared.broke_at[each] > 0 for each in (rank, self.rank))
-            self._require(broke, f"rank {rank} is missing, and did not break")
+            why = self._group._exchange.why_lost(rank)
+            self._require(broke, f"rank {rank} is missing, and did not break: {why}")
             if self._shared.broke_at[rank] > 0:
                 self._tell("named", rank)
 
