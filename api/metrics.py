@@ -61,14 +61,14 @@ class Metrics:
         self.watchers = metrics.gauge("kvxfer_watchers", "Watches that are open now.")
         self._stale = metrics.gauge(
             "kvxfer_registry_stale_seconds",
-            "Seconds since the registry was last heard of; 0 while it is there.",
+            "Seconds since the registry last answered; 0 while it is available.",
         )
         self.scale_wanted = metrics.gauge(
             "kvxfer_scale_wanted_workers", "Workers that the last decision wants.", "role"
         )
         self.scale_current = metrics.gauge(
             "kvxfer_scale_current_workers",
-            "Workers that there were or that were asked for at the last decision.",
+            "Workers at the last decision, requested or present.",
             "role",
         )
         self.scale_decisions = metrics.counter(
@@ -88,13 +88,13 @@ class Metrics:
 
         self.staging_seconds = metrics.histogram(
             "kvxfer_weight_update_staging_seconds",
-            "Of weight updates that were committed: from the announcement until it was decided.",
+            "Time of a committed weight update from its announcement to the decision.",
             buckets=(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000),
         )
         self.pause_seconds = metrics.histogram(
             "kvxfer_weight_update_pause_seconds",
-            "Of instances that applied a weight update: from the last step before to the first "
-            "step after.",
+            "Pause of an instance that applied a weight update, from the last step before to the "
+            "first step after.",
             buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100),
         )
 
@@ -159,7 +159,7 @@ class Metrics:
         read(
             "counter",
             "kvxfer_leases_expired_total",
-            "Leases ended for lack of a heartbeat.",
+            "Leases that expired without a heartbeat.",
             samples=lambda: {(): self._fleet.leases_expired},
         )
         read(
@@ -181,7 +181,7 @@ class Metrics:
         read(
             "counter",
             "kvxfer_weight_updates_total",
-            f"Weight updates ended, by how: {', '.join(_ENDS)}.",
+            f"Weight updates ended, by outcome: {', '.join(_ENDS)}.",
             "outcome",
             samples=lambda: {(end,): self._fleet.updates_ended.get(end, 0) for end in _ENDS},
         )

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _TRANSFER_SECONDS = Family(
     "kvxfer_kv_transfer_seconds",
     "histogram",
-    "Of the KV transfers that were delivered: from a session's begin until its last byte was "
-    "there, the wait for the other side with it.",
+    "Time of a delivered KV transfer from the session's begin to its last byte, including the wait "
+    "for the other side.",
     ("direction",),
 )
 
@@ -66,7 +66,7 @@ class WorkerMetrics(Collector):
         read(
             "counter",
             "kvxfer_engine_staged_bytes_total",
-            "Payload bytes that were delivered out of a GPU by way of host memory.",
+            "Payload bytes delivered from a GPU through host memory.",
             samples=lambda: {(): self._engine.stats()["bytes_staged"]},
         )
         read(

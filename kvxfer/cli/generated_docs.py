@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 _HEAD: Final = """\
 # Metrics
 
-Every metric there is, made from the code by `python -m kvxfer.cli.generated_docs docs`.
-Names follow Prometheus' conventions: base units, `_total` for counters. Labels come from fixed
-sets; `code` is that of an error ([operations.md](operations.md#errors)). A histogram has
-`_bucket`, `_sum` and `_count`.
+This page lists every metric. `python -m kvxfer.cli.generated_docs docs` generates it from the code.
+Names follow Prometheus' conventions: base units, `_total` for counters. Labels have fixed sets of
+values; `code` is an error code ([operations.md](operations.md#errors)). A histogram has `_bucket`,
+`_sum` and `_count`.
 
-The dashboard and the alerts made of them are in `deploy/helm/kvxfer`
+`deploy/helm/kvxfer` has a dashboard and alerts
 ([operations.md](operations.md#dashboard-and-alerts)).
 """
 _SECTIONS: Final[Mapping[str, str]] = {
     "Control plane": """\
 `GET /metrics` of `kvxfer serve`, with a token of scope `monitor` or `admin`. `kvxfer_instances`,
 `kvxfer_transfers_*`, `kvxfer_registrations_total`, `kvxfer_leases_expired_total`,
-`kvxfer_weight_updates_total` and `kvxfer_fleet_*` are of the whole registry, and the same on every
-replica that shares it: take the maximum over replicas, never the sum. The rest is of one
-process.""",
+`kvxfer_weight_updates_total` and `kvxfer_fleet_*` describe the whole registry and are the same on
+every replica that shares it: take the maximum over replicas, never the sum. The other metrics
+describe one process.""",
     "Router": "`GET /metrics` of `kvxfer router`, without a key.",
     "Worker": """\
 `GET /metrics` of `kvxfer worker`. Other programs register
 `kvxfer.worker_metrics.WorkerMetrics(engine, endpoint)` with their Prometheus registry.""",
-    "vLLM": "In `/metrics` of vLLM itself, with the labels that vLLM gives to all of its metrics.",
+    "vLLM": "In vLLM's own `/metrics`, with vLLM's usual labels.",
 }
 
 

@@ -51,7 +51,7 @@ class Metrics:
         )
         self.inter_token = metrics.histogram(
             "kvxfer_router_inter_token_seconds",
-            "Between two tokens, as a client that keeps up sees them.",
+            "Time between two tokens, as seen by a client that keeps up.",
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5),
         )
 
