@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from rich.console import Console
 from rich.text import Text
 
 from kvxfer.errors import KvxferError
 
-# Results go to stdout, progress and errors to stderr, so that `--json` can be piped.
-out = Console()
+_WIDE: Final = 160
+# Results go to stdout, progress and errors to stderr, so that `--json` can be piped. Lines for a
+# program are not wrapped where a terminal of the usual width would.
+out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDE)
 err = Console(stderr=True)
 
 

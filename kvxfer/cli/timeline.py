@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
     from kvxfer.traces import Trace, TraceSpan
 
@@ -37,8 +37,9 @@ class _Row:
         return next((span.error for span in self.spans if span.error is not None), None)
 
 
-def timeline(trace: Trace, *, width: int, every: bool = False) -> Table:
-    """The spans of a trace below those that called them, in order of their start."""
+def timeline(trace: Trace, *, width: int, every: bool = False) -> Group:
+    """The spans of a trace below those that called them, in order of their start; then the errors."""
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
@@ -49,8 +50,8 @@ def timeline(trace: Trace, *, width: int, every: bool = False) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
     table.add_column("span", no_wrap=True)
     table.add_column("at", no_wrap=True)
-    table.add_column("start", justify="right")
-    table.add_column("ms", justify="right")
+    table.add_column("start", justify="right", no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
     table.add_column(f"0{f'{whole * 1e3:,.1f} ms':>{cells - 1}}", no_wrap=True)
     for row in rows:
         first = row.spans[0]
@@ -62,9 +63,8 @@ def timeline(trace: Trace, *, width: int, every: bool = False) -> Table:
             f"{(row.end - row.start) * 1e3:,.1f}",
             Text(_bar(row, begin, whole, cells), style=style or "cyan"),
         )
-        if row.error:
-            table.add_row(Text("  " * (row.depth + 1) + row.error, style="red"))
-    return table
+    errors = [Text(f"{row.name}: {row.error}", style="red") for row in rows if row.error]
+    return Group(table, *errors)
 
 
 def _rows(spans: Sequence[TraceSpan], *, every: bool) -> Iterator[_Row]:

@@ -71,4 +71,4 @@ def test_many_spans_of_one_name_are_one_line_unless_all_are_asked_for() -> None:
 def test_what_failed_says_how_and_a_span_without_its_caller_is_there() -> None:
     _, orphan, why = drawn(span(5, 4, "kv.receive", 0, 1, error="transfer t-1: lost"))
     assert orphan.split()[0] == "kv.receive"
-    assert why.strip() == "transfer t-1: lost"
+    assert why.strip() == "kv.receive: transfer t-1: lost"
