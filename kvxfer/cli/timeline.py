@@ -38,7 +38,7 @@ class _Row:
 
 
 def timeline(trace: Trace, *, width: int, every: bool = False) -> Group:
-    """The spans of a trace below those that called them, in order of their start; then the errors."""
+    """The spans of a trace below those that called them, in order of their start; then errors."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
