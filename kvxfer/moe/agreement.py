@@ -267,16 +267,17 @@ class Agreement:
     def _adopt(self, view: View) -> None:
         alive = [rank in view.members for rank in range(self._ranks)]
         table = self._placement.table(alive, self._rank, self._mesh.near)
+        near = Near(frozenset(self._mesh.near & {*view.members}))
+        self._near[self._rank] = near.ranks | {self._rank}
+        # Before steps are posted again: a newcomer may be on another host than the rank before it.
+        self._hosts_known()
         with translated():
             self._exchange.set_view(view.number, alive, table, view.first_step)
         earlier = [run for run in self._runs if self.steps and run.first_step < view.first_step]
         self._runs = [*earlier, Run(view.first_step, view.members, table)]
         self._mesh.admit(frozenset(view.members))
-        near = Near(frozenset(self._mesh.near & {*view.members}))
-        self._near[self._rank] = near.ranks | {self._rank}
         for rank in {*view.members} - {self._rank}:
             self._mesh.send(rank, near)
-        self._hosts_known()
         logger.info(
             "rank %d: view %d of ranks %s from step %d on",
             *(self._rank, view.number, list(view.members), view.first_step),
