@@ -805,43 +805,67 @@ TEST_CASE("terms and memory of another shape are refused") {
   CHECK(added.error().code == Errc::protocol_error);
 }
 
+// Rank 1, and its memory as rank 0 sees it.
+struct Mapped {
+  static Mapped create() {
+    moe::OwnMemory own = good(moe::OwnMemory::create(Liar::with_rank(1)));
+    auto way = good(moe::LocalWay::map(Liar::with_rank(0), 1, UniqueFd(::dup(own.memory_fd())),
+                                       own.layout().bytes(), UniqueFd(::dup(own.doorbell_fd()))));
+    return {.own = std::move(own), .way = std::move(way)};
+  }
+  std::size_t word() const { return own.layout().rows_word(0); }
+  bool whole(std::uint64_t key) const { return way->dispatched(0, key) == moe::Held::whole; }
+  bool still(std::uint64_t key) const { return way->still(0, moe::Direction::dispatch, key); }
+
+  moe::OwnMemory own;
+  std::unique_ptr<moe::LocalWay> way;
+};
+
+TEST_CASE("rows count from when they are published until they are withdrawn") {
+  const Mapped rank = Mapped::create();
+  CHECK_FALSE(rank.whole(1));
+  rank.own.publish(rank.word(), 1);
+  CHECK(rank.whole(1));
+  CHECK(rank.still(1));
+  rank.own.withdraw(rank.word());
+  CHECK_FALSE(rank.still(1));
+  rank.own.publish(rank.word(), 2);
+  CHECK_FALSE(rank.still(1));
+  CHECK(rank.still(2));
+}
+
 TEST_CASE("a copy of rows that their owner overwrites meanwhile does not count") {
-  const moe::Shape of = Liar::with_rank(1);
-  const auto own = good(moe::OwnMemory::create(of));
-  const auto way =
-      good(moe::LocalWay::map(Liar::with_rank(0), 1, UniqueFd(::dup(own.memory_fd())),
-                              own.layout().bytes(), UniqueFd(::dup(own.doorbell_fd()))));
-  const std::size_t bytes = of.max_tokens * of.token_row().bytes();
-  const std::size_t rows_word = own.layout().rows_word(0);
+  const Mapped rank = Mapped::create();
+  const moe::Shape shape = Liar::with_rank(1);
+  const std::size_t bytes = shape.max_tokens * shape.token_row().bytes();
   std::atomic<std::uint64_t> newest = 0;
+  std::atomic<std::uint64_t> seen = 0;
   std::atomic<bool> stop = false;
+  // Overwrites every other key's rows at once, and the rest when they have been seen.
   std::thread owner([&] {
     for (std::uint64_t key = 1; !stop; ++key) {
-      own.withdraw(rows_word);
-      std::memset(own.at(own.layout().tokens(0)), static_cast<int>(key % 251), bytes);
-      own.publish(rows_word, key);
+      rank.own.withdraw(rank.word());
+      std::memset(rank.own.at(rank.own.layout().tokens(0)), static_cast<int>(key % 251), bytes);
+      rank.own.publish(rank.word(), key);
       newest = key;
+      while (key % 2 == 0 && seen < key && !stop) std::this_thread::yield();
     }
   });
   int counted = 0;
-  int discarded = 0;
   Bytes copy(bytes);
   const auto end = std::chrono::steady_clock::now() + kDeadline;
-  while ((counted < 20 || discarded < 20) && std::chrono::steady_clock::now() < end) {
+  while (counted < 1000 && std::chrono::steady_clock::now() < end) {
     const std::uint64_t key = newest;
-    if (way->dispatched(0, key) != moe::Held::whole) continue;
-    std::memcpy(copy.data(), way->tokens(0), bytes);
-    if (!way->still(0, moe::Direction::dispatch, key)) {
-      ++discarded;
-      continue;
-    }
+    if (key == 0 || !rank.whole(key)) continue;
+    std::memcpy(copy.data(), rank.way->tokens(0), bytes);
+    if (!rank.still(key)) continue;
     ++counted;
+    seen = key;
     CHECK(std::ranges::all_of(copy, [&](std::byte b) { return b == std::byte(key % 251); }));
   }
   stop = true;
   owner.join();
-  CHECK(counted >= 20);
-  CHECK(discarded >= 20);
+  CHECK(counted == 1000);
 }
 
 TEST_SUITE_END();
