@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.errors import KvxferError
+import kvxfer.errors
+from kvxfer.errors import (
+    ControlPlaneError,
+    EngineError,
+    KvxferError,
+    PeerError,
+    TransferError,
+    WeightUpdateError,
+)
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = ("kvxfer", "kvxfer.client", "kvxfer.errors", "kvxfer.kv", "kvxfer.moe", "kvxfer.weights")
@@ -67,3 +75,15 @@ def test_a_public_name_is_there_and_described(module: str, name: str) -> None:
     if inspect.isclass(value) or inspect.isfunction(value):
         own = inspect.getdoc(value) or ""
         assert own and not own.startswith(f"{name}(")  # what dataclasses make themselves
+
+
+def test_operators_find_every_error_code() -> None:
+    kinds = {KvxferError, EngineError, PeerError, TransferError}
+    kinds |= {WeightUpdateError, ControlPlaneError}
+    codes = {
+        error.code
+        for _, error in inspect.getmembers(kvxfer.errors, inspect.isclass)
+        if issubclass(error, KvxferError) and error not in kinds
+    }
+    table = (ROOT / "docs/operations.md").read_text().split("\n## Errors\n")[1].split("\n## ")[0]
+    assert codes - set(re.findall(r"`([a-z-]+)`", table)) == set()
