@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
+from urllib.parse import urlsplit
 
 from msgspec import Meta, field
 
@@ -54,6 +55,8 @@ EngineAddress: TypeAlias = Annotated[
 HttpAddress: TypeAlias = Annotated[
     str, Meta(pattern=r"^https?://\S+$", max_length=512, examples=["http://10.0.0.5:8000"])
 ]
+# What a server listens on for all addresses of its host.
+_EVERY_ADDRESS: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104
 _Label: TypeAlias = Annotated[str, Meta(max_length=256)]
 _KvVersion: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
@@ -177,6 +180,13 @@ class RegisterInstance(InstanceSpec, frozen=True, kw_only=True):
             raise ValueError(
                 "instance_id is 'watch', which is the name of a route; choose another one"
             )
+        bootstrap = f"//{self.bootstrap_address}"
+        for address in (self.engine_address, self.http_address, *self.rank_addresses, bootstrap):
+            if urlsplit(address).hostname in _EVERY_ADDRESS:
+                raise ValueError(
+                    f"{address} is where the worker listens, not an address at which others reach "
+                    "it; start the worker with `host` set to an address of its host"
+                )
         if self.rank_addresses and len(self.rank_addresses) != self.layout.num_ranks:
             raise ValueError(
                 f"rank_addresses has {len(self.rank_addresses)} addresses, the layout "
