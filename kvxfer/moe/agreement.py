@@ -69,6 +69,7 @@ class Agreement:
         self._refusing: set[int] = set()
         self._wanted: frozenset[int] = frozenset()
         self._asks: list[tuple[float, AskRank]] = []
+        self._leaves = False
         self._leaving: dict[int, int] = {}  # ranks, and how many steps they have run
         self._let_go: set[int] = set()
         self._lets_us_go: set[int] = set()
@@ -225,9 +226,16 @@ class Agreement:
             return
         for rank in self._exchange.lost():
             if rank not in self._membership.lost:
-                code, _ = self._exchange.why_lost(rank)
+                code, why = self._exchange.why_lost(rank)
                 self._mesh.fence(rank)
-                self._do(self._membership.lose(rank, silent=code == PeerTimeout.code))
+                self._lose(rank, why, silent=code == PeerTimeout.code)
+
+    def _lose(self, rank: int, why: object, *, silent: bool) -> None:
+        assert self._membership is not None  # noqa: S101
+        view, known = self._membership.view, self._membership.lost | self._leaving.keys()
+        if not self._leaves and view is not None and rank in {*view.members} - known:
+            logger.warning("rank %d has lost rank %d: %s", self._rank, rank, why)
+        self._do(self._membership.lose(rank, silent=silent))
 
     @property
     def _member(self) -> Membership:
@@ -292,6 +300,7 @@ class Agreement:
     def take_leave(self, deadline: float) -> None:
         """Until the other members have taken all of the steps that this rank has ended, or leave,
         or are lost."""
+        self._leaves = True
         if self._failure is not None or self._membership is None or self._membership.view is None:
             return
         for rank in self._stay():
@@ -318,6 +327,7 @@ class Agreement:
             self._bid()
 
     def close(self) -> None:
+        self._leaves = True
         self._mesh.close()
 
     # --- MeshHandler
@@ -355,16 +365,15 @@ class Agreement:
     def lost(self, rank: int, error: Exception) -> None:
         self._refusing.discard(rank)
         self._near.pop(rank, None)
-        self._leaving.pop(rank, None)
-        self._let_go.discard(rank)
-        self._lets_us_go.discard(rank)
         if self._membership is not None:
-            silent = isinstance(error, PeerTimeout)
-            self._do(self._membership.lose(rank, silent=silent))
+            self._lose(rank, error, silent=isinstance(error, PeerTimeout))
         elif self._failure is None:
             self._failure = PeerLost(
                 f"rank {self._rank}: rank {rank} was lost while the group formed: {error}"
             )
+        self._leaving.pop(rank, None)
+        self._let_go.discard(rank)
+        self._lets_us_go.discard(rank)
 
     def refused(self, rank: int | None, error: Exception) -> None:
         if rank is not None:

@@ -7,6 +7,7 @@ rank has failed, whose traceback is in its output.
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -135,6 +136,7 @@ def _rank(
 def main(scenarios: list[dict[str, Any]]) -> None:
     import torch  # noqa: F401
 
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")  # of views
     for number, each in enumerate(scenarios):
         try:
             Drive(Scenario(**each)).run()
