@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
 import httpx2
 
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_LEASE_SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.25
+# In a row: no server listens there.
+_REFUSALS: Final = 4
 
 MakeCache = Callable[[Engine], KvCache]
 
@@ -136,11 +139,12 @@ async def fleet_place(
     *,
     load: Callable[[], Load],
     api: ApiWatch,
+    asleep: Callable[[], bool] = lambda: False,
     on_epoch: Callable[[int], None] | None = None,
     cached: CachedBlocks | None = None,
 ) -> AsyncIterator[Registration]:
-    """Registers the instance as joining, and as ready once its HTTP API answers; meanwhile `api`
-    is asked. Raises what Registration does."""
+    """Registers the instance as joining, and as ready while its HTTP API answers and it is not
+    `asleep`; meanwhile `api` is asked. Raises what Registration does."""
     _mute_requests()
     async with (
         ControlPlaneClient(control_plane) as client,
@@ -153,7 +157,7 @@ async def fleet_place(
             cached=cached,
         ) as registration,
     ):
-        announcing = asyncio.create_task(_announce(registration, spec.http_address))
+        announcing = asyncio.create_task(_announce(registration, spec.http_address, asleep))
         watching = asyncio.create_task(api.run())
         try:
             yield registration
@@ -170,14 +174,49 @@ def _mute_requests() -> None:
         requests.setLevel(logging.WARNING)
 
 
-async def _announce(registration: Registration, http_address: str) -> None:
-    """Says that the instance is ready, once its API answers."""
+async def _announce(
+    registration: Registration, http_address: str, asleep: Callable[[], bool]
+) -> None:
+    """Says that the instance is ready while its API answers. A server that is killed may leave its
+    engine, and this task in it, behind."""
+    while True:
+        await _until_it_answers(http_address, asleep)
+        await registration.advance(InstanceState.READY)
+        logger.info("instance %s is ready", registration.instance_id)
+        await _until_nothing_listens(http_address)
+        if await registration.withdraw():
+            logger.warning(
+                "nothing listens at %s any more: instance %s gets no requests until its API "
+                "answers again; if its server was killed, end its other processes, too",
+                http_address,
+                registration.instance_id,
+            )
+
+
+async def _until_it_answers(http_address: str, asleep: Callable[[], bool]) -> None:
     async with httpx2.AsyncClient(timeout=2.0) as http:
         while True:
             with contextlib.suppress(httpx2.HTTPError):
                 answer = await http.get(http_address + "/health")
-                if answer.is_success:
-                    break
+                if answer.is_success and not asleep():
+                    return
             await asyncio.sleep(_POLL_SECONDS)
-    await registration.advance(InstanceState.READY)
-    logger.info("instance %s is ready", registration.instance_id)
+
+
+async def _until_nothing_listens(http_address: str) -> None:
+    """Busy servers are slow to answer; none refuses a connection."""
+    url = urlsplit(http_address)
+    port = url.port or (443 if url.scheme == "https" else 80)
+    refusals = 0
+    while refusals < _REFUSALS:
+        await asyncio.sleep(_POLL_SECONDS)
+        try:
+            async with asyncio.timeout(2.0):
+                _, writer = await asyncio.open_connection(url.hostname, port)
+        except ConnectionRefusedError:
+            refusals += 1
+        except (OSError, TimeoutError):
+            refusals = 0
+        else:
+            writer.close()
+            refusals = 0

@@ -211,6 +211,11 @@ class KvEndpoint:
         await asyncio.gather(*(session.cancel(reason) for session in list(self._decodes)))
         await self._prefill_side.close(reason)
 
+    @property
+    def suspended(self) -> bool:
+        """Whether the cache has no memory."""
+        return bool(self._identity.suspended)
+
     async def suspend(self, reason: str) -> None:
         """The memory of the cache goes away: cancels every transfer and tells the peers, then
         closes the cache's registrations. Returns when nothing reads or writes it. Until resume(),

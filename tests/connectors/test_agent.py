@@ -6,7 +6,10 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+import threading
+from collections.abc import Iterator
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +177,49 @@ def test_new_weights_are_a_new_epoch_and_another_identity() -> None:
             assert agent.endpoint.model == msgspec.structs.replace(MODEL, weights_version=4)
         finally:
             agent.close()
+
+
+@contextlib.contextmanager
+def api(port: int = 0) -> Iterator[int]:
+    """Of an engine that is well."""
+
+    class Well(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Well) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def test_an_instance_is_ready_while_its_api_answers(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's engine stays when its API server is killed."""
+    with RunningControlPlane() as control_plane, contextlib.ExitStack() as stack:
+
+        def state() -> str:
+            [one] = httpx2.get(control_plane.url + "/v1/instances").json()["instances"]
+            return str(one["state"])
+
+        with api() as port:
+            settings = settings_of(control_plane)
+            url = f"http://127.0.0.1:{port}"
+            agent = Agent(dataclasses.replace(settings, http_address=url))
+            stack.callback(agent.close)
+            agent.join([agent.start(cache_of, MODEL)])
+            wait_until(lambda: state() == "ready")
+            before = agent.endpoint.epoch
+        wait_until(lambda: state() == "joining")
+        wait_until(lambda: agent.endpoint.epoch > before)  # tickets from before are void
+        assert f"nothing listens at {url} any more: instance decode gets no" in caplog.text
+        with api(port):
+            wait_until(lambda: state() == "ready")
 
 
 def test_an_instance_that_sleeps_is_not_ready() -> None:

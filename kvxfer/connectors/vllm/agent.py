@@ -217,6 +217,7 @@ class Agent(LoopThread):
             spec,
             load=self._load,
             api=self._api,
+            asleep=lambda: self.endpoint.suspended,
             on_epoch=self.endpoint.set_epoch,
             cached=self._cached,
         ) as self._registration:
