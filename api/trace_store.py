@@ -77,15 +77,15 @@ def own_tracer(store: TraceStore) -> Tracer | None:
     if not is_installed():
         return None
     from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-    from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+    from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 
     from kvxfer.tracing.otlp import spans_of
-    from kvxfer.tracing.tracer import Tracer
+    from kvxfer.tracing.tracer import Tracer, provider_of
 
     class Keep(SpanProcessor):
         def on_end(self, span: ReadableSpan) -> None:
             store.add(spans_of(encode_spans([span]).resource_spans))
 
-    provider = TracerProvider(resource=resource("control-plane"), shutdown_on_exit=False)
+    provider = provider_of(resource("control-plane"))
     provider.add_span_processor(Keep())
     return Tracer(provider)

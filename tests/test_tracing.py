@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -123,3 +124,22 @@ def test_the_environment_has_the_last_word_on_who_the_spans_are_of(
     named = dict(setup.resource("router", "r-1").attributes)
     assert named["service.name"] == "edge"
     assert (named["zone"], named["service.instance.id"]) == ("eu-1", "pod-7")
+
+
+def test_processes_of_one_seed_give_their_spans_different_ids(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM seeds Python's generator: its prefill and decode servers alike."""
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:9")
+
+    def traceparent() -> str:
+        random.seed(0)
+        tracer = start_tracing("worker")
+        assert tracer is not None
+        begun = tracer.root("kv.send")
+        assert begun is not None
+        return begun.traceparent  # not ended, so nothing is sent
+
+    _, one_trace, one_span, _ = traceparent().split("-")
+    _, other_trace, other_span, _ = traceparent().split("-")
+    assert (one_trace != other_trace) and (one_span != other_span)

@@ -76,15 +76,14 @@ def start_tracing(
             "name the collector's HTTP port, which usually is 4318"
         )
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    from kvxfer.tracing.tracer import Tracer
+    from kvxfer.tracing.tracer import Tracer, provider_of
 
     options: dict[str, Any] = {}
     if _origin(url) == _origin(control_plane_url(control_plane)):
         options = _with_credentials(credentials or Credentials.from_environment())
-    provider = TracerProvider(resource=resource(service, instance_id), shutdown_on_exit=False)
+    provider = provider_of(resource(service, instance_id))
     delay = None if "OTEL_BSP_SCHEDULE_DELAY" in os.environ else _DELAY_MS
     provider.add_span_processor(
         BatchSpanProcessor(OTLPSpanExporter(**options), schedule_delay_millis=delay)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Final
 
 from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -13,6 +16,22 @@ from kvxfer.tracing.span import HEADER, Span, is_recorded
 from kvxfer.version import __version__
 
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
+
+
+class _SystemIds(IdGenerator):
+    """Of the system's generator. OpenTelemetry takes Python's, which inference engines seed: spans
+    of two processes with one seed would have the same ids."""
+
+    def generate_span_id(self) -> int:
+        return 1 + secrets.randbelow(2**64 - 1)
+
+    def generate_trace_id(self) -> int:
+        return 1 + secrets.randbelow(2**128 - 1)
+
+
+def provider_of(resource: Resource) -> TracerProvider:
+    """Without a processor. Tracer.close() ends it."""
+    return TracerProvider(resource=resource, id_generator=_SystemIds(), shutdown_on_exit=False)
 
 
 class Tracer:
