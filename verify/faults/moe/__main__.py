@@ -65,9 +65,10 @@ def _rows(rounds: list[Round]) -> list[tuple[str, str, _Row]]:
 
 
 def _act(round_: Round, act: str) -> str:
-    """A step that waits for a frozen rank ends late, and names one that was killed late too."""
-    frozen = any(round_.faults[rank].act == "freeze" for rank in round_.happened)
-    return "kill, and freeze another" if act == "kill" and frozen else act
+    """A step that waits for a frozen rank ends late, and names the other rank that broke late,
+    too."""
+    frozen = sum(round_.faults[rank].act == "freeze" for rank in round_.happened)
+    return f"{act}, and freeze another" if frozen > (act == "freeze") else act
 
 
 def figures(rounds: list[Round], seed: int) -> dict[str, Any]:
