@@ -180,9 +180,12 @@ class RegisterInstance(InstanceSpec, frozen=True, kw_only=True):
             raise ValueError(
                 "instance_id is 'watch', which is the name of a route; choose another one"
             )
-        bootstrap = f"//{self.bootstrap_address}"
-        for address in (self.engine_address, self.http_address, *self.rank_addresses, bootstrap):
-            if urlsplit(address).hostname in _EVERY_ADDRESS:
+        for address in (
+            *(self.engine_address, self.http_address, self.bootstrap_address),
+            *self.rank_addresses,
+        ):
+            url = address if "://" in address else f"//{address}"
+            if urlsplit(url).hostname in _EVERY_ADDRESS:
                 raise ValueError(
                     f"{address} is where the worker listens, not an address at which others reach "
                     "it; start the worker with `host` set to an address of its host"

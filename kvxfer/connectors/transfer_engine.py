@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -211,12 +212,11 @@ async def _until_nothing_listens(http_address: str) -> None:
     while refusals < _REFUSALS:
         await asyncio.sleep(_POLL_SECONDS)
         try:
-            async with asyncio.timeout(2.0):
-                _, writer = await asyncio.open_connection(url.hostname, port)
+            # Of a name with several addresses, asyncio's own does not tell that all refuse.
+            (await asyncio.to_thread(socket.create_connection, (url.hostname, port), 2.0)).close()
         except ConnectionRefusedError:
             refusals += 1
-        except (OSError, TimeoutError):
+        except OSError:
             refusals = 0
         else:
-            writer.close()
             refusals = 0

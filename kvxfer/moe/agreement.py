@@ -69,7 +69,7 @@ class Agreement:
         self._refusing: set[int] = set()
         self._wanted: frozenset[int] = frozenset()
         self._asks: list[tuple[float, AskRank]] = []
-        self._leaves = False
+        self._we_leave = False
         self._leaving: dict[int, int] = {}  # ranks, and how many steps they have run
         self._let_go: set[int] = set()
         self._lets_us_go: set[int] = set()
@@ -233,7 +233,7 @@ class Agreement:
     def _lose(self, rank: int, why: object, *, silent: bool) -> None:
         assert self._membership is not None  # noqa: S101
         view, known = self._membership.view, self._membership.lost | self._leaving.keys()
-        if not self._leaves and view is not None and rank in {*view.members} - known:
+        if not self._we_leave and view is not None and rank in {*view.members} - known:
             logger.warning("rank %d has lost rank %d: %s", self._rank, rank, why)
         self._do(self._membership.lose(rank, silent=silent))
 
@@ -300,7 +300,7 @@ class Agreement:
     def take_leave(self, deadline: float) -> None:
         """Until the other members have taken all of the steps that this rank has ended, or leave,
         or are lost."""
-        self._leaves = True
+        self._we_leave = True
         if self._failure is not None or self._membership is None or self._membership.view is None:
             return
         for rank in self._stay():
@@ -327,7 +327,7 @@ class Agreement:
             self._bid()
 
     def close(self) -> None:
-        self._leaves = True
+        self._we_leave = True
         self._mesh.close()
 
     # --- MeshHandler

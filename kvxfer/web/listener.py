@@ -29,7 +29,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise InvalidArgument(
             f"host {host!r} is no address of this machine ({error.strerror}); "
-            "use 127.0.0.1, or 0.0.0.0 for all"
+            "use one of its addresses, such as 127.0.0.1"
         ) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -65,5 +65,5 @@ def _bind_error(error: OSError, host: str, port: int) -> Exception:
         )
     return InvalidArgument(
         f"host {host!r} is no address of this machine ({error.strerror}); "
-        "use 127.0.0.1, or 0.0.0.0 for all"
+        "use one of its addresses, such as 127.0.0.1"
     )

@@ -133,7 +133,7 @@ async def test_same_incarnation_registers_again_with_a_new_epoch(api):
         ({"instance_id": "watch"}, "", "instance_id is 'watch', which is the name of a route"),
         ({"engine_address": "kvx://0.0.0.0:7400/9f"}, "", "kvx://0.0.0.0:7400/9f is where the"),
         ({"http_address": "http://[::]:8000"}, "", "`host` set to an address of its host"),
-        ({"bootstrap_address": "0.0.0.0:8998"}, "", "not an address at which others reach it"),
+        ({"bootstrap_address": "0.0.0.0:8998"}, "", "0.0.0.0:8998 is where the worker listens"),
         ({"kv_versions": [8, 7]}, "", "kv_versions is [8, 7]; give the oldest version first"),
         ({"role": "chef"}, "role", "'prefill', 'decode' or 'both'"),
         ({"model": ""}, "model", "at least 1 character"),

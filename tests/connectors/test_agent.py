@@ -194,9 +194,11 @@ def api(port: int = 0) -> Iterator[int]:
     with ThreadingHTTPServer(("127.0.0.1", port), Well) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_an_instance_is_ready_while_its_api_answers(caplog: pytest.LogCaptureFixture) -> None:
