@@ -27,6 +27,7 @@ from kvxfer.errors import (
     KvxferError,
     LayoutMismatch,
     NoCapacity,
+    NotAggregating,
     NotBuilt,
     OldVersion,
     PromptTooLong,
@@ -71,6 +72,7 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     Forbidden: 403,
     BodyTooLarge: 413,
     RateLimited: 429,
+    NotAggregating: 501,
     NoCapacity: 503,
     ControlPlaneUnavailable: 503,
     ScalingFailed: 502,
@@ -188,6 +190,10 @@ _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
         "detail": "no pair of instances can take the request now; retry, or add what the reasons "
         "name",
         "reasons": ["no decode instance of model 'llama-3.2-3b' is ready (1 draining)"],
+    },
+    NotAggregating: {
+        "detail": "no instance of model 'llama-3.2-3b' serves requests alone; send one that a pair "
+        "can serve, or start an instance of vLLM"
     },
     ControlPlaneUnavailable: {"detail": "the control plane is stopping; retry with another one"},
     Unauthenticated: {

@@ -349,6 +349,12 @@ class StaleEpoch(ControlPlaneError):
     code = "stale-epoch"
 
 
+class NotAggregating(ControlPlaneError):
+    """No instance of the model serves requests alone, and this one cannot be served by a pair."""
+
+    code = "not-aggregating"
+
+
 class NoCapacity(ControlPlaneError):
     """No ready prefill/decode pair can take the request now."""
 

@@ -164,6 +164,8 @@ class InstanceSpec(Record, frozen=True, kw_only=True):
     kv_versions: tuple[_KvVersion, _KvVersion] = (7, 7)
     """The oldest and the newest version of the KV protocol that it speaks; workers of version 7 do
     not tell."""
+    aggregates: bool = False
+    """Whether it serves requests without a ticket alone, from the prompt to the last token."""
 
 
 class RegisterInstance(InstanceSpec, frozen=True, kw_only=True):

@@ -33,7 +33,8 @@ _Costs: TypeAlias = Annotated[
 
 
 class TransferRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request that needs a prefill and a decode instance. Every member may be left out."""
+    """A request that needs a prefill and a decode instance, or one for both. Every member may be
+    left out."""
 
     request_id: Annotated[_RequestId | None, Meta(examples=["cmpl-7"])] = None
     """The router's own name for the request; the transfer's id where it is left out."""
@@ -54,6 +55,9 @@ class TransferRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Tokens from one of them to the next; None is the block size of the prefill instance."""
     explain: bool = False
     """Whether to say in `score` why it is this pair."""
+    aggregated: bool = False
+    """Whether one instance has to serve the whole request, without a transfer of its KV cache: the
+    answer names it on both sides, and has no ticket."""
 
 
 class HandshakeRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,7 +109,8 @@ class Score(Record, frozen=True, kw_only=True):
 
 
 class Transfer(Record, frozen=True, kw_only=True):
-    """A pair that is reserved for one request. Times are seconds since the Unix epoch."""
+    """A pair that is reserved for one request, or one instance that is named on both sides. Times
+    are seconds since the Unix epoch."""
 
     transfer_id: TransferId
     request_id: Annotated[str, Meta(examples=["cmpl-7"])]
@@ -123,8 +128,15 @@ class Transfer(Record, frozen=True, kw_only=True):
     score: Score | None = None
     """Why this pair; None where its request had no `explain`."""
 
+    @property
+    def sides(self) -> tuple[tuple[Party, int], ...]:
+        """Its instances, and the KV blocks that it reserves on each: one where it is aggregated."""
+        prefill, decode = (self.prefill, self.prefill_blocks), (self.decode, self.decode_blocks)
+        one = self.prefill.instance_id == self.decode.instance_id
+        return (prefill,) if one else (prefill, decode)
+
     def blocks_on(self, instance_id: str) -> int:
-        """KV blocks that it reserves on one of its two instances."""
+        """KV blocks that it reserves on one of its instances."""
         return (
             self.prefill_blocks if instance_id == self.prefill.instance_id else self.decode_blocks
         )
@@ -140,7 +152,8 @@ class OpenedTransfer(Transfer, frozen=True, kw_only=True):
     """A new transfer with the ticket that both workers ask for."""
 
     ticket: TicketText
-    """Signed proof of this transfer. Hand it to both workers, keep it out of logs."""
+    """Signed proof of this transfer. Hand it to both workers, keep it out of logs. Empty where one
+    instance serves the request alone."""
 
     @classmethod
     def of(cls, transfer: Transfer, ticket: str) -> OpenedTransfer:

@@ -216,8 +216,8 @@ class EmbeddedRegistry(Registry):
 
     async def reserve(self, transfer: Transfer, *, seconds: float) -> None:
         now = self._begin()
-        self._check(transfer.prefill, transfer.prefill_blocks)
-        self._check(transfer.decode, transfer.decode_blocks)
+        for party, blocks in transfer.sides:
+            self._check(party, blocks)
         self._fleet.open(transfer)
         heapq.heappush(self._expiries, (now + seconds, "transfer", transfer.transfer_id, 0))
         self._transfers_opened += 1

@@ -67,7 +67,7 @@ class Fleet:
         return self._index.publish(instance_id, added, removed, reset=reset)
 
     def open(self, transfer: Transfer) -> None:
-        """Counts a transfer against both of its instances, where it is not counted already."""
+        """Counts a transfer against its instances, where it is not counted already."""
         self._transfers[transfer.transfer_id] = transfer
         self._count(transfer, 1)
 
@@ -96,10 +96,7 @@ class Fleet:
         return self._index.find(request)
 
     def _count(self, transfer: Transfer, sign: int) -> None:
-        for party, blocks in (
-            (transfer.prefill, transfer.prefill_blocks),
-            (transfer.decode, transfer.decode_blocks),
-        ):
+        for party, blocks in transfer.sides:
             instance = self._instances.get(party.instance_id)
             if instance is None or instance.epoch != party.epoch:
                 continue

@@ -15,6 +15,7 @@ from msgspec import Struct
 from kvxfer.instances import Instance, InstanceState, Role
 from kvxfer.scheduler.checked_scorer import CheckedScorer
 from kvxfer.scheduler.pairing import (
+    SIDES,
     Kind,
     Pair,
     blocks_for,
@@ -110,6 +111,9 @@ class PairIndex:
     def choose(self, request: TransferRequest) -> Pair:
         """The pair of least cost of two ready instances with one model and layouts that map.
 
+        An aggregated request gets the least loaded instance that serves requests alone, on both
+        sides. Otherwise:
+
         The cost is the scorer's (scheduler/scoring.py). Of equal pairs the one with less of its KV
         cache in use, then the first by id. An instance takes part where the blocks of the prompt
         are neither reserved by others nor reported as used, and one that is to be avoided only
@@ -118,8 +122,9 @@ class PairIndex:
         Looks at the 16 least loaded prefill instances of each kind and at those that have most of
         the prompt's prefix (PrefixIndex.longest), and for each at the least loaded decode instance
         of its NUMA node, host, rack, zone and of all. Raises PromptTooLong where the prompt fits
-        into no cache at all, NoCapacity with the `reasons` where there is no pair, and ScorerFailed
-        where there is none whose cost is a number.
+        into no cache at all, NoCapacity with the `reasons` where there is no pair, NotAggregating
+        where none serves requests alone, and ScorerFailed where there is no pair whose cost is a
+        number.
         """
         pair = self.find(request)
         if pair is None:
@@ -130,6 +135,9 @@ class PairIndex:
         """As `choose`, with None where there is no pair: only the reasons take a look at all."""
         avoid: frozenset[str] = frozenset(request.avoid)
         none: frozenset[str] = frozenset()
+        if request.aggregated:
+            one = self._find_one(request, avoid)
+            return self._find_one(request, none) if one is None and avoid else one
         # One side with an instance to avoid is better than two.
         prefers = product((avoid, none), repeat=2) if avoid else [(none, none)]
         for prefills, decodes in prefers:
@@ -169,6 +177,32 @@ class PairIndex:
             blocks_for(decode, request),
             score=self._score(search, *best[2:]) if request.explain else None,
         )
+
+    def _find_one(self, request: TransferRequest, avoid: frozenset[str]) -> Pair | None:
+        """The least loaded instance that can serve the request alone, as both sides of a pair."""
+        tokens = request.prompt_tokens or 0
+        search = _Search(
+            {
+                number: kind.layout.blocks_for(tokens)
+                for kind, number in self._kinds.items()
+                if kind.aggregates and kind.serves(request)
+            },
+            request,
+            dict.fromkeys(SIDES, avoid),
+        )
+        shelves = product(search.needs, SIDES)
+        heads = (next(self._fitting(search, (kind, side, ())), None) for kind, side in shelves)
+        least = min((head for head in heads if head is not None), default=None)
+        if least is None:
+            return None
+        instance = self._entries[least[2]].instance
+        score = None
+        if request.explain:
+            parts = dict(self._scorer.load_parts(instance))
+            score = Score(
+                cost=least[0], prefill=parts, decode={}, pair={}, distance=0, prefix_tokens=0
+            )
+        return Pair(instance, instance, blocks_for(instance, request), 0, score)
 
     def _score(self, search: _Search, prefill_id: str, decode_id: str) -> Score:
         prefill, decode = self._entries[prefill_id], self._entries[decode_id]

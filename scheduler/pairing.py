@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Final, Literal
 
-from kvxfer.errors import LayoutMismatch, NoCapacity, PromptTooLong
+from kvxfer.errors import LayoutMismatch, NoCapacity, NotAggregating, PromptTooLong
 from kvxfer.instances import Instance, InstanceState, Role
 from kvxfer.kv.messages import require_common_version
 from kvxfer.kv.ranks import require_mappable, sources, targets
@@ -47,6 +47,8 @@ class Kind:
     kv_versions: tuple[int, int] = (7, 7)
     names: tuple[str, ...] = ()
     """Of aliases and adapters that requests may ask for beside the model."""
+    aggregates: bool = False
+    """Whether it serves requests alone."""
 
     def serves(self, request: TransferRequest) -> bool:
         """Whether it is of the model and the weights version that the request asks for."""
@@ -69,6 +71,7 @@ def kind_of(instance: Instance) -> Kind:
         instance.identity,
         instance.kv_versions,
         instance.load.models,
+        instance.aggregates,
     )
 
 
@@ -119,9 +122,18 @@ def mismatch_of(prefill: Kind, decode: Kind) -> str | None:
     return f"{mismatch.field} is {mismatch.prefill!r} and {mismatch.decode!r}"
 
 
-def refusal(instances: Iterable[Instance], request: TransferRequest) -> NoCapacity | PromptTooLong:
+def refusal(
+    instances: Iterable[Instance], request: TransferRequest
+) -> NoCapacity | PromptTooLong | NotAggregating:
     """Why no pair of these instances can take the request. Linear in their number."""
     of_model = [i for i in instances if i.serves(request.model)]
+    if request.aggregated and of_model:
+        of_model = [i for i in of_model if i.aggregates]
+        if not of_model:
+            return NotAggregating(
+                f"no instance{_of(request.model)} serves requests alone; send one that a pair can "
+                "serve, or start an instance of vLLM"
+            )
     version = request.weights_version
     fleet = [i for i in of_model if version in (None, i.weights_version)]
     if of_model and not fleet:
@@ -133,6 +145,8 @@ def refusal(instances: Iterable[Instance], request: TransferRequest) -> NoCapaci
         side: [i for i in fleet if i.state is InstanceState.READY and i.role.serves(side)]
         for side in SIDES
     }
+    if request.aggregated:
+        return _no_single(fleet, [*ready[Role.PREFILL], *ready[Role.DECODE]], request)
     for side in SIDES:
         too_long = _prompt_too_long(ready[side], side, request)
         if too_long is not None:
@@ -141,6 +155,22 @@ def refusal(instances: Iterable[Instance], request: TransferRequest) -> NoCapaci
         "no pair of instances can take the request now; retry, or add what the reasons name",
         reasons=_reasons(fleet, ready, request),
     )
+
+
+def _no_single(
+    fleet: Sequence[Instance], ready: Sequence[Instance], request: TransferRequest
+) -> NoCapacity | PromptTooLong:
+    """Why none of the instances that could serve the request alone can now."""
+    if (too_long := _prompt_too_long(ready, "", request)) is not None:
+        return too_long
+    of_model = _of(request.model)
+    if not fleet:
+        reason = f"no instance{of_model} is registered"
+    elif not ready:
+        reason = f"no instance{of_model} is ready ({_states(fleet)})"
+    else:
+        reason = _too_few_blocks(ready, f"instance{of_model}", request)
+    return NoCapacity("no instance can serve the request alone now; retry", reasons=[reason])
 
 
 def _compare(prefill: Kind, decode: Kind) -> LayoutMismatch | None:
@@ -165,14 +195,14 @@ def _compare(prefill: Kind, decode: Kind) -> LayoutMismatch | None:
 
 
 def _prompt_too_long(
-    ready: Sequence[Instance], side: Role, request: TransferRequest
+    ready: Sequence[Instance], side: Role | Literal[""], request: TransferRequest
 ) -> PromptTooLong | None:
     if not ready or any(blocks_for(i, request) <= i.num_blocks for i in ready):
         return None
     largest = _first(ready, lambda i: i.num_blocks * i.layout.block_size)
     return PromptTooLong(
         f"a prompt of {request.prompt_tokens} tokens takes {blocks_for(largest, request)} KV "
-        f"blocks, but the largest ready {side} instance, {largest.instance_id!r}, has "
+        f"blocks, but the largest ready {f'{side} instance'.strip()}, {largest.instance_id!r}, has "
         f"{largest.num_blocks}; shorten the prompt or give the instances more blocks"
     )
 
@@ -180,7 +210,7 @@ def _prompt_too_long(
 def _reasons(
     fleet: Sequence[Instance], ready: dict[Role, list[Instance]], request: TransferRequest
 ) -> list[str]:
-    of_model = "" if request.model is None else f" of model {request.model!r}"
+    of_model = _of(request.model)
     if request.weights_version is not None:
         of_model += f" with weights version {request.weights_version}"
     if not fleet:
@@ -189,15 +219,10 @@ def _reasons(
     reasons = []
     for side in SIDES:
         if not ready[side]:
-            states = Counter(i.state.value for i in fleet if i.role.serves(side))
-            others = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-            reasons.append(f"no {side} instance{of_model} is ready ({others or 'none registered'})")
+            others = _states([i for i in fleet if i.role.serves(side)])
+            reasons.append(f"no {side} instance{of_model} is ready ({others})")
         elif not fitting[side]:
-            most = _first(ready[side], available_blocks)
-            reasons.append(
-                f"no {side} instance{of_model} has the {blocks_for(most, request)} KV blocks free "
-                f"(most: {most.instance_id!r} with {available_blocks(most)})"
-            )
+            reasons.append(_too_few_blocks(ready[side], f"{side} instance{of_model}", request))
     if reasons:
         return reasons
     mismatches = _mismatches(fitting[Role.PREFILL], fitting[Role.DECODE])
@@ -208,8 +233,26 @@ def _reasons(
     return [f"only one instance{of_model} is ready, and a transfer takes two"]
 
 
+def _of(model: str | None) -> str:
+    return "" if model is None else f" of model {model!r}"
+
+
+def _states(instances: Sequence[Instance]) -> str:
+    states = Counter(i.state.value for i in instances)
+    told = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+    return told or "none registered"
+
+
+def _too_few_blocks(ready: Sequence[Instance], what: str, request: TransferRequest) -> str:
+    most = _first(ready, available_blocks)
+    return (
+        f"no {what} has the {blocks_for(most, request)} KV blocks free "
+        f"(most: {most.instance_id!r} with {available_blocks(most)})"
+    )
+
+
 def _versions_there(of_model: Sequence[Instance], request: TransferRequest) -> str:
-    of = "" if request.model is None else f" of model {request.model!r}"
+    of = _of(request.model)
     told = Counter(i.weights_version for i in of_model if i.weights_version is not None)
     there = [f"{version} ({count})" for version, count in sorted(told.items())]
     if silent := len(of_model) - told.total():

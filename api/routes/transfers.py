@@ -14,6 +14,7 @@ from kvxfer.errors import (
     ControlPlaneUnavailable,
     InvalidArgument,
     NoCapacity,
+    NotAggregating,
     PromptTooLong,
     ScorerFailed,
     UnknownTransfer,
@@ -41,21 +42,27 @@ _TransferId = Annotated[TransferId, Path(max_length=128, **parameter(TransferId)
     status_code=201,
     summary="Open",
     responses=responses(
-        InvalidArgument, PromptTooLong, ScorerFailed, NoCapacity, ControlPlaneUnavailable
+        InvalidArgument,
+        PromptTooLong,
+        ScorerFailed,
+        NotAggregating,
+        NoCapacity,
+        ControlPlaneUnavailable,
     ),
 )
 @allow(Scope.ROUTER)
 async def open_(
     body: Annotated[TransferRequest, Body()], app: ControlPlaneDep, response: Response
 ) -> OpenedTransfer:
-    """Reserves the best pair and returns it with a signed ticket for both workers.
+    """Reserves the best pair and returns it with a signed ticket for both workers, or the best
+    instance that serves the request alone.
 
     The reservation ends by DELETE, with `expires_at`, or when one of the two instances is gone.
     """
     transfer = await open_transfer(
         app.registry, body, seconds=app.settings.transfer_seconds, clock=app.clock
     )
-    ticket = sign_ticket(_ticket(transfer), app.settings.signing_keys)
+    ticket = "" if body.aggregated else sign_ticket(_ticket(transfer), app.settings.signing_keys)
     response.headers["Location"] = f"{router.prefix}/{transfer.transfer_id}"
     return OpenedTransfer.of(transfer, ticket)
 

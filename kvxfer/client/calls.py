@@ -159,10 +159,12 @@ def open_transfer(
     tokens_per_hash: int | None = None,
     explain: bool = False,
     weights_version: int | None = None,
+    aggregated: bool = False,
 ) -> Call[OpenedTransfer]:
     """Reserves the best pair, each argument as in `TransferRequest`.
 
-    Raises NoCapacity, whose `details["reasons"]` say what is missing, and PromptTooLong.
+    Raises NoCapacity, whose `details["reasons"]` say what is missing, PromptTooLong, and
+    NotAggregating.
     """
     body: dict[str, Any] = {
         "request_id": request_id,
@@ -177,6 +179,8 @@ def open_transfer(
         body["avoid"] = list(avoid)
     if weights_version is not None:
         body["weights_version"] = weights_version
+    if aggregated:
+        body["aggregated"] = True
     return Call("POST", "/v1/transfers", _reads(OpenedTransfer), body, repeatable=False)
 
 

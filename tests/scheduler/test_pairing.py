@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvxfer.errors import LayoutMismatch, NoCapacity, PromptTooLong
+from kvxfer.errors import LayoutMismatch, NoCapacity, NotAggregating, PromptTooLong
 from kvxfer.instances import Instance, InstanceState, Load, Reserved
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.scheduler.pair_index import PairIndex, choose_pair
@@ -305,6 +305,60 @@ def test_choice_is_the_best_of_all_pairs(seed):
         pair = choose_pair(fleet, request)
         assert weight((pair.prefill, pair.decode)) == min(map(weight, possible))
     assert served > 20
+
+
+def alone(name: str, role: str = "both", **more: Any) -> Instance:
+    return instance(name, role, aggregates=True, **more)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "request_", "expected"),
+    [
+        ([alone("b")], {}, "b"),
+        ([P, D, alone("b", load=Load(running=9))], {}, "b"),
+        # the least loaded of either side
+        ([alone("p1", "prefill", load=Load(running=1)), alone("d1", "decode")], {}, "d1"),
+        ([alone("p1", "prefill"), alone("d1", "decode", transfers=1)], {}, "p1"),
+        ([alone("a"), alone("b")], {"avoid": ("a",)}, "b"),
+        ([alone("a")], {"avoid": ("a",)}, "a"),
+        ([alone("a", state="draining"), alone("b")], {}, "b"),
+        ([alone("a", blocks=60), alone("b")], {"prompt_tokens": 16 * 10}, "b"),
+        ([alone("a", model="qwen"), alone("b", load=Load(models=("sql",)))], {"model": "sql"}, "b"),
+    ],
+)
+def test_an_aggregated_request_gets_one_instance_that_serves_it_alone(fleet, request_, expected):
+    pair = choose_pair(fleet, TransferRequest(aggregated=True, **request_))
+    assert (pair.prefill.instance_id, pair.decode.instance_id) == (expected, expected)
+    assert (pair.prefill_blocks, pair.decode_blocks) == (
+        pair.prefill.layout.blocks_for(request_.get("prompt_tokens", 0)),
+        0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fleet", "reason"),
+    [
+        ([], "no instance of model 'llama' is registered"),
+        ([alone("a", state="joining")], "no instance of model 'llama' is ready (1 joining)"),
+        (
+            [alone("a", blocks=60), alone("b", "prefill", blocks=62)],
+            "no instance of model 'llama' has the 10 KV blocks free (most: 'a' with 4)",
+        ),
+    ],
+)
+def test_refusal_of_an_aggregated_request_says_what_is_missing(fleet, reason):
+    request = TransferRequest(aggregated=True, model="llama", prompt_tokens=16 * 10)
+    with pytest.raises(NoCapacity) as refused:
+        choose_pair(fleet, request)
+    assert refused.value.details["reasons"] == [reason]
+
+
+def test_a_fleet_that_serves_pairs_only_says_so():
+    request = TransferRequest(aggregated=True, model="llama")
+    with pytest.raises(NotAggregating, match="no instance of model 'llama' serves requests alone"):
+        choose_pair([P, D], request)
+    with pytest.raises(PromptTooLong, match="the largest ready instance, 'a', has 64"):
+        choose_pair([alone("a")], replace(request, prompt_tokens=16 * 65))
 
 
 def test_adapters_come_and_go_with_the_load():

@@ -354,6 +354,15 @@ async def test_reservation_counts_on_both_sides_until_released(fleet):
         await fleet.registry.release("t-1")
 
 
+async def test_reservation_of_one_instance_counts_once_and_starts_there(fleet):
+    await fleet.join("b", Role.BOTH)
+    await open_between(fleet, "b", "b", blocks=4)
+    assert await reserved(fleet.registry, "b") == (1, 4)
+    await fleet.registry.release("t-1")
+    assert await reserved(fleet.registry, "b") == (0, 0)
+    assert (await fleet.registry.instance("b")).started == 1
+
+
 async def test_reservation_ends_by_itself_when_its_time_is_over(fleet):
     leases = {"p": await fleet.join("p"), "d": await fleet.join("d", Role.DECODE)}
     await open_between(fleet, "p", "d", seconds=LEASE * 1.5)
@@ -530,17 +539,15 @@ async def test_reservations_and_watch_agree_with_the_fleet_after_any_history(fle
                 case "leave":
                     await fleet.registry.deregister(name, epochs.get(name, 1))
                 case "open":
-                    other = f"w-{source.randrange(6)}"
-                    if other != name:
-                        await open_between(
-                            fleet,
-                            name,
-                            other,
-                            transfer_id=f"t-{step}",
-                            blocks=source.randrange(20),
-                            seconds=source.uniform(0.5, 10),
-                        )
-                        opened.append(f"t-{step}")
+                    await open_between(
+                        fleet,
+                        name,
+                        f"w-{source.randrange(6)}",  # now and then itself
+                        transfer_id=f"t-{step}",
+                        blocks=source.randrange(20),
+                        seconds=source.uniform(0.5, 10),
+                    )
+                    opened.append(f"t-{step}")
                 case "release" if opened:
                     await fleet.registry.release(source.choice(opened))
                 case _:
@@ -554,11 +561,8 @@ async def test_reservations_and_watch_agree_with_the_fleet_after_any_history(fle
                 transfer = await fleet.registry.transfer(transfer_id)
             except UnknownTransfer:
                 continue
-            for party, blocks in (
-                (transfer.prefill, transfer.prefill_blocks),
-                (transfer.decode, transfer.decode_blocks),
-            ):
-                expected.setdefault(party.instance_id, []).append(blocks)
+            for name in {transfer.prefill.instance_id, transfer.decode.instance_id}:
+                expected.setdefault(name, []).append(transfer.blocks_on(name))
         for instance in await fleet.registry.instances():
             blocks = expected.get(instance.instance_id, [])
             assert instance.reserved == Reserved(transfers=len(blocks), blocks=sum(blocks))

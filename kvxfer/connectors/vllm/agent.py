@@ -278,6 +278,7 @@ class Agent(LoopThread):
             labels={"host": socket.gethostname(), **settings.labels},
             identity=self._model,
             kv_versions=VERSIONS,
+            aggregates=True,
         )
 
 

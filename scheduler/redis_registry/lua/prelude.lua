@@ -96,20 +96,24 @@ local function change(cause, id, member)
     'after', before, 'cause', cause, 'instance', id, 'member', packed, 'spec', spec)
 end
 
+-- One side where one instance serves the request alone.
 local function sides_of(transfer)
+  if transfer.prefill.instance_id == transfer.decode.instance_id then
+    return {{party = transfer.prefill, blocks = transfer.prefill_blocks, decodes = true}}
+  end
   return {
     {party = transfer.prefill, blocks = transfer.prefill_blocks},
-    {party = transfer.decode, blocks = transfer.decode_blocks},
+    {party = transfer.decode, blocks = transfer.decode_blocks, decodes = true},
   }
 end
 
 local function end_transfer(id, reason)
-  for number, side in ipairs(sides_of(cmsgpack.unpack(redis.call('HGET', TRANSFERS, id)))) do
+  for _, side in ipairs(sides_of(cmsgpack.unpack(redis.call('HGET', TRANSFERS, id)))) do
     local name = side.party.instance_id
     local member = member_of(name)
     member.reserved.transfers = member.reserved.transfers - 1
     member.reserved.blocks = member.reserved.blocks - side.blocks
-    if number == 2 and reason == 'released' then
+    if side.decodes and reason == 'released' then
       member.started = (member.started or 0) + 1
     end
     save(name, member)
