@@ -18,7 +18,6 @@ from kvxfer.client import ControlPlaneClient, Credentials
 from kvxfer.clock import Clock
 from kvxfer.instances import InstanceState, Role
 from kvxfer.router.app import create_app as create_router
-from kvxfer.router.exchange import CHAT, COMPLETIONS
 from kvxfer.router.settings import RouterSettings
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.lease_policy import LeasePolicy
@@ -107,13 +106,13 @@ class Network:
         role: Role,
         answer: Answer,
         credentials: Credentials | None = None,
-        tokenize: Answer | None = None,
+        others: Mapping[str, Answer] | None = None,
         **changes: Any,
     ) -> None:
-        """A worker that is ready; it answers every request with `answer`, and those for the tokens
-        of a text with `tokenize`."""
+        """A worker that is ready; it answers requests for tokens with `answer`, and others by the
+        end of their path."""
         host = f"{instance_id}:8000"
-        self.apps[host] = worker_app(answer, tokenize)
+        self.apps[host] = worker_app(answer, others)
         spec = worker(instance_id, role, http_address=f"http://{host}", **changes)
         async with self.client(credentials=credentials or Credentials()) as client:
             await client.register(spec, state=InstanceState.READY)
@@ -122,15 +121,16 @@ class Network:
 class Reply:
     """An answer as a worker sends it, piece by piece."""
 
-    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+    def __init__(self, send: Send, path: str, headers: Mapping[str, str], content: bytes) -> None:
         self._send = send
-        self.headers = headers
+        self.path, self.headers, self.content = path, headers, content
         """Of the request that it answers."""
         self.begun = False
 
-    async def begin(self, status: int, content_type: str) -> None:
+    async def begin(self, status: int, content_type: str, **more: str) -> None:
         self.begun = True
-        headers = [(b"content-type", content_type.encode())]
+        told = {"content-type": content_type, **more}
+        headers = [(k.replace("_", "-").encode(), v.encode()) for k, v in told.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, content: bytes) -> None:
@@ -147,26 +147,40 @@ async def _not_found(_body: dict[str, Any], reply: Reply) -> None:
     await reply.begin(404, "text/plain")
 
 
-def worker_app(answer: Answer, tokenize: Answer | None = None) -> Any:
-    """A worker that answers every request with `answer`, which is cancelled when the client leaves,
-    and `/tokenize` with `tokenize`, or with a 404.
+async def _healthy(_body: dict[str, Any], reply: Reply) -> None:
+    await reply.begin(200, "text/plain")
+
+
+_OTHERS: dict[str, Answer] = {
+    "/health": _healthy,
+    **dict.fromkeys(("/tokenize", "/render", "/v1/models"), _not_found),
+}
+
+
+def worker_app(answer: Answer, others: Mapping[str, Answer] | None = None) -> Any:
+    """A worker that answers requests with `answer`, which is cancelled when the client leaves, and
+    those whose path ends as one of `others` with that.
 
     One that sends nothing hangs up.
     """
+    by_ending = {**_OTHERS, **(others or {})}
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         content, more = b"", True
         while more:
             message = await receive()
             content, more = content + message["body"], message["more_body"]
-        body = json.loads(content)
-        asks_tokens = scope["path"] == "/tokenize"
-        assert asks_tokens or scope["path"] == (CHAT if "messages" in body else COMPLETIONS)
+        try:
+            body = json.loads(content)
+        except ValueError:
+            body = {}
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        reply = Reply(send, headers)
+        path = scope["path"]
+        reply = Reply(send, path, headers, content)
+        chosen = next((a for ending, a in by_ending.items() if path.endswith(ending)), answer)
 
         async def answered() -> None:
-            await ((tokenize or _not_found) if asks_tokens else answer)(body, reply)
+            await chosen(body, reply)
 
         with contextlib.suppress(ClientLeft):
             await while_connected(receive, answered())

@@ -38,7 +38,7 @@ def router(
         dict[str, Any],
         OptionsOf(
             RouterSettings,
-            without=("api_keys", "worker_key", "forward_headers"),
+            without=("api_keys", "worker_key", "forward_headers", "allowed_origins"),
             panel="Deadlines and limits",
             handshake=typer.Option(),
         ),
@@ -65,6 +65,14 @@ def router(
             help="A header of the client that workers get; may be repeated.", show_default="none"
         ),
     ] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An origin of web pages that may use the router (CORS), or *; may be repeated.",
+            show_default="none",
+            rich_help_panel=TRUST_PANEL,
+        ),
+    ] = None,
     allow_anonymous: AllowAnonymousOption = False,
     certificate: Tls,
     logs: Logs,
@@ -72,7 +80,7 @@ def router(
 ) -> None:
     """Start a router.
 
-    It serves OpenAI's completions and chat completions: each request gets a pair of workers from
+    It serves the API of the inference engines behind it: each request gets a pair of workers from
     the control plane, goes to both, and is answered from decode. Its token at the control plane
     needs the scope router. It prints its URL once it accepts connections, and stops on SIGTERM or
     Ctrl-C.
@@ -90,6 +98,7 @@ def router(
         api_keys=None if api_keys_file is None else watch_api_keys(api_keys_file),
         worker_key=None if worker_key_file is None else watch_worker_key(worker_key_file),
         forward_headers=tuple(forward_header or ()),
+        allowed_origins=tuple(allowed_origin or ()),
         **given,
     )
     own = control_plane.credentials()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,9 +13,11 @@ from kvxfer.client import ControlPlaneClient, Credentials
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import KvxferError
 from kvxfer.reference.worker.completions import DecodeCompletion, PrefillCompletion
-from kvxfer.router.completion import collect
+from kvxfer.router.asked import read_request
 from kvxfer.router.connections import worker_client
+from kvxfer.router.dialects import COMPLETIONS
 from kvxfer.router.exchange import Exchange, WorkerFailed
+from kvxfer.router.settings import RouterSettings
 from kvxfer.transfers import OpenedTransfer
 
 
@@ -47,6 +50,7 @@ class Router:
             control_plane, credentials=credentials, transport=transport
         )
         self._http = worker_client(transport)
+        self._settings = RouterSettings()
 
     async def __aenter__(self) -> Router:
         return self
@@ -71,17 +75,19 @@ class Router:
         }
         try:
             # The transfer's lease bounds how long this takes.
-            async with Exchange(self._http, transfer, body) as exchange:
+            asked = read_request(
+                COMPLETIONS, json.dumps(body).encode(), request_id=transfer.request_id
+            )
+            async with Exchange(self._http, transfer, asked, self._settings) as exchange:
                 await exchange.begin()
-                decode = await collect(exchange.chunks())
-                prefill = await exchange.prefill_answer()
+                prefill, decode = await exchange.answers()
         except WorkerFailed as failure:
             raise failure.error from failure
         finally:
             await self._release(transfer)
         return Routed(
             PrefillCompletion.model_validate_json(prefill),
-            DecodeCompletion.model_validate(decode),
+            DecodeCompletion.model_validate_json(decode),
             paired,
         )
 

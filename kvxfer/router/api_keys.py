@@ -55,7 +55,9 @@ class ApiKeyGuard:
         if self._keys is None:
             return
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
+        if scheme.lower() != "bearer":
+            key = request.headers.get("X-API-Key", "")  # as clients of Anthropic's API send it
+        if not key.strip():
             raise InvalidApiKey("this router asks for an API key; send Authorization: Bearer KEY")
         caller = self._keys.current.caller(key.strip())
         if caller is None:

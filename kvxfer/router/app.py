@@ -1,33 +1,37 @@
-"""The router's HTTP API: OpenAI's, and what its operator asks of it."""
+"""The router's HTTP API: that of the inference engines behind it, and what operators ask of it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx2
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvxfer.client import ControlPlaneClient
 from kvxfer.clock import SYSTEM_CLOCK, Clock
-from kvxfer.errors import ControlPlaneUnavailable, KvxferError
+from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.router import errors
 from kvxfer.router.api_keys import ApiKeyGuard
-from kvxfer.router.bodies import ChatBody, CompletionBody, read_body
-from kvxfer.router.exchange import CHAT, COMPLETIONS, Chunk
+from kvxfer.router.asked import read_request
+from kvxfer.router.dialects import GENERATING, SINGLE, Dialect
+from kvxfer.router.downstream import Passage
 from kvxfer.router.metrics import Metrics
 from kvxfer.router.routing import Router
 from kvxfer.router.settings import RouterSettings
 from kvxfer.tracing.asgi import TraceRequests
-from kvxfer.web.answer import DONE, EventStream, data_event, while_connected
 from kvxfer.web.body_limit import LimitBodies
-from kvxfer.web.request_log import REQUEST_ID_KEY, LogRequests
+from kvxfer.web.request_log import (
+    REQUEST_ID_HEADER,
+    REQUEST_ID_KEY,
+    LogRequests,
+    rename_request,
+)
 
 if TYPE_CHECKING:
     from kvxfer.tracing.tracer import Tracer
@@ -61,53 +65,45 @@ def create_app(
     app.state.stopping = stopping = asyncio.Event()
     errors.install(app)
 
-    async def serve(
-        request: Request,
-        body: CompletionBody | ChatBody,
-        prefix: str,
-    ) -> Response:
-        asked = replace(
-            body.request(
-                request.scope[REQUEST_ID_KEY], settings.bytes_per_token, clock.monotonic()
-            ),
-            headers={
-                name: request.headers[name]
-                for name in settings.forward_headers
-                if name in request.headers
-            },
-        )
-        own = {"id": f"{prefix}-{asked.request_id}"}
-        if body.stream:
-            pieces = _events(router.stream(asked), body.include_usage, own)
-            return EventStream(pieces, stall_seconds=settings.client_seconds)
-        completion = await while_connected(request.receive, router.complete(asked))
-        return JSONResponse({**completion, **own})
+    def passes(dialect: Dialect, method: str) -> None:
+        async def passed(request: Request) -> Response:
+            guard.admit(request)
+            asked = read_request(
+                dialect,
+                await request.body(),
+                request_id=request.scope[REQUEST_ID_KEY],
+                named=REQUEST_ID_HEADER in request.headers,
+                path=request.url.path + (f"?{query}" if (query := request.url.query) else ""),
+                method=method,
+                content_type=request.headers.get("content-type", ""),
+                headers={
+                    name: request.headers[name]
+                    for name in settings.forward_headers
+                    if name in request.headers
+                },
+                bytes_per_token=settings.bytes_per_token,
+                arrived=clock.monotonic(),
+            )
+            rename_request(request.scope, asked.request_id)
+            return Passage(lambda client: router.serve(asked, client), settings.client_seconds)
 
-    @app.post(COMPLETIONS)
-    async def completions(request: Request) -> Response:
-        guard.admit(request)
-        body = read_body(CompletionBody, await request.body())
-        return await serve(request, body, "cmpl")
+        app.add_api_route(dialect.path, passed, methods=[method])
 
-    @app.post(CHAT)
-    async def chat_completions(request: Request) -> Response:
-        guard.admit(request)
-        body = read_body(ChatBody, await request.body())
-        return await serve(request, body, "chatcmpl")
+    for dialect in GENERATING:
+        passes(dialect, "POST")
+    for method, dialects in SINGLE.items():
+        for dialect in dialects:
+            passes(dialect, method)
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         guard.admit(request)
-        data = [
-            {
-                "id": name,
-                "object": "model",
-                "created": int(instance.registered_at),
-                "owned_by": "kvxfer",
-            }
-            for name, instance in (await router.models()).items()
-        ]
-        return {"object": "list", "data": data}
+        return {"object": "list", "data": await router.models.cards()}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> dict[str, Any]:
+        guard.admit(request)
+        return await router.models.card(name)
 
     @app.get("/health")  # as inference servers have it
     @app.get("/healthz")
@@ -126,31 +122,18 @@ def create_app(
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     app.add_middleware(LimitBodies, max_bytes=settings.max_body_bytes)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
     app.add_middleware(_CountAnswers, metrics=metrics)
     if tracer is not None:
         app.add_middleware(TraceRequests, tracer=tracer, begins=True)
     app.add_middleware(LogRequests)
     return app
-
-
-async def _events(
-    chunks: AsyncGenerator[Chunk, None], include_usage: bool, own: Mapping[str, str]
-) -> AsyncGenerator[bytes, None]:
-    """A stream as the client gets it, with the router's `own` members. An error after the first
-    token is its last event, and there is no [DONE]."""
-    begun = False
-    async with aclosing(chunks):
-        try:
-            async for chunk in chunks:
-                begun = True
-                if chunk["choices"] or include_usage:
-                    yield data_event({**chunk, **own})
-        except KvxferError as error:
-            if not begun:
-                raise
-            yield data_event({"error": errors.error_object(error)})
-            return
-    yield DONE
 
 
 class _CountAnswers:

@@ -1,133 +1,84 @@
-"""The bodies of OpenAI's API: what the router has to know of them. The rest is for the workers,
-which refuse what they cannot do."""
+"""The members of a request's body, each as the bytes that the client sent."""
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Any, Final, TypeVar
+import json
+from collections.abc import Mapping
+from typing import Any, Final, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import msgspec
 
-from kvxfer.prefix_hashes import NO_HASHES, AskedHashes, asked_hashes
-from kvxfer.router.completion import CompletionRequest
-from kvxfer.router.errors import InvalidRequest
-from kvxfer.router.exchange import CHAT, COMPLETIONS
+from kvxfer.unreadable import UNREADABLE
 
-# What a prompt is made of, in the words of vLLM's /tokenize.
-_OF_TEXT: Final = frozenset({"model", "prompt", "add_special_tokens"})
-_OF_CHAT: Final = frozenset(
-    {
-        *("model", "messages", "tools", "chat_template", "chat_template_kwargs"),
-        *("add_special_tokens", "add_generation_prompt", "continue_final_message"),
-    }
+Members: TypeAlias = Mapping[str, msgspec.Raw]
+"""By name. What no one decodes reaches the workers byte for byte."""
+
+NO_MEMBERS: Final[Members] = {}
+
+_TEXT: Final = frozenset(
+    {"arguments", "content", "input", "instructions", "output", "system", "text", "thinking"}
 )
-
-TokenId = Annotated[int, Field(ge=0, lt=1 << 63)]
-
-
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    include_usage: bool | None = False
+_DEEPEST: Final = 16
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    model: str = Field(min_length=1, max_length=256)
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1)
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    def _request(
-        self,
-        request_id: str,
-        path: str,
-        prompt_tokens: int,
-        arrived: float,
-        prefix: AskedHashes = NO_HASHES,
-        text: frozenset[str] = frozenset(),
-    ) -> CompletionRequest:
-        """`text`: the members that make the prompt of it, where nothing else does."""
-        own = {"stream", "stream_options"}
-        return CompletionRequest(
-            request_id=request_id,
-            path=path,
-            model=self.model,
-            body=self.model_dump(exclude_unset=True, exclude_none=True, exclude=own),
-            prompt_tokens=prompt_tokens or None,
-            prefix=prefix,
-            text=self.model_dump(exclude_unset=True, exclude_none=True, include=set(text)) or None,
-            arrived=arrived,
-        )
-
-
-class CompletionBody(_Body):
-    prompt: str | list[TokenId]
-
-    def request(self, request_id: str, bytes_per_token: float, arrived: float) -> CompletionRequest:
-        if isinstance(self.prompt, str):
-            tokens = math.ceil(len(self.prompt.encode()) / bytes_per_token)
-            return self._request(request_id, COMPLETIONS, tokens, arrived, text=_OF_TEXT)
-        prefix = asked_hashes(self.prompt, self.model)
-        return self._request(request_id, COMPLETIONS, len(self.prompt), arrived, prefix)
-
-
-class ChatBody(_Body):
-    """The workers make the prompt of the messages."""
-
-    messages: list[dict[str, Any]] = Field(min_length=1)
-
-    def request(self, request_id: str, bytes_per_token: float, arrived: float) -> CompletionRequest:
-        nbytes = sum(len(_text(message.get("content")).encode()) for message in self.messages)
-        plain = all(_is_text(message.get("content")) for message in self.messages)
-        tokens = math.ceil(nbytes / bytes_per_token)
-        members = _OF_CHAT if plain else frozenset[str]()
-        return self._request(request_id, CHAT, tokens, arrived, text=members)
-
-
-def _is_text(content: Any) -> bool:
-    return not isinstance(content, list) or all(
-        isinstance(part, dict) and part.get("type") == "text" for part in content
-    )
-
-
-def _text(content: Any) -> str:
-    """What is text in the content of a message."""
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    return "".join(text for text in texts if isinstance(text, str))
-
-
-B = TypeVar("B", bound=_Body)
-
-
-def read_body(kind: type[B], content: bytes) -> B:
-    """Raises InvalidRequest, which names the member."""
+def read_members(content: bytes) -> Members | None:
+    """Those of a JSON object; None where the body is none, which a worker will refuse."""
     try:
-        body = kind.model_validate_json(content)
-    except ValidationError as error:
-        raise _invalid(error) from None
-    if "kv_transfer_params" in (body.model_extra or {}):
-        raise InvalidRequest(
-            "kv_transfer_params: the router makes them; leave them out", "kv_transfer_params"
-        )
-    return body
+        return msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+    except UNREADABLE:
+        pass
+    # Python's json, which inference engines use, reads more: NaN, half of a surrogate pair.
+    try:
+        read = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return {name: as_raw(value) for name, value in read.items()} if isinstance(read, dict) else None
 
 
-def _invalid(error: ValidationError) -> InvalidRequest:
-    first = error.errors(include_url=False)[0]
-    if first["type"] == "json_invalid":
-        return InvalidRequest(f"the body is no JSON: {first['ctx']['error']}")
-    # Of a union pydantic names the kinds it tried too; the member is what the client knows.
-    param = next((str(part) for part in first["loc"]), "")
-    if not param:
-        return InvalidRequest("the body is no JSON object")
-    if param == "prompt" and len(first["loc"]) > 1:
-        return InvalidRequest("prompt: it is text or a list of token ids, one prompt", param)
-    where = ".".join(str(part) for part in first["loc"])
-    return InvalidRequest(f"{where}: {first['msg']}", param)
+def value_of(members: Members, name: str) -> Any:
+    """None where the member is missing, null, or nothing that msgspec reads."""
+    raw = members.get(name)
+    if raw is None:
+        return None
+    try:
+        return msgspec.json.decode(raw)
+    except UNREADABLE:
+        return None
+
+
+def as_raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(json.dumps(value).encode())
+
+
+def is_on(value: Any) -> bool:
+    """Whether pydantic reads it as true, where it reads it at all."""
+    if isinstance(value, str):
+        return value.lower() in {"1", "on", "t", "true", "y", "yes"}
+    return isinstance(value, int | float) and value == 1
+
+
+def as_integer(value: Any) -> int | None:
+    """As pydantic reads an integer: 16.0 is one."""
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return int(value) if whole and not isinstance(value, bool) else None
+
+
+def token_ids(value: Any) -> list[int] | None:
+    """A prompt of token ids; None where it is none."""
+    if not isinstance(value, list) or not value:
+        return None
+    return value if all(type(i) is int and 0 <= i < 1 << 63 for i in value) else None
+
+
+def text_bytes(value: Any, depth: int = 0) -> int:
+    """UTF-8 bytes of what is said in messages, or in other content of a prompt."""
+    if isinstance(value, str):
+        return len(value.encode(errors="replace"))
+    if depth == _DEEPEST:
+        return 0
+    if isinstance(value, list):
+        return sum(text_bytes(part, depth + 1) for part in value)
+    if isinstance(value, dict):
+        said = (part for name, part in value.items() if name in _TEXT)
+        return sum(text_bytes(part, depth + 1) for part in said)
+    return 0

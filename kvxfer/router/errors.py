@@ -1,13 +1,16 @@
-"""Errors as OpenAI's API has them: a status, and one object that says what is wrong."""
+"""Errors as OpenAI's API has them: a status, and one object that says what is wrong. Those of
+workers are passed on as they are."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, Final, cast
 
-from fastapi import FastAPI, Request
+import msgspec
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
@@ -22,10 +25,13 @@ from kvxfer.errors import (
     KvxferError,
     LeaseExpired,
     NoCapacity,
+    NotAggregating,
     PromptTooLong,
     RateLimited,
     Unauthenticated,
 )
+from kvxfer.router.dialects import COMPLETIONS, MESSAGES
+from kvxfer.unreadable import UNREADABLE
 from kvxfer.web.request_log import REQUEST_ID_HEADER, REQUEST_ID_KEY
 
 _log = logging.getLogger("kvxfer.router")
@@ -69,6 +75,34 @@ class InvalidRequest(InvalidArgument):
         self.param = param
 
 
+class NeedsOneWorker(NotAggregating):
+    """A request that a pair cannot compute, in a fleet whose instances serve pairs only."""
+
+    def __init__(self, param: str, refusal: NotAggregating) -> None:
+        super().__init__(f"{param}: a pair of workers cannot compute this, and {refusal}")
+        self.param = param
+
+
+class WorkerError(KvxferError):
+    """A worker answered with an error, and the client gets that answer."""
+
+    code = "worker-error"
+
+    def __init__(
+        self, address: str, status: int, content: bytes, headers: Mapping[str, str]
+    ) -> None:
+        told = told_by(content) or {}
+        said = f": {told['message']}" if told else ""
+        super().__init__(f"the worker at {address} answered HTTP {status}{said}")
+        self.status, self.content, self.headers = status, content, headers
+
+
+class WorkerKeyRefused(KvxferError):
+    """A worker does not accept the key that the router sends it, or wants one."""
+
+    code = "worker-key-refused"
+
+
 _STATUS: Final[dict[type[KvxferError], int]] = {
     InvalidArgument: 400,
     PromptTooLong: 400,
@@ -76,6 +110,7 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     UnknownModel: 404,
     BodyTooLarge: 413,
     TooManyWrongKeys: 429,
+    NotAggregating: 501,
     NoCapacity: 503,
     ControlPlaneUnavailable: 503,
     RateLimited: 503,
@@ -94,6 +129,8 @@ _CODES: Final[dict[type[KvxferError], str]] = {
 
 
 def status_of(error: KvxferError) -> int:
+    if isinstance(error, WorkerError):
+        return error.status
     return next((_STATUS[base] for base in type(error).__mro__ if base in _STATUS), 502)
 
 
@@ -101,25 +138,42 @@ def error_object(error: KvxferError) -> dict[str, Any]:
     """The `error` of an answer, or of an event in a stream."""
     status = status_of(error)
     message = str(error)
+    if isinstance(error, WorkerError) and (told := told_by(error.content)) is not None:
+        return told
     if isinstance(error, NoCapacity) and (reasons := error.details.get("reasons")):
         message += f": {'; '.join(map(str, cast(list[str], reasons)))}"
     if isinstance(error, Unauthenticated | Forbidden):
         message = f"the control plane does not let this router in: {message}"
     param = "model" if isinstance(error, UnknownModel) else getattr(error, "param", None)
-    return {
-        "message": message,
-        "type": "invalid_request_error" if status < 500 else "server_error",
-        "param": param,
-        "code": _CODES.get(type(error), error.code),
-    }
+    return _object(message, status, _CODES.get(type(error), error.code), param)
+
+
+def told_by(content: bytes) -> dict[str, Any] | None:
+    """The error object in a worker's answer, of OpenAI's shape (vLLM) or flat (SGLang); None where
+    there is none."""
+    try:
+        answer = msgspec.json.decode(content, type=dict[str, Any])
+    except UNREADABLE:
+        return None
+    error = answer.get("error", answer)
+    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+        return None
+    return {name: error.get(name) for name in ("message", "type", "param", "code")}
+
+
+def _object(message: str, status: int, code: str, param: str | None = None) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"message": message, "type": kind, "param": param, "code": code}
 
 
 def install(app: FastAPI) -> None:
     """Makes every error of the application one of OpenAI's shape."""
 
     @app.exception_handler(KvxferError)
-    async def _kvxfer_error(_request: Request, raised: Exception) -> JSONResponse:
+    async def _kvxfer_error(request: Request, raised: Exception) -> Response:
         error = cast(KvxferError, raised)
+        if isinstance(error, WorkerError):
+            return Response(error.content, error.status, error.headers)
         status = status_of(error)
         headers: dict[str, str] = {}
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
@@ -130,13 +184,13 @@ def install(app: FastAPI) -> None:
             headers["Retry-After"] = str(math.ceil(error.retry_after_seconds))
         elif isinstance(error, InvalidApiKey):
             headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse({"error": error_object(error)}, status, headers)
+        return _answer(request, error_object(error), status, headers)
 
     @app.exception_handler(HTTPException)
-    async def _http(request: Request, raised: Exception) -> JSONResponse:
+    async def _http(request: Request, raised: Exception) -> Response:
         error = cast(HTTPException, raised)
         code = "not-found"
-        message = f"there is no {request.url.path} here; see /v1/completions, /v1/chat/completions"
+        message = f"there is no {request.url.path} here; see docs/router.md"
         if error.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
             code = BodyTooLarge.code
             message = str(error.detail)
@@ -144,18 +198,23 @@ def install(app: FastAPI) -> None:
             code = "method-not-allowed"
             allowed = (error.headers or {}).get("Allow", "")
             message = f"{request.method} is not what {request.url.path} takes; use {allowed}"
-        body = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-        return JSONResponse({"error": body}, error.status_code, error.headers)
+        told = _object(message, error.status_code, code)
+        return _answer(request, told, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
-    async def _internal(request: Request, error: Exception) -> JSONResponse:
+    async def _internal(request: Request, error: Exception) -> Response:
         # This answer is made outside of all middleware.
         request_id = request.scope.get(REQUEST_ID_KEY, "")
         _log.error("%s failed", request.url.path, exc_info=error, extra={"request_id": request_id})
-        body = {
-            "message": "the router failed at this request; its log says why",
-            "type": "server_error",
-            "param": None,
-            "code": "internal-error",
-        }
-        return JSONResponse({"error": body}, 500, {REQUEST_ID_HEADER: request_id})
+        told = _object("the router failed at this request; its log says why", 500, "internal-error")
+        return _answer(request, told, 500, {REQUEST_ID_HEADER: request_id})
+
+
+def _answer(
+    request: Request, error: dict[str, Any], status: int, headers: Mapping[str, str] | None
+) -> Response:
+    """In the shape that clients of the route know."""
+    of_messages = request.url.path.startswith(MESSAGES.path)
+    return JSONResponse(
+        (MESSAGES if of_messages else COMPLETIONS).error_body(error), status, headers
+    )

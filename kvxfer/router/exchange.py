@@ -1,15 +1,13 @@
-"""One request at both workers of a pair: what they answer, and which of them to blame."""
+"""One request at the workers of a transfer: what they answer, and which of them to blame."""
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
-import json
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from http import HTTPStatus
-from typing import Any, Final, Self, TypeAlias
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Self
 
 import httpx2
 import msgspec
@@ -17,35 +15,28 @@ import msgspec
 from kvxfer.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
-    InvalidArgument,
     KvxferError,
-    LayoutMismatch,
     LeaseExpired,
     PeerError,
     PeerLost,
     PeerTimeout,
     ProtocolError,
     TransferCancelled,
-    TransferError,
     TransferRefused,
-    by_code,
 )
-from kvxfer.event_stream import EventParser
-from kvxfer.router.settings import Handshake
+from kvxfer.router.asked import Asked
+from kvxfer.router.bodies import Members
+from kvxfer.router.downstream import Downstream
+from kvxfer.router.event_bytes import EventBytes, data_of, events_in, with_data
+from kvxfer.router.settings import RouterSettings
+from kvxfer.router.worker_errors import error_event, error_of, is_refusal
 from kvxfer.tracing.span import HEADER, Span, child, span
 from kvxfer.transfers import OpenedTransfer, Party
 from kvxfer.unreadable import UNREADABLE
+from kvxfer.web.wait_limit import WaitLimit
 
-Chunk: TypeAlias = dict[str, Any]
-"""A JSON object of OpenAI's API: an event of a stream, or a completion."""
+JsonObject = dict[str, Any]
 
-COMPLETIONS: Final = "/v1/completions"
-CHAT: Final = "/v1/chat/completions"
-
-# Prefill computes the prompt and one token, once.
-_NOT_FOR_PREFILL: Final = frozenset(
-    {"stream_options", "max_completion_tokens", "min_tokens", "n", "best_of"}
-)
 # What a worker says when the other one, or the way to it, has failed.
 _OF_THE_OTHER: Final = (
     ChecksumMismatch,
@@ -55,10 +46,24 @@ _OF_THE_OTHER: Final = (
     LeaseExpired,
     DeadlineExceeded,
 )
+# Headers of a connection, or of the worker's own server, which the router's has as well.
+_NOT_PASSED: Final = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-authenticate", "te", "trailer", "transfer-encoding"),
+        *("upgrade", "content-length", "date", "server", "vary", "x-request-id"),
+    }
+)
+_EVENTS: Final = "text/event-stream"
 # SGLang's rooms are signed integers of 64 bits.
 _ROOM_BITS: Final = 63
 # Decode has the whole cache by then; prefill's answer is on its way.
 _PREFILL_SECONDS: Final = 1.0
+# Within which decode says in its own words what prefill has refused.
+_REFUSAL_SECONDS: Final = 1.0
+# An answer in one piece shows no sign of life: a worker that is silent for long is asked for one.
+_HEALTH_SECONDS: Final = 5.0
+# In no text of an answer, where quotes are escaped.
+_ERROR: Final = b'{"error"'
 
 
 class WorkerFailed(Exception):
@@ -68,42 +73,64 @@ class WorkerFailed(Exception):
         super().__init__(str(error))
         self.error, self.instance_id = error, instance_id
 
-    @property
-    def code(self) -> str:
-        return self.error.code
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A worker's answer in one piece."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+
+class _Stream(NamedTuple):
+    """A worker's stream from its first event on."""
+
+    response: httpx2.Response
+    parts: AsyncIterator[bytes]
+    first: bytes
 
 
 class Exchange:
-    """A request that both workers of a transfer work on. Loop only; use it inside `async with`.
+    """A request that both workers of a pair work on, or one alone. Loop only; use it inside
+    `async with`.
 
-    begin() sends it, chunks() reads decode's stream. Leaving gives up whatever is still under way,
-    at both: a worker whose connection is closed drops the request.
+    begin() sends it, pass_on() hands the answer to the client. Leaving gives up whatever is still
+    under way, at both: a worker whose connection is closed drops the request.
     """
 
     def __init__(
         self,
         http: httpx2.AsyncClient,
         transfer: OpenedTransfer,
-        body: Mapping[str, Any],
+        asked: Asked,
+        settings: RouterSettings,
         *,
-        path: str = COMPLETIONS,
-        headers: Mapping[str, str] | None = None,
-        handshake: Handshake = "direct",
-        token_seconds: float | None = None,
+        inter_token: Callable[[float], None] = lambda _: None,
     ) -> None:
+        """`inter_token` is told the seconds between two parts of a stream."""
         self._http = http
         self._transfer = transfer
-        self._path = path
-        own = {"X-Request-ID": transfer.request_id, "Content-Type": "application/json"}
-        self._headers = {**(headers or {}), **own}
-        self._meeting = _meeting(transfer, handshake)
-        self._body = {**body, **self._meeting}
-        self._token_seconds = token_seconds
+        self._asked = asked
+        self._settings = settings
+        self._inter_token = inter_token
+        own = {
+            "X-Request-ID": transfer.request_id,
+            "Content-Type": asked.content_type,
+            "Accept-Encoding": "identity",
+        }
+        self._headers = {**asked.headers, **settings.headers_for_workers(), **own}
+        self._paired = not asked.alone
+        self._takes_logprobs = self._paired and asked.dialect.prompt_logprobs(asked.members)
+        self._room = secrets.randbits(_ROOM_BITS)
+        self._events = EventBytes()
         self._responses: list[httpx2.Response] = []
         self._tasks: list[asyncio.Task[Any]] = []
-        self._parser = EventParser()
-        self._events: collections.deque[str] = collections.deque()
+        self._prefill: asyncio.Task[bytes] | None = None
+        self._decode: asyncio.Task[Answer | _Stream]
         self._decode_span: Span | None = None
+        self.stream_error: KvxferError | None = None
+        """What the worker told of in the middle of its stream; the client was told, too."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -121,82 +148,108 @@ class Exchange:
         for response in self._responses:
             await response.aclose()
 
-    async def begin(self, seconds: float | None = None) -> None:
-        """Sends the request to both, and returns with decode's first token.
+    async def begin(self, client: Downstream | None = None, seconds: float | None = None) -> None:
+        """Sends the request. Returns with the first event of a stream; for an answer in one piece
+        when prefill has computed the prompt, or at once where there is no prefill.
 
-        Raises WorkerFailed, or DeadlineExceeded where there is no token within `seconds`.
+        Comments before the first event go to the `client`. Raises WorkerFailed, or DeadlineExceeded
+        after `seconds`.
         """
-        self._prefill = asyncio.create_task(self._ask_prefill())
-        decode = asyncio.create_task(self._ask_decode())
-        self._tasks = [self._prefill, decode]
+        if self._paired:
+            self._prefill = asyncio.create_task(self._ask_prefill())
+            self._tasks.append(self._prefill)
+        self._decode = asyncio.create_task(self._ask_decode(client))
+        self._tasks.append(self._decode)
+        if not self._paired and not self._asked.streams:
+            return
         try:
             async with asyncio.timeout(seconds):
-                waiting = set(self._tasks)
-                while not decode.done():
-                    done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                    if not (decode.done() and decode.exception() is None):
-                        _raise_the_cause(done)
+                await self._until_begun()
         except TimeoutError:
             raise DeadlineExceeded(f"there was no token within {seconds:.3g} s") from None
-        self._first = decode.result()
 
-    async def chunks(self) -> AsyncGenerator[Chunk, None]:
-        """Decode's stream from its first token to its usage. Each is read when it is asked for.
+    async def pass_on(self, client: Downstream) -> None:
+        """Sends the answer to the client, each part as it comes: a client that waits makes decode
+        wait. Raises WorkerFailed, also in the middle of a stream."""
+        answer = await self._decoded()
+        if isinstance(answer, _Stream):
+            await self._pass_stream(client, answer)
+        else:
+            content = await self._completed(answer.content)
+            await client.answer(answer.status, answer.headers, content)
 
-        Raises WorkerFailed.
-        """
-        chunk: Chunk | None = self._first
-        while chunk is not None:
-            yield chunk
-            try:
-                async with asyncio.timeout(self._token_seconds):
-                    chunk = await self._next_chunk()
-            except TimeoutError:
-                decode = self._transfer.decode
-                raise WorkerFailed(
-                    PeerTimeout(
-                        f"decode worker {decode.instance_id!r} at {decode.http_address} has sent "
-                        f"no token for {self._token_seconds:g} s"
-                    ),
-                    decode.instance_id,
-                ) from None
+    async def answers(self) -> tuple[bytes, bytes]:
+        """The bodies of prefill's and of decode's answer in one piece. Raises WorkerFailed."""
+        answer = await self._decoded()
+        if isinstance(answer, _Stream) or self._prefill is None:
+            raise _unreadable(self._transfer.decode, "a stream instead of an answer in one piece")
+        return await self._prefill, answer.content
 
-    async def prefill_answer(self) -> bytes:
-        """The body of prefill's answer. Raises WorkerFailed."""
-        return await self._prefill
+    # --- what is asked ---------------------------------------------------------------------------
 
     async def _ask_prefill(self) -> bytes:
-        party = self._transfer.prefill
-        body = {name: value for name, value in self._body.items() if name not in _NOT_FOR_PREFILL}
+        party, dialect = self._transfer.prefill, self._asked.dialect
+        left_out = {"stream", "stream_options", *dialect.not_for_prefill}
+        body: JsonObject = {
+            name: value for name, value in self._asked.members.items() if name not in left_out
+        }
+        body |= {"stream": False, **self._meeting(do_remote_decode=True)}
+        if dialect.limit:
+            body[dialect.limit] = 1
         with span("prefill", instance_id=party.instance_id) as asked:
-            response = await self._post(party, {**body, "max_tokens": 1, "stream": False}, asked)
+            response = await self._send(party, msgspec.json.encode(body), asked)
             return await self._read(party, response)
 
-    async def _ask_decode(self) -> Chunk:
-        streamed = {"stream": True, "stream_options": {"include_usage": True}}
-        body = {**self._body, **streamed}
-        if params := self._meeting.get("kv_transfer_params"):
-            # vLLM then tells its connector of a request that its API refuses, and prefill lets go.
-            body["kv_transfer_params"] = {**params, "do_remote_prefill": True}
+    async def _ask_decode(self, client: Downstream | None) -> Answer | _Stream:
         party = self._transfer.decode
         self._decode_span = asked = child("decode", instance_id=party.instance_id)
-        response = await self._post(party, body, asked)
-        self._bytes: AsyncIterator[bytes] = response.aiter_bytes()
-        chunk = await self._next_chunk()
-        if chunk is None:
-            raise _unreadable(party, "without a single token")
+        response = await self._send(party, self._for_decode(), asked)
+        if not response.headers.get("content-type", "").startswith(_EVENTS):
+            content = await self._read(party, response)
+            return Answer(response.status_code, _passed(response), content)
+        parts = response.aiter_raw()
+        first = await self._first_events(response, parts, client)
         if asked is not None:
             asked.event("first token")
-        return chunk
+        return _Stream(response, parts, first)
 
-    async def _post(
-        self, party: Party, body: Mapping[str, Any], asked: Span | None
-    ) -> httpx2.Response:
+    def _for_decode(self) -> bytes:
+        if not self._paired:
+            return self._asked.content
+        body: Members = self._asked.members
+        if self._takes_logprobs:
+            # vLLM would compute the prompt again, although prefill has.
+            body = {name: value for name, value in body.items() if name != "prompt_logprobs"}
+        # vLLM then tells its connector of a request that its API refuses, and prefill lets go.
+        return msgspec.json.encode({**body, **self._meeting(do_remote_prefill=True)})
+
+    def _meeting(self, **side: bool) -> JsonObject:
+        """What tells the two workers of a request of each other."""
+        transfer = self._transfer
+        if transfer.prefill.bootstrap_address:
+            host, _, port = transfer.prefill.bootstrap_address.rpartition(":")
+            where = {"bootstrap_host": host, "bootstrap_port": int(port)}
+            return {**where, "bootstrap_room": self._room}
+        params: JsonObject = {
+            "ticket": transfer.ticket,
+            "prefill_engine_address": transfer.prefill.engine_address,
+            **side,
+        }
+        if transfer.prefill.rank_addresses:
+            params["prefill_rank_addresses"] = list(transfer.prefill.rank_addresses)
+        if self._settings.handshake == "brokered":
+            params["handshake"] = "brokered"
+            params["decode_engine_address"] = transfer.decode.engine_address
+        if self._asked.rendered is not None:
+            params["prompt_token_ids"] = self._asked.rendered
+        return {"kv_transfer_params": params}
+
+    async def _send(self, party: Party, content: bytes, asked: Span | None) -> httpx2.Response:
         traced = {} if asked is None else {HEADER: asked.traceparent}
         request = self._http.build_request(
-            "POST",
-            party.http_address + self._path,
-            content=json.dumps(body).encode(),
+            self._asked.method,
+            party.http_address + self._asked.path,
+            content=content,
             headers={**self._headers, **traced},
         )
         try:
@@ -205,7 +258,9 @@ class Exchange:
             raise _lost(party, error) from error
         self._responses.append(response)
         if not response.is_success:
-            raise self._said(party, _problem(party, response, await self._read(party, response)))
+            content = await self._read(party, response)
+            said = error_of(party.http_address, response.status_code, content, _passed(response))
+            raise self._said(party, said)
         return response
 
     async def _read(self, party: Party, response: httpx2.Response) -> bytes:
@@ -214,32 +269,178 @@ class Exchange:
         except httpx2.RequestError as error:
             raise _lost(party, error) from error
 
-    async def _next_chunk(self) -> Chunk | None:
+    # --- until the answer may begin --------------------------------------------------------------
+
+    async def _until_begun(self) -> None:
+        waiting = set(self._tasks)
+        while not self._decode.done():
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            failed = [error for task in done if (error := task.exception()) is not None]
+            if failed:
+                await self._raise_the_cause(failed)
+            elif self._prefill is not None and self._prefill.done() and not self._asked.streams:
+                return
+        self._decode.result()
+
+    async def _raise_the_cause(self, failed: list[BaseException]) -> None:
+        """Raises what failed rather than how the other side took it. Returns where prefill refuses
+        the request, and decode has an answer."""
+        errors = {failure: getattr(failure, "error", None) for failure in failed}
+        cause = min(failed, key=lambda failure: isinstance(errors[failure], TransferCancelled))
+        if not self._decode.done() and is_refusal(errors[cause]):
+            # Prefill was not asked quite what the client asks.
+            await asyncio.wait({self._decode}, timeout=_REFUSAL_SECONDS)
+            if self._decode.done():
+                self._decode.result()
+                return
+        raise cause
+
+    async def _first_events(
+        self, response: httpx2.Response, parts: AsyncIterator[bytes], client: Downstream | None
+    ) -> bytes:
+        """What has come of a stream from its first event on. Raises WorkerFailed where that is an
+        error that another pair may not have."""
         party = self._transfer.decode
-        while not self._events:
-            try:
-                content = await anext(self._bytes)
-            except (httpx2.RequestError, StopAsyncIteration) as error:
-                raise _lost(party, error) from error
-            try:
-                self._events.extend(event.data for event in self._parser.feed(content))
-            except ProtocolError as error:
-                raise _unreadable(party, f"that is none ({error})") from error
-        data = self._events.popleft()
-        if data == "[DONE]":
-            # Only a connection whose answer is read to its end can be used again.
-            with contextlib.suppress(httpx2.RequestError):
-                async for _ in self._bytes:
-                    pass
-            return None
+        while (whole := await self._next(parts)) is not None:
+            at = 0
+            for event in events_in(whole):
+                if (data := data_of(event)) is not None:
+                    self._check_first(party, data)
+                    return whole[at:]
+                at += len(event)
+                if client is not None:
+                    await client.begin(response.status_code, _passed_stream(response))
+                    await client.comment(event)
+        raise _lost(party, None)
+
+    def _check_first(self, party: Party, data: bytes) -> None:
+        if data == b"[DONE]":
+            raise _unreadable(party, "a stream without a single token")
         try:
-            chunk = msgspec.json.decode(data, type=dict[str, Any])
+            event = msgspec.json.decode(data, type=dict[str, Any])
         except UNREADABLE as error:
-            raise _unreadable(party, f"with an event that is no JSON object ({error})") from error
-        if isinstance(problem := chunk.get("error"), Mapping):
-            code, detail = str(problem.get("code")), str(problem.get("message"))
-            raise self._said(party, _error(code, detail))
-        return chunk
+            how = f"a stream with an event that is no JSON object ({error})"
+            raise _unreadable(party, how) from error
+        said = error_event(party.http_address, event, data)
+        if said is not None and not is_refusal(said):
+            raise self._said(party, said)
+
+    async def _next(self, parts: AsyncIterator[bytes]) -> bytes | None:
+        """The events that decode's next bytes complete; None after the last of them."""
+        party = self._transfer.decode
+        try:
+            part = await anext(parts, None)
+            return None if part is None else self._events.feed(part)
+        except httpx2.RequestError as error:
+            raise _lost(party, error) from error
+        except ProtocolError as error:
+            raise _unreadable(party, f"a stream that is none ({error})") from error
+
+    # --- from then on ----------------------------------------------------------------------------
+
+    async def _decoded(self) -> Answer | _Stream:
+        """Decode's answer in one piece, or its stream."""
+        settings, loop = self._settings, asyncio.get_running_loop()
+        give_up = loop.time() + settings.answer_seconds
+        while not self._decode.done():
+            left = give_up - loop.time()
+            if left <= 0:
+                raise DeadlineExceeded(f"there was no answer within {settings.answer_seconds:g} s")
+            await asyncio.wait({self._decode}, timeout=min(settings.token_seconds, left))
+            if not self._decode.done():
+                await self._require_alive(self._transfer.decode)
+        return self._decode.result()
+
+    async def _require_alive(self, party: Party) -> None:
+        try:
+            async with asyncio.timeout(_HEALTH_SECONDS):
+                await self._http.get(party.http_address + "/health", headers=self._headers)
+        except (TimeoutError, httpx2.RequestError) as error:
+            raise WorkerFailed(
+                PeerTimeout(
+                    f"worker {party.instance_id!r} at {party.http_address} computes an answer and "
+                    f"does not say within {_HEALTH_SECONDS:g} s that it is alive"
+                ),
+                party.instance_id,
+            ) from error
+
+    async def _pass_stream(self, client: Downstream, stream: _Stream) -> None:
+        party, dialect = self._transfer.decode, self._asked.dialect
+        await client.begin(stream.response.status_code, _passed_stream(stream.response))
+        last = whole = stream.first
+        try:
+            async with WaitLimit(self._settings.token_seconds) as limit:
+                while True:
+                    if whole:
+                        if self._prefill is not None and dialect.tells_usage.search(whole):
+                            whole = await self._with_usage(whole)
+                        if _ERROR in whole:
+                            self._note_error(whole)
+                        last = whole
+                        await client.send(whole)
+                    limit.begin()
+                    came = await self._next(stream.parts)
+                    self._inter_token(limit.end())
+                    if came is None:
+                        break
+                    whole = came
+        except TimeoutError:
+            if not limit.expired:
+                raise
+            raise WorkerFailed(
+                PeerTimeout(
+                    f"decode worker {party.instance_id!r} at {party.http_address} has sent nothing "
+                    f"for {self._settings.token_seconds:g} s"
+                ),
+                party.instance_id,
+            ) from None
+        if self.stream_error is None and not dialect.ended(last):
+            raise _lost(party, None)
+
+    async def _with_usage(self, whole: bytes) -> bytes:
+        """The events with what prefill knows of the prompt in their usage."""
+        dialect, events = self._asked.dialect, []
+        for event in events_in(whole):
+            data = data_of(event)
+            if data is not None and dialect.tells_usage.search(data):
+                with contextlib.suppress(*UNREADABLE):
+                    told = msgspec.json.decode(data, type=JsonObject)
+                    dialect.with_prompt(told, await self._of_prefill())
+                    event = with_data(event, told)
+            events.append(event)
+        return b"".join(events)
+
+    async def _completed(self, content: bytes) -> bytes:
+        """Decode's answer with what prefill knows of the prompt."""
+        dialect = self._asked.dialect
+        wanted = self._takes_logprobs or dialect.tells_usage.search(content) is not None
+        if self._prefill is None or not wanted:
+            return content
+        try:
+            answer = msgspec.json.decode(content, type=JsonObject)
+        except UNREADABLE:
+            return content
+        of_prefill = await self._of_prefill()
+        if of_prefill is None and self._takes_logprobs:
+            raise _lost(self._transfer.prefill, None)
+        dialect.with_prompt(answer, of_prefill)
+        return msgspec.json.encode(answer)
+
+    async def _of_prefill(self) -> JsonObject | None:
+        """Prefill's answer; None where it is lost although decode has the cache."""
+        assert self._prefill is not None  # noqa: S101
+        await asyncio.wait({self._prefill}, timeout=_PREFILL_SECONDS)
+        with contextlib.suppress(WorkerFailed, asyncio.InvalidStateError, *UNREADABLE):
+            return msgspec.json.decode(self._prefill.result(), type=JsonObject)
+        return None
+
+    def _note_error(self, whole: bytes) -> None:
+        address = self._transfer.decode.http_address
+        for event in events_in(whole):
+            with contextlib.suppress(*UNREADABLE):
+                data = data_of(event) or b"{}"
+                told = msgspec.json.decode(data, type=JsonObject)
+                self.stream_error = error_event(address, told, data) or self.stream_error
 
     def _said(self, party: Party, error: KvxferError) -> WorkerFailed:
         """What comes of an error that `party` tells of."""
@@ -249,65 +450,23 @@ class Exchange:
         return WorkerFailed(error, blamed.instance_id)
 
 
-def _meeting(transfer: OpenedTransfer, handshake: Handshake) -> dict[str, Any]:
-    """What tells the two workers of a request of each other."""
-    if transfer.prefill.bootstrap_address:
-        host, _, port = transfer.prefill.bootstrap_address.rpartition(":")
-        room = secrets.randbits(_ROOM_BITS)
-        return {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": room}
-    params: dict[str, Any] = {
-        "ticket": transfer.ticket,
-        "prefill_engine_address": transfer.prefill.engine_address,
-    }
-    if transfer.prefill.rank_addresses:
-        params["prefill_rank_addresses"] = list(transfer.prefill.rank_addresses)
-    if handshake == "brokered":
-        params["handshake"] = handshake
-        params["decode_engine_address"] = transfer.decode.engine_address
-    return {"kv_transfer_params": params}
+def _passed(response: httpx2.Response) -> dict[str, str]:
+    """The headers of a worker's answer that its client gets."""
+    return {name: value for name, value in response.headers.items() if name not in _NOT_PASSED}
 
 
-def _raise_the_cause(done: set[asyncio.Task[Any]]) -> None:
-    """Raises what failed rather than how the other side took it."""
-    failed = [error for task in done if (error := task.exception()) is not None]
-    if failed:
-        raise min(
-            failed,
-            key=lambda failure: isinstance(getattr(failure, "error", None), TransferCancelled),
-        )
+def _passed_stream(response: httpx2.Response) -> dict[str, str]:
+    return {**_passed(response), "cache-control": "no-cache"}
 
 
-def _lost(party: Party, error: Exception) -> WorkerFailed:
-    cause = str(error) or type(error).__name__
-    if isinstance(error, StopAsyncIteration):
-        cause = "its stream ends before it is done"
+def _lost(party: Party, error: Exception | None) -> WorkerFailed:
+    cause = "its answer ends before it is whole"
+    if error is not None:
+        cause = str(error) or type(error).__name__
     lost = PeerLost(f"the worker at {party.http_address} does not answer ({cause})")
     return WorkerFailed(lost, party.instance_id)
 
 
-def _unreadable(party: Party, how: str) -> WorkerFailed:
-    error = ProtocolError(f"the worker at {party.http_address} sent a stream {how}")
+def _unreadable(party: Party, what: str) -> WorkerFailed:
+    error = ProtocolError(f"the worker at {party.http_address} sent {what}")
     return WorkerFailed(error, party.instance_id)
-
-
-def _problem(party: Party, response: httpx2.Response, content: bytes) -> KvxferError:
-    """The error that a worker's problem document names, or one of OpenAI's shape (vLLM)."""
-    try:
-        problem = msgspec.json.decode(content, type=dict[str, Any])
-        if isinstance(error := problem.get("error"), Mapping):
-            refused = response.status_code == HTTPStatus.BAD_REQUEST
-            return (InvalidArgument if refused else TransferError)(str(error["message"]))
-        code, detail = str(problem["code"]), str(problem["detail"])
-    except (*UNREADABLE, KeyError):
-        return TransferError(
-            f"the worker at {party.http_address} answered HTTP {response.status_code} without a "
-            "problem document"
-        )
-    return _error(code, detail)
-
-
-def _error(code: str, detail: str) -> KvxferError:
-    kind = by_code(code)
-    if kind is KvxferError or kind is LayoutMismatch:
-        return TransferError(f"{detail} [{code}]")
-    return kind(detail)

@@ -40,18 +40,18 @@ class Metrics:
         )
         self.first_token = metrics.histogram(
             "kvxfer_router_time_to_first_token_seconds",
-            "From a request's arrival to its first token, with all attempts.",
+            "From the arrival of a request for a stream to its first token, with all attempts.",
             buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
         )
         self.tokenized = metrics.counter(
             "kvxfer_router_tokenized_total",
-            "Prompts of text, by how their tokens were known: cached, asked of a worker, late (the "
-            "request went by load), failed.",
+            "Prompts of text, by how their tokens were known: rendered by a worker (chats), "
+            "cached, asked of a worker, late (the request went without), failed.",
             "outcome",
         )
         self.inter_token = metrics.histogram(
             "kvxfer_router_inter_token_seconds",
-            "Time between two tokens, as seen by a client that keeps up.",
+            "Time between two tokens of a stream, as seen by a client that keeps up.",
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5),
         )
 

@@ -1,13 +1,15 @@
-"""From a request to its tokens: a pair from the control plane, both workers, another pair where one
-fails before the client has seen anything."""
+"""From a request to its answer: workers from the control plane, the request at them, others where
+one fails before the client has seen anything."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from http import HTTPStatus
 from typing import Any, Final, Self
 
 import httpx2
@@ -20,27 +22,39 @@ from kvxfer.errors import (
     InvalidArgument,
     KvxferError,
     NoCapacity,
+    NotAggregating,
     PromptTooLong,
 )
-from kvxfer.instances import Instance, InstanceState
-from kvxfer.router.completion import CompletionRequest, collect
+from kvxfer.router.asked import Asked
 from kvxfer.router.connections import worker_client
-from kvxfer.router.errors import Overloaded, UnknownModel
-from kvxfer.router.exchange import Chunk, Exchange, WorkerFailed
+from kvxfer.router.downstream import Downstream
+from kvxfer.router.errors import (
+    NeedsOneWorker,
+    Overloaded,
+    WorkerError,
+    WorkerKeyRefused,
+    error_object,
+)
+from kvxfer.router.exchange import Exchange, WorkerFailed
 from kvxfer.router.metrics import Metrics
+from kvxfer.router.models import FleetModels
+from kvxfer.router.rendering import Rendering
 from kvxfer.router.settings import RouterSettings
-from kvxfer.router.tokenizing import Tokenizing
+from kvxfer.router.worker_errors import is_refusal
 from kvxfer.tracing.span import span
 from kvxfer.transfers import OpenedTransfer
 
-# Another pair answers these in the same way.
-_FINAL: Final = (InvalidArgument, PromptTooLong)
+# Other workers answer these in the same way.
+_FINAL: Final = (InvalidArgument, PromptTooLong, WorkerKeyRefused)
+_TRIED_ELSEWHERE: Final = frozenset(
+    {HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT}
+)
 # Between two questions for a pair while there is none: full jitter below this.
 _PAUSE_SECONDS: Final = 0.2
 
 
 class Router:
-    """Routes completions over one control plane, whose client it closes. Loop only; use it inside
+    """Routes requests over one control plane, whose client it closes. Loop only; use it inside
     `async with`."""
 
     def __init__(
@@ -57,9 +71,9 @@ class Router:
         self._metrics = metrics
         self._clock = clock
         self._http = worker_client(workers)
-        self._prompts = Tokenizing(self._http, settings, metrics, clock)
+        self._prompts = Rendering(self._http, settings, metrics, clock)
+        self.models = FleetModels(control_plane, self._http, settings, clock)
         self._running = 0
-        self._models: set[str] = set()
         self._releases: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -71,51 +85,34 @@ class Router:
         await self._http.aclose()
         await self._control_plane.close()
 
-    async def complete(self, request: CompletionRequest) -> Chunk:
-        """The whole completion. Raises what the control plane or the workers say in the end."""
-        with self._counted():
-            request = await self._prompts.tokenized(request)
-            attempts = _Attempts(request, self._settings, self._metrics, self._clock)
-            while True:
-                try:
-                    async with self._attempt(request, attempts) as exchange:
-                        return await collect(self._timed(exchange))
-                except WorkerFailed as failure:
-                    attempts.failed(failure)
+    async def serve(self, asked: Asked, client: Downstream) -> None:
+        """Sends the answer to the client. Raises what the control plane or the workers say in the
+        end, where nothing of an answer was sent; else the client is told in its stream."""
+        try:
+            with self._counted():
+                await self._serve(asked, client)
+        except KvxferError as error:
+            if not client.begun:
+                raise
+            await client.send(asked.dialect.error_event(error_object(error)))
 
-    async def stream(self, request: CompletionRequest) -> AsyncGenerator[Chunk, None]:
-        """The completion as decode's chunks come, the last of them its usage.
-
-        Nothing is read ahead: a reader that waits makes decode wait. Raises as complete() does,
-        after the first token without another attempt.
-        """
-        with self._counted():
-            request = await self._prompts.tokenized(request)
-            attempts = _Attempts(request, self._settings, self._metrics, self._clock)
-            while True:
-                begun = False
-                try:
-                    async with (
-                        self._attempt(request, attempts) as exchange,
-                        aclosing(self._timed(exchange)) as chunks,
-                    ):
-                        async for chunk in chunks:
-                            begun = True
-                            yield chunk
-                        return
-                except WorkerFailed as failure:
-                    if begun:
-                        self._metrics.failed_streams.labels(failure.error.code).inc()
-                        raise failure.error from failure
-                    attempts.failed(failure)
-
-    async def models(self) -> dict[str, Instance]:
-        """What requests may ask for, by name: models, aliases and adapters, each with a ready
-        instance that has it."""
-        found = await self._control_plane.instances(state=InstanceState.READY)
-        first = {name: each for each in reversed(found) for name in _names(each)}
-        self._models.update(first)
-        return {name: first[name] for name in sorted(first)}
+    async def _serve(self, asked: Asked, client: Downstream) -> None:
+        if asked.model is None:
+            asked = replace(asked, model=await self.models.only())
+        asked = await self._prompts.prepared(asked)
+        attempts = _Attempts(asked, self._settings, self._metrics, self._clock)
+        while True:
+            try:
+                async with self._attempt(asked, attempts, client) as exchange:
+                    await exchange.pass_on(client)
+                break
+            except WorkerFailed as failure:
+                if client.told:
+                    self._metrics.failed_streams.labels(failure.error.code).inc()
+                    raise failure.error from failure
+                attempts.failed(failure)
+        if exchange.stream_error is not None:
+            self._metrics.failed_streams.labels(exchange.stream_error.code).inc()
 
     async def ready(self) -> None:
         """Raises ControlPlaneUnavailable where requests could not be served."""
@@ -123,36 +120,33 @@ class Router:
 
     @asynccontextmanager
     async def _attempt(
-        self, request: CompletionRequest, attempts: _Attempts
+        self, asked: Asked, attempts: _Attempts, client: Downstream
     ) -> AsyncIterator[Exchange]:
-        """An exchange that has its first token."""
-        transfer = await self._pair(request, attempts)
+        """An exchange whose answer may begin."""
+        transfer = await self._pair(asked, attempts)
         if attempts.knows(transfer):
             await asyncio.sleep(attempts.pause())
+        asked = await self._prompts.rendered(asked, transfer.prefill.http_address)
+        inter_token = self._metrics.inter_token.observe
         async with Exchange(
-            self._http,
-            transfer,
-            request.body,
-            path=request.path,
-            headers={**request.headers, **self._settings.headers_for_workers()},
-            handshake=self._settings.handshake,
-            token_seconds=self._settings.token_seconds,
+            self._http, transfer, asked, self._settings, inter_token=inter_token
         ) as exchange:
             try:
-                await exchange.begin(attempts.seconds_left())
+                await exchange.begin(client, attempts.seconds_left())
             finally:
-                # From here on decode's own load counts the request.
+                # From here on the worker's own load counts the request.
                 self._release(transfer)
-            self._metrics.first_token.observe(self._clock.monotonic() - request.arrived)
+            if asked.streams:
+                self._metrics.first_token.observe(self._clock.monotonic() - asked.arrived)
             yield exchange
 
-    async def _pair(self, request: CompletionRequest, attempts: _Attempts) -> OpenedTransfer:
+    async def _pair(self, asked: Asked, attempts: _Attempts) -> OpenedTransfer:
         """Raises NoCapacity or ControlPlaneUnavailable once the wait for a pair is over."""
         give_up = self._clock.monotonic() + min(
             self._settings.capacity_seconds, attempts.seconds_left()
         )
         with self._metrics.waiting.track_inprogress(), span("ticket") as waiting:
-            transfer = await self._pair_before(give_up, request, attempts)
+            transfer = await self._pair_before(give_up, asked, attempts)
             if waiting is not None:
                 waiting.set(
                     transfer_id=transfer.transfer_id,
@@ -162,24 +156,27 @@ class Router:
             return transfer
 
     async def _pair_before(
-        self, give_up: float, request: CompletionRequest, attempts: _Attempts
+        self, give_up: float, asked: Asked, attempts: _Attempts
     ) -> OpenedTransfer:
         said: NoCapacity | ControlPlaneUnavailable | None = None
         while True:
             try:
                 call = calls.open_transfer(
-                    request_id=request.request_id,
-                    model=request.model,
-                    prompt_tokens=request.prompt_tokens,
-                    prefix_hashes=request.prefix.hashes,
-                    tokens_per_hash=request.prefix.tokens_per_hash,
+                    request_id=asked.request_id,
+                    model=asked.model,
+                    prompt_tokens=asked.prompt_tokens,
+                    prefix_hashes=asked.prefix.hashes,
+                    tokens_per_hash=asked.prefix.tokens_per_hash,
                     avoid=attempts.avoid,
+                    aggregated=bool(asked.alone),
                 )
                 left = max(give_up - self._clock.monotonic(), 0.0)
                 transfer = await self._open(call.within(left))
+            except NotAggregating as error:
+                raise NeedsOneWorker(asked.alone, error) from None
             except (NoCapacity, ControlPlaneUnavailable) as error:
-                if isinstance(error, NoCapacity):
-                    await self._require_model(request.model)
+                if isinstance(error, NoCapacity) and asked.model is not None:
+                    await self.models.require(asked.model)
                 # Asked in the last moment it may not answer: what it said before counts.
                 hurried = isinstance(error, ControlPlaneUnavailable) and error.hurried
                 said = error if said is None or not hurried else said
@@ -188,8 +185,9 @@ class Router:
                     raise said from said.__cause__
                 await asyncio.sleep(pause)
             else:
-                self._models.add(request.model)
-                self._prompts.served(request.model, transfer)
+                if asked.model is not None:
+                    self.models.seen(asked.model)
+                    self._prompts.served(asked.model, transfer)
                 return transfer
 
     async def _open(self, call: Call[OpenedTransfer]) -> OpenedTransfer:
@@ -200,22 +198,6 @@ class Router:
         except asyncio.CancelledError:
             self._background(self._release_opened(opening))
             raise
-
-    async def _require_model(self, model: str) -> None:
-        """Raises UnknownModel where there are instances and none ever ran the model.
-
-        A fleet that comes back to a control plane which lost its memory is no reason.
-        """
-        if model in self._models:
-            return
-        with contextlib.suppress(ControlPlaneUnavailable):
-            instances = await self._control_plane.instances()
-            fleet = {name for each in instances for name in _names(each)}
-            self._models |= fleet
-            if fleet and model not in fleet:
-                raise UnknownModel(
-                    f"no instance runs the model {model!r}; there are {', '.join(sorted(fleet))}"
-                )
 
     def _release(self, transfer: OpenedTransfer) -> None:
         """Gives a reservation back without making the request wait for it."""
@@ -234,15 +216,6 @@ class Router:
         # A reservation that cannot be given back ends with its ticket.
         with contextlib.suppress(KvxferError):
             await self._control_plane.release_transfer(transfer_id)
-
-    async def _timed(self, exchange: Exchange) -> AsyncGenerator[Chunk, None]:
-        asked: float | None = None
-        async with aclosing(exchange.chunks()) as chunks:
-            async for chunk in chunks:
-                if asked is not None and chunk["choices"]:
-                    self._metrics.inter_token.observe(self._clock.monotonic() - asked)
-                yield chunk
-                asked = self._clock.monotonic()
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -266,21 +239,18 @@ class Router:
             self._metrics.running.dec()
 
 
-def _names(instance: Instance) -> tuple[str, ...]:
-    return (instance.model, *instance.load.models)
-
-
 class _Attempts:
     """How often a request was tried, on whom, and until when it may be."""
 
     def __init__(
-        self, request: CompletionRequest, settings: RouterSettings, metrics: Metrics, clock: Clock
+        self, asked: Asked, settings: RouterSettings, metrics: Metrics, clock: Clock
     ) -> None:
         self._clock = clock
         self._left = settings.attempts
-        self._deadline = request.arrived + settings.first_token_seconds
+        self._deadline = asked.arrived + settings.first_token_seconds
         self._metrics = metrics
         self._failed = 0
+        self._server_errors = 0
         self.avoid: set[str] = set()
 
     def seconds_left(self) -> float:
@@ -301,8 +271,14 @@ class _Attempts:
     def failed(self, failure: WorkerFailed) -> None:
         """Returns where another attempt may be made; raises the error otherwise."""
         self._left -= 1
-        if isinstance(failure.error, _FINAL) or not self._left or not self.seconds_left():
-            raise failure.error from failure
+        error = failure.error
+        final = isinstance(error, _FINAL) or is_refusal(error)
+        if isinstance(error, WorkerError) and error.status not in _TRIED_ELSEWHERE:
+            # Perhaps this worker's fault, perhaps the request's: once more tells.
+            self._server_errors += 1
+            final = final or self._server_errors > 1
+        if final or not self._left or not self.seconds_left():
+            raise error from failure
         self._failed += 1
         self.avoid.add(failure.instance_id)
         self._metrics.retries.labels(failure.error.code).inc()

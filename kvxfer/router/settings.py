@@ -59,7 +59,10 @@ class RouterSettings:
     capacity_seconds: Seconds = 5.0
     """A request waits so long for a pair before it is a 503."""
     token_seconds: Seconds = 30.0
-    """A decode worker that sends no token for so long is given up."""
+    """A stream whose worker sends nothing for so long is given up. A worker that computes an answer
+    in one piece is asked as often whether it is alive."""
+    answer_seconds: Seconds = 600.0
+    """From a request's arrival at a worker to the end of an answer in one piece."""
     client_seconds: Seconds = 60.0
     """A client that takes no token for so long is given up, and its request with it."""
     stop_seconds: Annotated[int, Meta(ge=0)] = 30
@@ -73,6 +76,10 @@ class RouterSettings:
     tokenize_seconds: Annotated[float, Meta(ge=0)] = 0.05
     """A text prompt waits so long for a worker to say its tokens, which tell where they are cached;
     0 asks no worker."""
+    render_seconds: Annotated[float, Meta(ge=0)] = 2.0
+    """A chat waits so long for a worker to render it for both; 0 lets each render it itself."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may use the router (CORS), `*` for all."""
 
     def headers_for_workers(self) -> dict[str, str]:
         """What workers ask for."""

@@ -21,16 +21,27 @@ CALLER_KEY: Final = "kvxfer.caller"
 
 _log = logging.getLogger("kvxfer.api.requests")
 
-# What a client sends goes into logs: no spaces, no control characters, no end.
-_SANE: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 # Ids that are made here: which process, and its how manieth request.
 _PROCESS: Final = secrets.token_hex(8)
 _numbers: Final = count(1)
 
 
+def is_request_id(text: str) -> bool:
+    """Whether what a client calls its request can go into logs: no spaces, no control characters,
+    not long."""
+    return _REQUEST_ID.fullmatch(text) is not None
+
+
+def rename_request(scope: Scope, request_id: str) -> None:
+    """What the request is called from here on, in logs and in its answer."""
+    scope[REQUEST_ID_KEY] = request_id
+    bind_contextvars(request_id=request_id)
+
+
 class LogRequests:
-    """ASGI middleware. An X-Request-ID that a client sends is kept where it is sane."""
+    """ASGI middleware. An X-Request-ID that a client sends is kept where it can go into logs."""
 
     def __init__(self, app: ASGIApp, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._app = app
@@ -42,8 +53,8 @@ class LogRequests:
             return
         began = self._clock.monotonic()
         sent = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-        request_id = sent if _SANE.fullmatch(sent) else f"{_PROCESS}-{next(_numbers)}"
-        scope[REQUEST_ID_KEY] = request_id
+        # The server gives each request its own context, so this is not reset.
+        rename_request(scope, sent if is_request_id(sent) else f"{_PROCESS}-{next(_numbers)}")
         header = REQUEST_ID_HEADER.lower().encode()
         status = 500  # of a defect, which is answered further out
 
@@ -51,11 +62,10 @@ class LogRequests:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (header, request_id.encode())]
+                name = (header, scope[REQUEST_ID_KEY].encode())
+                message["headers"] = [*message.get("headers", ()), name]
             await send(message)
 
-        # The server gives each request its own context, so this is not reset.
-        bind_contextvars(request_id=request_id)
         try:
             await self._app(scope, receive, send_with_id)
         finally:

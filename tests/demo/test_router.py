@@ -15,7 +15,7 @@ from kvxfer.errors import (
     TransferCancelled,
     TransferError,
 )
-from kvxfer.web.answer import DONE, data_event
+from kvxfer.router.errors import WorkerError
 
 TRANSFER = {
     "transfer_id": "t1",
@@ -53,14 +53,7 @@ PREFILL = ANSWER | {
 }
 CHOICE = {"index": 0, "text": "a", "token_ids": [97], "finish_reason": "length"}
 TIMINGS = {"prefill": 0.5, "visible_transfer": 0.0, "first_token": 0.6, "decode": 0.0}
-DECODE = [
-    {"id": "r1", "created": 0, "model": "demo", "choices": [CHOICE]},
-    {"choices": [], "usage": ANSWER["usage"], "timings": TIMINGS},
-]
-
-
-def stream(*events: Any) -> httpx2.Response:
-    return httpx2.Response(200, content=b"".join(map(data_event, events)) + DONE)
+DECODE = ANSWER | {"choices": [CHOICE], "timings": TIMINGS}
 
 
 def problem(status: int, code: str, detail: str) -> httpx2.Response:
@@ -102,14 +95,16 @@ async def route(network: Network) -> Any:
 
 
 async def test_both_workers_get_the_same_request_and_the_reservation_goes_back() -> None:
-    network = Network(httpx2.Response(200, json=PREFILL), stream(*DECODE))
+    network = Network(httpx2.Response(200, json=PREFILL), httpx2.Response(200, json=DECODE))
     routed = await route(network)
     assert routed.decode.choices[0].token_ids == [97]
     assert routed.prefill.transfer.fabric == "tcp"
     assert network.asked["prefill"]["prompt"] == network.asked["decode"]["prompt"] == [1, 2, 3]
     assert routed.decode.timings.first_token == 0.6
     for side, asked in network.asked.items():
-        assert asked["kv_transfer_params"].pop("do_remote_prefill", False) is (side == "decode")
+        meeting = asked["kv_transfer_params"]
+        assert meeting.pop("do_remote_prefill", False) is (side == "decode")
+        assert meeting.pop("do_remote_decode", False) is (side == "prefill")
         assert asked["kv_transfer_params"] == {
             "ticket": "signed",
             "prefill_engine_address": "kvx://h:1/aa",
@@ -157,7 +152,7 @@ async def test_a_worker_that_does_not_answer_is_named() -> None:
 
 
 async def test_an_answer_that_is_no_problem_document_is_an_error_all_the_same() -> None:
-    with pytest.raises(TransferError, match="http://decode answered HTTP 500 without a problem"):
+    with pytest.raises(WorkerError, match="the worker at http://decode answered HTTP 500"):
         await route(Network(None, httpx2.Response(500, text="Internal Server Error")))
     with pytest.raises(TransferError, match=r"odd \[unheard-of\]"):
         await route(Network(None, problem(500, "unheard-of", "odd")))

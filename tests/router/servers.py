@@ -110,15 +110,35 @@ def chat_chunk(finish_reason: str | None = None, **delta: str) -> bytes:
     return _event("chat.completion.chunk", choice)
 
 
+def whole(kind: str, choice: dict[str, Any], **more: Any) -> bytes:
+    """An answer in one piece."""
+    told = {"id": "x", "object": kind, "created": 1, "model": "llama", "usage": USAGE}
+    return json.dumps({**told, "choices": [{"index": 0, **choice}], **more}).encode()
+
+
+def either(stream: bytes, one_piece: bytes) -> Answer:
+    """What was asked for."""
+    streams = answers(200, "text/event-stream", stream)
+    tells = answers(200, "application/json", one_piece)
+
+    async def answer(body: dict[str, Any], reply: Reply) -> None:
+        await (streams if body.get("stream") else tells)(body, reply)
+
+    return answer
+
+
 PREFILLS = answers(200, "application/json", b"{}")
 USAGE_CHUNK = _event("text_completion", usage=USAGE)
-DECODES = answers(200, "text/event-stream", chunk("a") + chunk("b", "stop") + USAGE_CHUNK + DONE)
-CHATS = answers(
-    200,
-    "text/event-stream",
+COMPLETION = whole("text_completion", {"text": "ab", "token_ids": [7, 7], "finish_reason": "stop"})
+DECODES = either(chunk("a") + chunk("b", "stop") + USAGE_CHUNK + DONE, COMPLETION)
+CHATS = either(
     chat_chunk(role="assistant", content="")
     + chat_chunk(content="a")
     + chat_chunk("stop", content="b")
     + _event("chat.completion.chunk", usage=USAGE)
     + DONE,
+    whole(
+        "chat.completion",
+        {"message": {"role": "assistant", "content": "ab"}, "finish_reason": "stop"},
+    ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -15,9 +16,11 @@ import pytest
 from kvxfer.client import ControlPlaneClient
 from kvxfer.instances import Snapshot
 from kvxfer.reference.runner import ModelRunner
-from kvxfer.router.completion import collect
+from kvxfer.router.asked import read_request
 from kvxfer.router.connections import worker_client
+from kvxfer.router.dialects import COMPLETIONS
 from kvxfer.router.exchange import Exchange
+from kvxfer.router.settings import RouterSettings
 from kvxfer.transfers import OpenedTransfer
 from tests.api.conftest import problem, registration
 from verify.polling import eventually
@@ -147,10 +150,13 @@ async def writes_are_refused(
 
 async def moved_by(ticket: OpenedTransfer, prompt: str) -> list[int]:
     """What decode answers where both workers are sent a request with a ticket from before."""
-    async with worker_client() as http, Exchange(http, ticket, asked(prompt)) as exchange:
-        await exchange.begin(60)
-        tokens: list[int] = (await collect(exchange.chunks()))["choices"][0]["token_ids"]
-        return tokens
+    content = json.dumps(asked(prompt)).encode()
+    request = read_request(COMPLETIONS, content, request_id=ticket.request_id)
+    async with worker_client() as http, Exchange(http, ticket, request, RouterSettings()) as both:
+        await both.begin(seconds=60)
+        _, decoded = await both.answers()
+    tokens: list[int] = json.loads(decoded)["choices"][0]["token_ids"]
+    return tokens
 
 
 async def current(api: httpx2.AsyncClient) -> list[dict[str, Any]]:

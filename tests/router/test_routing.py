@@ -87,8 +87,9 @@ FAILURES = [
     (hangs_up, "peer-lost"),
     (problem(503, "block-pool-exhausted"), "block-pool-exhausted"),
     (problem(403, "ticket-invalid"), "ticket-invalid"),
-    (answers(500, "text/plain", b"oops"), "transfer-error"),
+    (answers(503, "text/plain", b"oops"), "worker-error"),
 ]
+SERVER_ERROR = (answers(500, "text/plain", b"oops"), "worker-error")
 STREAM_FAILURES = [
     (answers(200, EVENTS, b""), "peer-lost"),
     (answers(200, EVENTS, b"data: [DONE]\n\n"), "protocol-error"),
@@ -99,8 +100,8 @@ STREAM_FAILURES = [
 @pytest.mark.parametrize(
     ("side", "bad", "code"),
     [
-        *(("p", *failure) for failure in FAILURES),
-        *(("d", *failure) for failure in FAILURES + STREAM_FAILURES),
+        *(("p", *failure) for failure in [*FAILURES, SERVER_ERROR]),
+        *(("d", *failure) for failure in [*FAILURES, SERVER_ERROR, *STREAM_FAILURES]),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -227,10 +228,52 @@ async def test_no_token_within_the_deadline_is_a_504(
     fleet = NotedWorkers(network, p1=PREFILLS, d1=waits, d2=DECODES)
     async with fleet.routed(first_token_seconds=30) as client:
         came = clock.monotonic()
-        answer = await client.post("/v1/completions", json=ASKED)
+        answer = await client.post("/v1/completions", json={**ASKED, "stream": True})
         assert clock.monotonic() - came == pytest.approx(30)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline-exceeded")
     assert not await control_plane.transfers()
+
+
+@pytest.mark.parametrize(("prefill", "seconds"), [(waits, 30), (PREFILLS, 100)])
+async def test_an_answer_in_one_piece_has_two_deadlines(
+    network: Network,
+    control_plane: EmbeddedRegistry,
+    clock: VirtualClock,
+    prefill: Answer,
+    seconds: float,
+) -> None:
+    """One until the prompt is computed, one until its end."""
+    fleet = NotedWorkers(network, p1=prefill, d1=waits)
+    async with fleet.routed(first_token_seconds=30, answer_seconds=100) as client:
+        came = clock.monotonic()
+        answer = await client.post("/v1/completions", json=ASKED)
+        assert clock.monotonic() - came == pytest.approx(seconds)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline-exceeded")
+    assert not await control_plane.transfers()
+
+
+async def test_a_worker_that_does_not_say_that_it_lives_is_given_up(
+    network: Network, control_plane: EmbeddedRegistry, clock: VirtualClock
+) -> None:
+    """Decode computes an answer in one piece, which shows no sign of life before its end."""
+    alive = True
+
+    async def health(_body: dict[str, Any], reply: Reply) -> None:
+        if not alive:
+            await asyncio.Event().wait()
+        await reply.begin(200, "text/plain")
+
+    await network.join("p1", Role.PREFILL, PREFILLS)
+    await network.join("d1", Role.DECODE, waits, others={"/health": health})
+    async with network.routed(token_seconds=10, attempts=1) as client:
+        came = clock.monotonic()
+        request = asyncio.create_task(client.post("/v1/completions", json=ASKED))
+        await passes(25)
+        assert not request.done()
+        alive = False
+        answer = await request
+        assert clock.monotonic() - came == pytest.approx(30 + 5)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "peer-timeout")
 
 
 async def test_no_attempt_begins_after_the_deadline(

@@ -33,7 +33,8 @@ async def complete(cluster: Cluster, request_id: str, **headers: str) -> None:
     await until(lambda: {"prefill-0", "decode-0"} <= set(cluster.instances()))
     async with httpx2.AsyncClient(base_url=cluster.router.url, timeout=None) as client:
         headers = {"X-Request-ID": request_id, **headers}
-        answer = await client.post("/v1/completions", json=asked("x" * 90), headers=headers)
+        body = asked("x" * 90, stream=True)
+        answer = await client.post("/v1/completions", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
 
 

@@ -20,6 +20,7 @@ from verify.vllm import servers
 from verify.vllm.servers import add_vllm, make_model
 
 from .conftest import Cluster, cluster_of, settings
+from .test_pull import fetched
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
 
@@ -63,12 +64,13 @@ def adapter(folder: Path, seed: int) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(folder: Path, model: Path) -> Iterator[Cluster]:
-    """Prefill and decode have the adapters `blue` and `red`; `green` is not the same on both."""
+    """Prefill and decode have the adapters `blue` and `red`; `green` is not the same on both, and
+    decode calls `blue` also `azure`."""
     adapters = [adapter(folder / f"lora-{seed}", seed) for seed in range(4)]
     blue, red, *green = adapters
 
-    def loras(own: Path) -> tuple[str, ...]:
-        named = {"blue": blue, "red": red, "green": own}
+    def loras(own: Path, **more: Path) -> tuple[str, ...]:
+        named = {"blue": blue, "red": red, "green": own, **more}
         return (*LORA, "--lora-modules", *(f"{name}={path}" for name, path in named.items()))
 
     policy = folder / "scaling.yaml"
@@ -78,7 +80,7 @@ def cluster(folder: Path, model: Path) -> Iterator[Cluster]:
         model,
         None,
         prefill=loras(green[0]),
-        decode=loras(green[1]),
+        decode=loras(green[1], azure=blue),
         control_plane=("--scaling-policy", policy),
     ) as started:
         yield started
@@ -145,6 +147,34 @@ def test_adapters_of_one_base_are_served_by_their_names(
         assert got == expected
 
 
+@pytest.mark.parametrize("protocol", ["pull", "push"])
+def test_one_adapter_has_two_names(cluster: Cluster, rng: random.Random, protocol: str) -> None:
+    prompt = random_prompt(rng)
+    expected = cluster.tokens(cluster.prefill, prompt, model="blue")
+    before = fetched(cluster.decode)
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        if protocol == "pull":
+            params = cluster.keep(prompt, model="blue")
+        else:
+            params = cluster.ticket("prefill", "decode")
+            one = {"model": "blue", "max_tokens": 1, "kv_transfer_params": params}
+            threads.submit(cluster.ask, cluster.prefill, prompt, **one)
+        got = cluster.tokens(cluster.decode, prompt, model="azure", kv_transfer_params=params)
+    assert got == expected
+    assert fetched(cluster.decode) - before == len(prompt) - 1
+
+
+def test_the_cache_of_the_base_model_is_not_an_adapters(
+    cluster: Cluster, rng: random.Random
+) -> None:
+    for kept_as, asked_as in (("tiny", "azure"), ("blue", "tiny"), ("red", "azure")):
+        prompt = random_prompt(rng)
+        params = cluster.keep(prompt, model=kept_as)
+        answer = cluster.ask(cluster.decode, prompt, model=asked_as, kv_transfer_params=params)
+        assert answer.status_code == 500
+    cluster.wait_until_idle(cluster.prefill, cluster.decode)
+
+
 def test_one_name_for_two_adapters_is_refused(cluster: Cluster, rng: random.Random) -> None:
     prompt = random_prompt(rng)
     kept = cluster.keep(prompt, model="green")
@@ -182,7 +212,7 @@ def test_the_load_is_that_of_the_engine(cluster: Cluster, rng: random.Random) ->
     instances = cluster.fleet.instances()
     assert instances["decode"].load.itl_p90 is not None
     assert instances["decode"].load.free_blocks == instances["decode"].num_blocks - 1
-    assert set(instances["decode"].load.models) == {"blue", "red", "green"}
+    assert set(instances["decode"].load.models) == {"blue", "red", "green", "azure"}
 
 
 @contextlib.contextmanager

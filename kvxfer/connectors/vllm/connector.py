@@ -200,7 +200,6 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
             return
         extras, adapter = [feature.identifier for feature in request.mm_features], ""
         if (lora := request.lora_request) is not None:
-            extras.append(lora.lora_name)
             adapter = adapter_of(lora.lora_name, lora.lora_path)
         digest = prompt_digest(tokens, *extras)
         if params is None:

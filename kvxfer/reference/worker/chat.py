@@ -68,6 +68,7 @@ def chat_completion(completion: Chunk) -> Chunk:
     """A completion as the answer of a chat."""
     return {
         **completion,
+        "id": _id(completion),
         "object": "chat.completion",
         "choices": [
             _turned(choice, "message", {"role": "assistant", "content": choice["text"]})
@@ -84,7 +85,8 @@ class ChatChunks:
 
     def turn(self, chunk: Chunk) -> Chunk:
         choices = [_turned(choice, "delta", self._delta(choice)) for choice in chunk["choices"]]
-        return {**chunk, "object": "chat.completion.chunk", "choices": choices}
+        told = {"id": _id(chunk), "object": "chat.completion.chunk"}
+        return {**chunk, **told, "choices": choices}
 
     def _delta(self, choice: dict[str, Any]) -> dict[str, str]:
         delta = {"content": choice["text"]}
@@ -92,6 +94,10 @@ class ChatChunks:
             self._begun.add(choice["index"])
             delta = {"role": "assistant", **delta}
         return delta
+
+
+def _id(chunk: Chunk) -> str:
+    return f"chat{chunk['id']}"
 
 
 def _turned(choice: dict[str, Any], name: str, said: dict[str, str]) -> dict[str, Any]:

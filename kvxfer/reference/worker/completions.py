@@ -30,6 +30,7 @@ class KvTransferParams(BaseModel):
     do_remote_prefill: bool = Field(
         False, description="What routers tell decode in the words of vLLM; of no use here."
     )
+    do_remote_decode: bool = Field(False, description="The same for prefill.")
 
     @model_validator(mode="after")
     def _address_of_decode(self) -> Self:
@@ -133,7 +134,7 @@ class VersionOfTokens(BaseModel):
 
 
 class Completion(BaseModel):
-    id: str = Field(description="The request id of the transfer.")
+    id: str = Field(description="cmpl-, or chatcmpl- of a chat, and the request id.")
     object: Literal["text_completion"] = "text_completion"
     created: int = Field(description="Seconds since the Unix epoch.")
     model: str

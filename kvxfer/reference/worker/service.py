@@ -146,7 +146,7 @@ class WorkerService:
             async with contextlib.aclosing(self._decode(request, run)) as tokens:
                 output = [token async for token in tokens]
             return DecodeCompletion(
-                id=run.request_id,
+                id=_id(run.request_id),
                 created=run.created,
                 model=self.runner.config.name,
                 weights_version=admission.spans[-1].version,
@@ -220,7 +220,7 @@ class WorkerService:
                 sent_at = self._clock.unix()
         output = [tail.first_token]
         return PrefillCompletion(
-            id=session.request_id,
+            id=_id(session.request_id),
             created=int(sent_at),
             model=self.runner.config.name,
             weights_version=tail.weights_version,
@@ -345,7 +345,7 @@ class WorkerService:
 
     def _chunk(self, run: _Decoding, *choices: ChunkChoice) -> CompletionChunk:
         return CompletionChunk(
-            id=run.request_id,
+            id=_id(run.request_id),
             created=run.created,
             model=self.runner.config.name,
             weights_version=run.admission.spans[-1].version,
@@ -359,6 +359,11 @@ class WorkerService:
         if self.runner.ends(output[-1]) and not request.ignore_eos:
             return "stop"
         return "length" if len(output) == request.max_tokens else None
+
+
+def _id(request_id: str) -> str:
+    """Of an answer, as inference engines make it."""
+    return f"cmpl-{request_id}"
 
 
 def _versions(admission: Admission) -> list[VersionOfTokens]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
+from typing import Any
 
 
 def answers() -> Iterator[bytes]:
@@ -52,26 +53,54 @@ def answers() -> Iterator[bytes]:
 
 
 def router_bodies() -> Iterator[bytes]:
-    completion = {"model": "m", "prompt": "text", "stream": True, "max_tokens": 4}
-    yield b"\x00" + json.dumps({**completion, "stream_options": {"include_usage": True}}).encode()
-    yield b"\x00" + json.dumps({**completion, "prompt": [1, 2, 3], "extra": [{}]}).encode()
-    wrong = ({"prompt": ["a"]}, {"prompt": None}, {"model": ""}, {"kv_transfer_params": {}})
-    for other in wrong:
-        yield b"\x00" + json.dumps({**completion, **other}).encode()
-    yield b"\x00{" + b"\x00[]" + b"\x00"
-    yield b"\x00[]"
+    def body(route: int, **members: Any) -> bytes:
+        return bytes([route]) + json.dumps({"model": "m", **members}).encode()
+
+    prompts: tuple[Any, ...] = ("text", [1, 2], ["a"], [[1], [2]], ["a", "b"], None, [], [1, "a"])
+    for prompt in prompts:
+        yield body(0, prompt=prompt, stream="on", prompt_logprobs=1.0)
+    for member in ("prompt_embeds", "echo", "use_beam_search", "request_id"):
+        yield body(0, prompt="a", logprobs=0, **{member: "1"})
+    yield body(0, prompt="a", max_tokens=0)
+    yield body(0, kv_transfer_params={})
+    for wrong in (b"{", b"[]", b"", b'{"a": NaN}', b'{"prompt": "\\ud800"}', b"\xff", b"{}"):
+        yield b"\x00" + wrong
     parts = [{"type": "text", "text": "t"}, {"type": "image_url"}, "x"]
     for content in ("text", parts, None, 7):
-        chat = {"model": "m", "messages": [{"role": "user", "content": content}]}
-        yield b"\x01" + json.dumps(chat).encode()
-    yield b"\x01" + json.dumps({"model": "m", "messages": []}).encode()
-    yield b"\x02\x07\x80\x01m"
+        for route in (1, 3):
+            yield body(route, messages=[{"role": "user", "content": content}], system=content)
+    for member in ("echo", "use_beam_search", "return_prompt_text"):
+        yield body(1, messages=[], **{member: True})
+    for member in ("background", "previous_response_id", "previous_input_messages"):
+        yield body(2, input="text", **{member: True})
+    yield body(2, input=[{"type": "input_image"}], tools=[{"type": "function"}, {"type": "mcp"}])
+    nested: Any = "deep"
+    for _ in range(20):
+        nested = [{"content": nested}]
+    yield body(2, input=nested)
+    for prompt in ("text", ["a"], None):
+        yield body(4, text=prompt, input_ids=[1], input_embeds=[0.5])
+    yield b"\x05\x07\x80\x01m"
     for edge in range(0xE0, 0xEC):
-        yield b"\x02" + bytes([edge]) + b"\x80\x01m"
+        yield b"\x05" + bytes([edge]) + b"\x80\x01m"
     params = {"ticket": "a.b.c", "prefill_engine_address": "kvx://h", "prefill_rank_addresses": []}
     for more in ({}, {"handshake": "brokered"}, {"prefill_rank_addresses": [1]}, {"ticket": 1}):
-        yield b"\x03" + json.dumps({**params, **more}).encode()
-    yield b"\x03{}"
+        yield b"\x06" + json.dumps({**params, **more}).encode()
+    yield b"\x06{}"
+    details = {
+        name: {"a": None, "b": 1} for name in ("prompt_tokens_details", "input_tokens_details")
+    }
+    choices = [{"prompt_logprobs": [None]}, {}, 7]
+    whole = {"usage": details, "choices": choices, "prompt_logprobs": [None]}
+    for answer in (whole, {"response": whole}, {"choices": 1}, {"usage": 1, "message": whole}):
+        for route in range(5):
+            yield b"\x07" + bytes([route]) + json.dumps(answer).encode()
+    for error in ({"message": "m", "code": 400}, {"code": "ticket-invalid"}, {"type": "x"}, 7):
+        yield b"\x07\x00" + json.dumps({"error": error}).encode()
+    yield b'\x07\x00{"code": "no-capacity", "detail": "d"}'
+    stream = b": c\n\nevent: e\ndata: 1\ndata:2\n\ndata: x\r\n\r\ndata: y\r\rdata: half"
+    for size in (0, 2, 255):
+        yield b"\x08" + bytes([size]) + stream
 
 
 def sglang_bootstrap() -> Iterator[bytes]:

@@ -1,4 +1,5 @@
-"""Prompts of text and chats find their cached beginning by a worker's tokenizer, or go by load."""
+"""Chats are rendered once, and prompts find their cached beginning by a worker's tokenizer, or go
+by load."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 from kvxfer.instances import BlockUpdate, Role
 from kvxfer.prefix_hashes import prompt_hashes
 from kvxfer.scheduler.embedded import EmbeddedRegistry
-from tests.network import Network, Reply
+from tests.network import Answer, Network, Reply
 from tests.virtual_time import VirtualClock, passes
 
 from .servers import CHATS, DECODES, answers
@@ -53,7 +54,7 @@ class Fleet:
                 self.prefilled.append(name)
                 await answers(200, "application/json", b"{}")(_body, reply)
 
-            await self._network.join(name, Role.PREFILL, prefills, tokenize=tokenize)
+            await self._network.join(name, Role.PREFILL, prefills, others={"/tokenize": tokenize})
         await self._network.join("d1", Role.DECODE, decodes)
         async with self._network.client() as client:
             epoch = (await client.instance("p2")).epoch
@@ -150,3 +151,126 @@ async def test_nobody_is_asked_where_that_tells_nothing(
         for _ in range(2):
             await ask(client, path, body)
     assert fleet.tokenized == []
+
+
+# --- chats are rendered once -----------------------------------------------------------------
+
+
+RENDERED = {"request_id": "r", "token_ids": TOKENS, "features": None, "sampling_params": {}}
+BODIES = {
+    "/v1/chat/completions": {"messages": SAID, "tools": TOOLS, "seed": 1},
+    "/v1/responses": {"input": TEXT},
+    "/v1/messages": {"messages": SAID, "max_tokens": 4},
+}
+
+
+class Renderers:
+    """A pair whose prefill worker renders chats as it is told; `asked` has its requests, `given`
+    the tokens that the two workers were given."""
+
+    def __init__(self, network: Network, render: Answer) -> None:
+        self.network = network
+        self.render = render
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.given: list[list[int] | None] = []
+
+    async def start(self) -> None:
+        async def renders(body: dict[str, Any], reply: Reply) -> None:
+            self.asked.append((reply.path, body))
+            await self.render(body, reply)
+
+        async def answer(body: dict[str, Any], reply: Reply) -> None:
+            self.given.append(body["kv_transfer_params"].get("prompt_token_ids"))
+            await CHATS(body, reply)
+
+        await self.network.join("p1", Role.PREFILL, answer, others={"/render": renders})
+        await self.network.join("d1", Role.DECODE, answer)
+
+
+def renders(status: int = 200, **changes: Any) -> Answer:
+    return answers(status, "application/json", json.dumps({**RENDERED, **changes}).encode())
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_chat_is_rendered_once_each_time_and_both_workers_get_its_tokens(
+    network: Network, control_plane: EmbeddedRegistry, path: str
+) -> None:
+    """Each time, as the template may have the time in it; the first time, too, when no worker is
+    known before the pair."""
+    fleet = Renderers(network, renders())
+    await fleet.start()
+    body = {"model": "llama", **BODIES[path]}
+    async with network.routed() as client:
+        for _ in range(3):
+            await ask(client, path, body)
+        counted = (await client.get("/metrics")).text
+    assert fleet.asked == [(path + "/render", {**body, "mm_payload": "none"})] * 3
+    assert fleet.given == [TOKENS] * 6
+    assert 'kvxfer_router_tokenized_total{outcome="rendered"} 3.0' in counted
+
+
+@pytest.mark.parametrize(
+    ("render", "asked"),
+    [
+        (renders(403), 1),  # vLLM without --enable-scale-out
+        (renders(404), 1),
+        (renders(features={"mm_hashes": {}}), 4),
+        (renders(400), 4),
+        (renders(token_ids=[-1]), 1),
+        (renders(token_ids="1"), 1),
+    ],
+    ids=["off", "none", "images", "refused", "negative", "no list"],
+)
+async def test_each_worker_renders_what_none_has_rendered_for_both(
+    network: Network, control_plane: EmbeddedRegistry, render: Answer, asked: int
+) -> None:
+    """A worker that cannot is left alone for a while."""
+    fleet = Renderers(network, render)
+    await fleet.start()
+    async with network.routed() as client:
+        for _ in range(2):
+            await ask(client, *CHAT)
+    # Before the pair is known, and at its prefill worker.
+    assert len(fleet.asked) in (asked, asked - 1)
+    assert fleet.given == [None] * 4
+
+
+async def test_a_chat_waits_for_its_tokens_and_not_for_ever(
+    network: Network, control_plane: EmbeddedRegistry, clock: VirtualClock
+) -> None:
+    async def slow(body: dict[str, Any], reply: Reply) -> None:
+        await passes(1.5)
+        await renders()(body, reply)
+
+    async def hangs(_body: dict[str, Any], _reply: Reply) -> None:
+        await asyncio.Event().wait()
+
+    fleet = Renderers(network, slow)
+    await fleet.start()
+    async with network.routed(render_seconds=2) as client:
+        await ask(client, *CHAT)
+        assert fleet.given == [TOKENS] * 2
+        fleet.render, before = hangs, clock.monotonic()
+        await ask(client, *CHAT)
+        assert clock.monotonic() - before == pytest.approx(2, abs=0.1)
+    assert fleet.given[2:] == [None] * 2
+
+
+@pytest.mark.parametrize(
+    ("more", "settings"),
+    [
+        ({}, {"render_seconds": 0}),
+        ({"messages": SEEN}, {}),
+        ({"return_prompt_text": True}, {}),
+    ],
+    ids=["off", "an image", "text wanted"],
+)
+async def test_what_is_not_to_be_rendered_is_not(
+    network: Network, control_plane: EmbeddedRegistry, more: Any, settings: dict[str, Any]
+) -> None:
+    fleet = Renderers(network, renders())
+    await fleet.start()
+    async with network.routed(**settings) as client:
+        await ask(client, CHAT[0], {**CHAT[1], **more})
+    assert fleet.asked == []
+    assert fleet.given == [None] * 2

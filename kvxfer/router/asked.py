@@ -1,0 +1,105 @@
+"""A request as the router sends it on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from kvxfer.prefix_hashes import NO_HASHES, AskedHashes
+from kvxfer.router.bodies import NO_MEMBERS, Members, is_on, read_members, value_of
+from kvxfer.router.dialects import Dialect
+from kvxfer.router.errors import InvalidRequest
+from kvxfer.web.request_log import is_request_id
+
+_JSON: Final = "application/json"
+_MODEL_LENGTH: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request for what a dialect's route gives."""
+
+    request_id: str
+    dialect: Dialect
+    path: str
+    """Here and at the workers, with the query."""
+    method: str = "POST"
+    content: bytes
+    """The body as it came."""
+    content_type: str = _JSON
+    members: Members = field(default_factory=dict, repr=False)
+    """Those of the body; none where it is no JSON object."""
+    model: str | None
+    """None where the request names none."""
+    alone: str
+    """Why one worker has to serve it: a member, or a route. Empty where a pair can."""
+    streams: bool
+    """Whether the client wants a stream."""
+    prompt_tokens: int | None = None
+    """As far as it is known."""
+    ids: list[int] | None = None
+    """The prompt's tokens, where the client sent them."""
+    prefix: AskedHashes = NO_HASHES
+    """Of a prompt whose tokens are known."""
+    rendered: msgspec.Raw | None = None
+    """The prompt's tokens as a worker has rendered it, for both workers."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Of the client, for the workers."""
+    arrived: float
+    """By the monotonic clock of the router."""
+
+
+def read_request(
+    dialect: Dialect,
+    content: bytes,
+    *,
+    request_id: str,
+    named: bool = True,
+    path: str = "",
+    method: str = "POST",
+    content_type: str = _JSON,
+    headers: Mapping[str, str] | None = None,
+    bytes_per_token: float = 4.0,
+    arrived: float = 0.0,
+) -> Asked:
+    """Raises InvalidRequest for a body that no worker may see.
+
+    `named`: the client has chosen `request_id`; else a member of the body may.
+    """
+    json = content_type.partition(";")[0].strip().lower() in ("", _JSON)
+    read = read_members(content) if json else None
+    members = NO_MEMBERS if read is None else read
+    if value_of(members, "kv_transfer_params") is not None:
+        raise InvalidRequest(
+            "kv_transfer_params: the router makes them; leave them out", "kv_transfer_params"
+        )
+    model, own_id = value_of(members, "model"), value_of(members, "request_id")
+    if not (isinstance(model, str) and 0 < len(model) <= _MODEL_LENGTH):
+        model = None
+    if not named and isinstance(own_id, str) and is_request_id(own_id):
+        request_id = own_id
+    prompt = dialect.prompt(members)
+    tokens = math.ceil(prompt.nbytes / bytes_per_token)
+    if prompt.ids is not None:
+        tokens = len(prompt.ids)
+    return Asked(
+        request_id=request_id,
+        dialect=dialect,
+        path=path or dialect.path,
+        method=method,
+        content=content,
+        content_type=content_type,
+        members=members,
+        model=model,
+        # Only a worker can say what is wrong with a body that is no object.
+        alone=dialect.alone(members) if members or read is not None else "body",
+        streams=is_on(value_of(members, "stream")),
+        prompt_tokens=tokens + prompt.more or None,
+        ids=prompt.ids,
+        headers=headers or {},
+        arrived=arrived,
+    )

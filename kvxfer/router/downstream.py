@@ -1,0 +1,85 @@
+"""The client's side of a request: its answer, sent on as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvxfer.web.answer import ClientLeft, while_connected
+from kvxfer.web.wait_limit import WaitLimit
+
+
+class Downstream:
+    """An answer that goes out piece by piece, or in one. One task at a time.
+
+    A client that takes nothing for `stall_seconds` is a ClientLeft.
+    """
+
+    def __init__(self, send: Send, stall_seconds: float | None) -> None:
+        self._send = send
+        self.limit = WaitLimit(stall_seconds)
+        self.begun = False
+        """Whether status and headers are sent: no other answer is possible."""
+        self.told = False
+        """Whether it has more than comments: the request cannot be tried again."""
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """Nothing where it has begun."""
+        if self.begun:
+            return
+        self.begun = True
+        lines = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": lines})
+
+    async def comment(self, part: bytes) -> None:
+        """What clients of a stream do not see, and proxies before them take for a sign of life."""
+        await self._part(part)
+
+    async def send(self, part: bytes) -> None:
+        self.told = True
+        await self._part(part)
+
+    async def answer(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
+        """The whole answer."""
+        await self.begin(status, {**headers, "Content-Length": str(len(content))})
+        await self.send(content)
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _part(self, part: bytes) -> None:
+        self.limit.begin()
+        await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        self.limit.end()
+
+
+class Passage(Response):
+    """An answer that `serve` sends to its client. An error before its first byte is raised, and
+    answered as any other. It ends when the client leaves, and by then so has `serve`."""
+
+    def __init__(
+        self, serve: Callable[[Downstream], Awaitable[None]], stall_seconds: float | None
+    ) -> None:
+        self.background = None
+        self._serve = serve
+        self._stall_seconds = stall_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        client = Downstream(send, self._stall_seconds)
+        try:
+            await while_connected(receive, self._served(client))
+        except ClientLeft:
+            if not client.begun:
+                raise  # for the count of answers
+
+    async def _served(self, client: Downstream) -> None:
+        try:
+            async with client.limit:
+                await self._serve(client)
+        except TimeoutError:
+            if client.limit.expired:
+                raise ClientLeft from None
+            raise
+        await client.end()

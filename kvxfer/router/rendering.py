@@ -1,0 +1,207 @@
+"""The token ids of prompts, by a worker's own tokenizer and chat template.
+
+A chat is rendered once, by `/v1/chat/completions/render` of a prefill worker (vLLM with
+`--enable-scale-out`), and both workers are given its tokens: a template that has the time in it, or
+two versions of one, would make two prompts of it. Where no worker renders, each of the two does.
+
+Tokens also tell where a prompt's beginning is cached, and how many blocks it needs. That need not
+be known: a text whose tokens would take longer goes by load, with an estimate of its length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Final, NamedTuple
+
+import httpx2
+import msgspec
+
+from kvxfer.clock import Clock
+from kvxfer.prefix_hashes import TOKENS_PER_HASH, AskedHashes, asked_hashes
+from kvxfer.router.asked import Asked
+from kvxfer.router.bodies import as_raw
+from kvxfer.router.metrics import Metrics
+from kvxfer.router.settings import RouterSettings
+from kvxfer.transfers import OpenedTransfer
+
+# A body of fewer bytes has no whole hash of tokens.
+_LEAST_BYTES: Final = TOKENS_PER_HASH
+_MOST_PROMPTS: Final = 1024
+_MOST_MODELS: Final = 1024
+_MOST_UNDER_WAY: Final = 64
+# A worker that answers later than that tells nothing any more.
+_GIVE_UP_SECONDS: Final = 10.0
+# A model whose worker could not say is left alone for so long.
+_PAUSE_SECONDS: Final = 10.0
+# Answers of a worker that does not render: vLLM's without --enable-scale-out is 403.
+_NOT_THERE: Final = frozenset({403, 404, 405, 501})
+# Of images only the places in the prompt are wanted.
+_NO_PAYLOAD: Final = {"mm_payload": as_raw("none")}
+
+_Tokens = list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]]
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: _Tokens
+
+
+class _RenderedPrompt(msgspec.Struct):
+    token_ids: msgspec.Raw
+    features: Any = None
+    """Of images and the like, which tokens do not tell."""
+
+
+class _Prompt(NamedTuple):
+    tokens: int
+    prefix: AskedHashes
+
+
+class Rendering:
+    """What is known of the prompts of one router. Loop only; close() it."""
+
+    def __init__(
+        self, http: httpx2.AsyncClient, settings: RouterSettings, metrics: Metrics, clock: Clock
+    ) -> None:
+        self._http = http
+        self._settings = settings
+        self._metrics = metrics
+        self._clock = clock
+        self._workers: collections.OrderedDict[str, str] = collections.OrderedDict()
+        self._pauses: dict[tuple[str, str], float] = {}  # by route and model: until when
+        self._known: collections.OrderedDict[bytes, _Prompt] = collections.OrderedDict()
+        self._asked: dict[bytes, asyncio.Task[_Prompt | None]] = {}
+
+    async def close(self) -> None:
+        asked = list(self._asked.values())
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    def served(self, model: str, transfer: OpenedTransfer) -> None:
+        """A prefill worker that has the model: it is asked next."""
+        self._workers[model] = transfer.prefill.http_address
+        self._workers.move_to_end(model)
+        if len(self._workers) > _MOST_MODELS:
+            gone, _ = self._workers.popitem(last=False)
+            for route in ("render", "tokenize"):
+                self._pauses.pop((route, gone), None)
+
+    async def prepared(self, asked: Asked) -> Asked:
+        """The request with its prompt rendered, or its tokens counted, where a worker is known."""
+        model = asked.model
+        if asked.ids is not None:
+            return replace(asked, prefix=asked_hashes(asked.ids, model or ""))
+        if asked.alone or model is None or (worker := self._workers.get(model)) is None:
+            return asked
+        rendered = await self.rendered(asked, worker)
+        if rendered.rendered is not None:
+            return rendered
+        content = self._text(asked)
+        if len(content) < _LEAST_BYTES or (prompt := await self._counted(model, content)) is None:
+            return asked
+        return replace(asked, prompt_tokens=prompt.tokens or None, prefix=prompt.prefix)
+
+    async def rendered(self, asked: Asked, worker: str) -> Asked:
+        """The request with its prompt as this worker renders it, where it does. Workers refuse a
+        prompt that cannot be rendered, in their own words."""
+        seconds, dialect = self._settings.render_seconds, asked.dialect
+        model = asked.model or ""
+        if not (
+            seconds > 0
+            and asked.rendered is None
+            and not asked.alone
+            and self._may_ask("render", model)
+            and dialect.renders(asked.members)
+        ):
+            return asked
+        body = msgspec.json.encode({**asked.members, **_NO_PAYLOAD})
+        outcome = "failed"
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await self._post(worker + dialect.path + "/render", body, asked.headers)
+            if answer.status_code in _NOT_THERE:
+                self._pause("render", model)
+                return asked
+            if answer.is_success:
+                prompt = msgspec.json.decode(answer.content, type=_RenderedPrompt)
+                ids = msgspec.json.decode(prompt.token_ids, type=_Tokens)
+                if prompt.features is None:
+                    outcome = "rendered"
+                    return replace(
+                        asked,
+                        rendered=prompt.token_ids,
+                        prompt_tokens=len(ids) or None,
+                        prefix=asked_hashes(ids, model),
+                    )
+        except TimeoutError:
+            self._pause("render", model)
+            outcome = "late"
+        except (httpx2.HTTPError, msgspec.DecodeError):
+            self._pause("render", model)
+        finally:
+            self._count(outcome)
+        return asked
+
+    def _text(self, asked: Asked) -> bytes:
+        """What a tokenizer is asked; nothing where it does not know all of the prompt."""
+        dialect = asked.dialect
+        if not (dialect.tokenized and dialect.is_text(asked.members)):
+            return b""
+        members = {k: v for k, v in asked.members.items() if k in dialect.tokenized}
+        return msgspec.json.encode(members)
+
+    async def _counted(self, model: str, content: bytes) -> _Prompt | None:
+        key = hashlib.blake2b(content, digest_size=16).digest()
+        if (known := self._known.get(key)) is not None:
+            self._known.move_to_end(key)
+            self._count("cached")
+            return known
+        if (asking := self._asked.get(key)) is None:
+            most = len(self._asked) >= _MOST_UNDER_WAY
+            if self._settings.tokenize_seconds <= 0 or most or not self._may_ask("tokenize", model):
+                return None
+            asking = asyncio.create_task(self._tokenize(key, model, content))
+            self._asked[key] = asking
+            asking.add_done_callback(lambda _: self._asked.pop(key, None))
+        # It goes on where the request does not wait for it: the next one like it finds the answer.
+        done, _ = await asyncio.wait([asking], timeout=self._settings.tokenize_seconds)
+        if not done:
+            self._count("late")
+            return None
+        return asking.result()
+
+    async def _tokenize(self, key: bytes, model: str, content: bytes) -> _Prompt | None:
+        try:
+            async with asyncio.timeout(_GIVE_UP_SECONDS):
+                answer = await self._post(self._workers[model] + "/tokenize", content)
+            answer.raise_for_status()
+            tokens = msgspec.json.decode(answer.content, type=_Tokenized).tokens
+            prompt = _Prompt(len(tokens), asked_hashes(tokens, model))
+        except (httpx2.HTTPError, msgspec.DecodeError, TimeoutError):
+            self._pause("tokenize", model)
+            self._count("failed")
+            return None
+        self._count("asked")
+        self._known[key] = prompt
+        if len(self._known) > _MOST_PROMPTS:
+            self._known.popitem(last=False)
+        return prompt
+
+    async def _post(
+        self, url: str, content: bytes, headers: Mapping[str, str] | None = None
+    ) -> httpx2.Response:
+        own = {"Content-Type": "application/json", **self._settings.headers_for_workers()}
+        return await self._http.post(url, content=content, headers={**(headers or {}), **own})
+
+    def _may_ask(self, route: str, model: str) -> bool:
+        return self._pauses.get((route, model), 0.0) <= self._clock.monotonic()
+
+    def _pause(self, route: str, model: str) -> None:
+        self._pauses[route, model] = self._clock.monotonic() + _PAUSE_SECONDS
+
+    def _count(self, outcome: str) -> None:
+        self._metrics.tokenized.labels(outcome).inc()
