@@ -9,10 +9,11 @@ from typing import Final
 
 import msgspec
 
+from kvxfer.errors import KvxferError, NotAggregating
 from kvxfer.prefix_hashes import NO_HASHES, AskedHashes
 from kvxfer.router.bodies import NO_MEMBERS, Members, is_on, read_members, value_of
 from kvxfer.router.dialects import Dialect
-from kvxfer.router.errors import InvalidRequest
+from kvxfer.router.errors import InvalidRequest, NeedsOneWorker
 from kvxfer.web.request_log import is_request_id
 
 _JSON: Final = "application/json"
@@ -37,6 +38,8 @@ class Asked:
     """None where the request names none."""
     alone: str
     """Why one worker has to serve it: a member, or a route. Empty where a pair can."""
+    lacks: str = ""
+    """The member without which no worker can serve it; "body" where that is no object."""
     streams: bool
     """Whether the client wants a stream."""
     prompt_tokens: int | None = None
@@ -51,6 +54,13 @@ class Asked:
     """Of the client, for the workers."""
     arrived: float
     """By the monotonic clock of the router."""
+
+    def not_by_a_pair(self, refusal: NotAggregating) -> KvxferError:
+        """What the client is told where no worker serves it alone."""
+        if self.lacks:
+            what = "not a JSON object" if self.lacks == "body" else "missing"
+            return InvalidRequest(f"{self.lacks}: {what}; {self.path} needs it", self.lacks)
+        return NeedsOneWorker(self.alone, refusal)
 
 
 def read_request(
@@ -82,6 +92,7 @@ def read_request(
         model = None
     if not named and isinstance(own_id, str) and is_request_id(own_id):
         request_id = own_id
+    lacks = dialect.lacks(read)
     prompt = dialect.prompt(members)
     tokens = math.ceil(prompt.nbytes / bytes_per_token)
     if prompt.ids is not None:
@@ -95,8 +106,9 @@ def read_request(
         content_type=content_type,
         members=members,
         model=model,
-        # Only a worker can say what is wrong with a body that is no object.
-        alone=dialect.alone(members) if members or read is not None else "body",
+        # Only a worker can say in its own words what is wrong with a body.
+        alone=lacks or dialect.alone(members),
+        lacks=lacks,
         streams=is_on(value_of(members, "stream")),
         prompt_tokens=tokens + prompt.more or None,
         ids=prompt.ids,

@@ -35,6 +35,12 @@ def read_members(content: bytes) -> Members | None:
     return {name: as_raw(value) for name, value in read.items()} if isinstance(read, dict) else None
 
 
+def has(members: Members, name: str) -> bool:
+    """Whether the member is there, and not null."""
+    raw = members.get(name)
+    return raw is not None and bytes(raw) != b"null"
+
+
 def value_of(members: Members, name: str) -> Any:
     """None where the member is missing, null, or nothing that msgspec reads."""
     raw = members.get(name)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final, NamedTuple
 
-from kvxfer.router.bodies import Members, as_integer, is_on, text_bytes, token_ids, value_of
+from kvxfer.router.bodies import Members, as_integer, has, is_on, text_bytes, token_ids, value_of
 
 JsonObject = dict[str, Any]
 
@@ -31,6 +31,8 @@ class Dialect:
     """A route, and the bodies, answers and streams that it has. Stateless."""
 
     path: str
+    prompt_members: ClassVar[tuple[str, ...]] = ()
+    """One of these a body has to have."""
     limit: ClassVar[str] = "max_tokens"
     """The member that bounds the output: prefill computes one token."""
     not_for_prefill: ClassVar[frozenset[str]] = frozenset()
@@ -41,6 +43,16 @@ class Dialect:
     """Members of an answer's usage that tell of the prompt: prefill knows them."""
     tells_usage: ClassVar[re.Pattern[bytes]]
     """Finds these in an answer, or in an event."""
+
+    def lacks(self, members: Members | None) -> str:
+        """The member without which no worker serves the request, as it is missing; "body" where
+        that is no JSON object (None)."""
+        if not self.prompt_members:
+            return ""
+        if members is None:
+            return "body"
+        there = any(has(members, name) for name in self.prompt_members)
+        return "" if there else self.prompt_members[0]
 
     def alone(self, members: Members) -> str:
         """The member for which one worker has to serve the request; empty where a pair can."""
@@ -107,7 +119,8 @@ def _in_the_form_of(told: Any, known: Any) -> Any:
 class _OpenAi(Dialect):
     """Completions and chat completions."""
 
-    not_for_prefill = frozenset({"max_completion_tokens", "min_tokens", "n", "best_of"})
+    # With a seed, vLLM 0.32 on a CPU ends at a prompt that it computes in chunks.
+    not_for_prefill = frozenset({"max_completion_tokens", "min_tokens", "n", "best_of", "seed"})
     prompt_usage = ("prompt_tokens_details",)
     tells_usage = re.compile(rb'"prompt_tokens_details": ?\{')
 
@@ -118,6 +131,7 @@ class _OpenAi(Dialect):
 
 class _Completions(_OpenAi):
     path = "/v1/completions"
+    prompt_members = ("prompt", "prompt_embeds")
     tokenized = frozenset({"model", "prompt", "add_special_tokens"})
 
     def alone(self, members: Members) -> str:
@@ -157,6 +171,7 @@ class _Completions(_OpenAi):
 
 class _Chat(_OpenAi):
     path = "/v1/chat/completions"
+    prompt_members = ("messages",)
     tokenized = frozenset(
         {
             *("model", "messages", "tools", "chat_template", "chat_template_kwargs"),
@@ -196,6 +211,7 @@ def _says_text(message: Any) -> bool:
 
 class _Responses(Dialect):
     path = "/v1/responses"
+    prompt_members = ("input",)
     limit = "max_output_tokens"
     prompt_usage = ("input_tokens_details",)
     tells_usage = re.compile(rb'"input_tokens_details": ?\{')
@@ -232,6 +248,7 @@ class _Messages(Dialect):
     """Anthropic's API."""
 
     path = "/v1/messages"
+    prompt_members = ("messages",)
     prompt_usage = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
     tells_usage = re.compile(rb'"cache_read_input_tokens": ?\d')
 
@@ -259,6 +276,7 @@ class _SglangGenerate(Dialect):
     """SGLang's own API. Its prefill computes one token by itself."""
 
     path = "/generate"
+    prompt_members = ("text", "input_ids", "input_embeds")
     limit = ""
     tells_usage = re.compile(rb"(?!)")  # it has no usage
 

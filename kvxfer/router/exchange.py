@@ -27,6 +27,7 @@ from kvxfer.errors import (
 from kvxfer.router.asked import Asked
 from kvxfer.router.bodies import Members
 from kvxfer.router.downstream import Downstream
+from kvxfer.router.errors import WorkerError
 from kvxfer.router.event_bytes import EventBytes, data_of, events_in, with_data
 from kvxfer.router.settings import RouterSettings
 from kvxfer.router.worker_errors import error_event, error_of, is_refusal
@@ -106,9 +107,11 @@ class Exchange:
         asked: Asked,
         settings: RouterSettings,
         *,
+        last: bool = False,
         inter_token: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """`inter_token` is told the seconds between two parts of a stream."""
+        """`last`: a stream in which the worker tells of its error is the client's answer,
+        as no attempt follows. `inter_token` is told the seconds between two parts of a stream."""
         self._http = http
         self._transfer = transfer
         self._asked = asked
@@ -121,11 +124,14 @@ class Exchange:
         }
         self._headers = {**asked.headers, **settings.headers_for_workers(), **own}
         self._paired = not asked.alone
-        self._takes_logprobs = self._paired and asked.dialect.prompt_logprobs(asked.members)
+        self._takes_logprobs = (
+            self._paired and not asked.streams and asked.dialect.prompt_logprobs(asked.members)
+        )
         self._room = secrets.randbits(_ROOM_BITS)
+        self._passes_errors = last
         self._events = EventBytes()
         self._responses: list[httpx2.Response] = []
-        self._tasks: list[asyncio.Task[Any]] = []
+        self._tasks: list[asyncio.Task[Any]] = []  # prefill's, decode's
         self._prefill: asyncio.Task[bytes] | None = None
         self._decode: asyncio.Task[Answer | _Stream]
         self._decode_span: Span | None = None
@@ -189,7 +195,7 @@ class Exchange:
 
     async def _ask_prefill(self) -> bytes:
         party, dialect = self._transfer.prefill, self._asked.dialect
-        left_out = {"stream", "stream_options", *dialect.not_for_prefill}
+        left_out = {"stream", "stream_options", "stream_interval", *dialect.not_for_prefill}
         body: JsonObject = {
             name: value for name, value in self._asked.members.items() if name not in left_out
         }
@@ -275,25 +281,23 @@ class Exchange:
         waiting = set(self._tasks)
         while not self._decode.done():
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            failed = [error for task in done if (error := task.exception()) is not None]
-            if failed:
-                await self._raise_the_cause(failed)
+            if any(task.exception() is not None for task in done):
+                await self._raise_the_cause()
             elif self._prefill is not None and self._prefill.done() and not self._asked.streams:
                 return
         self._decode.result()
 
-    async def _raise_the_cause(self, failed: list[BaseException]) -> None:
-        """Raises what failed rather than how the other side took it. Returns where prefill refuses
-        the request, and decode has an answer."""
-        errors = {failure: getattr(failure, "error", None) for failure in failed}
-        cause = min(failed, key=lambda failure: isinstance(errors[failure], TransferCancelled))
-        if not self._decode.done() and is_refusal(errors[cause]):
-            # Prefill was not asked quite what the client asks.
+    async def _raise_the_cause(self) -> None:
+        """Raises what failed rather than how the other side took it. Returns where decode has an
+        answer all the same."""
+        if not self._decode.done() and is_refusal(_said_by(self._tasks[0])):
+            # Prefill was not asked quite what the client asks: what it refuses, decode may not.
             await asyncio.wait({self._decode}, timeout=_REFUSAL_SECONDS)
-            if self._decode.done():
-                self._decode.result()
-                return
-        raise cause
+        if self._decode.done() and self._decode.exception() is None:
+            return
+        failed = [task for task in reversed(self._tasks) if _failed(task)]
+        cause = min(failed, key=lambda task: isinstance(_said_by(task), TransferCancelled))
+        cause.result()
 
     async def _first_events(
         self, response: httpx2.Response, parts: AsyncIterator[bytes], client: Downstream | None
@@ -322,7 +326,8 @@ class Exchange:
             how = f"a stream with an event that is no JSON object ({error})"
             raise _unreadable(party, how) from error
         said = error_event(party.http_address, event, data)
-        if said is not None and not is_refusal(said):
+        own = is_refusal(said) or (isinstance(said, WorkerError) and self._passes_errors)
+        if said is not None and not own:
             raise self._said(party, said)
 
     async def _next(self, parts: AsyncIterator[bytes]) -> bytes | None:
@@ -448,6 +453,16 @@ class Exchange:
         other = pair.prefill if party is pair.decode else pair.decode
         blamed = other if isinstance(error, _OF_THE_OTHER) else party
         return WorkerFailed(error, blamed.instance_id)
+
+
+def _failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and task.exception() is not None
+
+
+def _said_by(task: asyncio.Task[Any]) -> KvxferError | None:
+    """The error with which it failed."""
+    failure = task.exception() if task.done() else None
+    return failure.error if isinstance(failure, WorkerFailed) else None
 
 
 def _passed(response: httpx2.Response) -> dict[str, str]:

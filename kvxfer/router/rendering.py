@@ -195,7 +195,17 @@ class Rendering:
         self, url: str, content: bytes, headers: Mapping[str, str] | None = None
     ) -> httpx2.Response:
         own = {"Content-Type": "application/json", **self._settings.headers_for_workers()}
-        return await self._http.post(url, content=content, headers={**(headers or {}), **own})
+        headers = {**(headers or {}), **own}
+        request = self._http.build_request("POST", url, content=content, headers=headers)
+        answer = await self._http.send(request, stream=True)
+        try:
+            # vLLM closes the connection after an internal error. Unread, it is not kept here
+            # either, where the request itself would meet that.
+            if not answer.is_server_error:
+                await answer.aread()
+        finally:
+            await answer.aclose()
+        return answer
 
     def _may_ask(self, route: str, model: str) -> bool:
         return self._pauses.get((route, model), 0.0) <= self._clock.monotonic()

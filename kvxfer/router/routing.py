@@ -29,7 +29,6 @@ from kvxfer.router.asked import Asked
 from kvxfer.router.connections import worker_client
 from kvxfer.router.downstream import Downstream
 from kvxfer.router.errors import (
-    NeedsOneWorker,
     Overloaded,
     WorkerError,
     WorkerKeyRefused,
@@ -129,7 +128,9 @@ class Router:
         asked = await self._prompts.rendered(asked, transfer.prefill.http_address)
         inter_token = self._metrics.inter_token.observe
         async with Exchange(
-            self._http, transfer, asked, self._settings, inter_token=inter_token
+            *(self._http, transfer, asked, self._settings),
+            last=attempts.last,
+            inter_token=inter_token,
         ) as exchange:
             try:
                 await exchange.begin(client, attempts.seconds_left())
@@ -173,7 +174,7 @@ class Router:
                 left = max(give_up - self._clock.monotonic(), 0.0)
                 transfer = await self._open(call.within(left))
             except NotAggregating as error:
-                raise NeedsOneWorker(asked.alone, error) from None
+                raise asked.not_by_a_pair(error) from None
             except (NoCapacity, ControlPlaneUnavailable) as error:
                 if isinstance(error, NoCapacity) and asked.model is not None:
                     await self.models.require(asked.model)
@@ -252,6 +253,11 @@ class _Attempts:
         self._failed = 0
         self._server_errors = 0
         self.avoid: set[str] = set()
+
+    @property
+    def last(self) -> bool:
+        """Whether no attempt follows another error of a worker's own."""
+        return self._left == 1 or self._server_errors > 0
 
     def seconds_left(self) -> float:
         return max(self._deadline - self._clock.monotonic(), 0.0)

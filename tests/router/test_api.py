@@ -161,7 +161,7 @@ async def test_a_chat_is_the_workers_to_understand(client, asked) -> None:
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
         {"role": "tool", "tool_call_id": "7", "content": "42"},
     ]
-    rest = {"max_completion_tokens": 9, "min_tokens": 5, "n": 2, "seed": 3}
+    rest = {"max_completion_tokens": 9, "min_tokens": 5, "n": 2, "seed": 3, "user": "u"}
     answer = (await client.post(CHAT, json={"model": "llama", "messages": messages, **rest})).json()
     assert answer["object"] == "chat.completion"
     assert answer["usage"] == USAGE
@@ -175,8 +175,8 @@ async def test_a_chat_is_the_workers_to_understand(client, asked) -> None:
     prefill, decode = asked["prefill"], asked["decode"]
     assert prefill["messages"] == decode["messages"] == messages
     assert decode.items() >= rest.items()
-    assert (prefill["max_tokens"], prefill["seed"]) == (1, 3)
-    assert not prefill.keys() & {"max_completion_tokens", "min_tokens", "n"}
+    assert (prefill["max_tokens"], prefill["user"]) == (1, "u")
+    assert not prefill.keys() & {"max_completion_tokens", "min_tokens", "n", "seed"}
 
 
 async def test_a_chat_streams_deltas(client, asked) -> None:

@@ -132,9 +132,11 @@ async def test_what_only_pythons_json_reads_reaches_both(
         (b"[1]", JSON),
         (b"\xff", JSON),
         (b'{"model": "llama", "prompt": "hi"}', "text/plain"),
+        (b"{}", JSON),
+        (b'{"model": "llama", "prompt":  null}', JSON),
     ],
 )
-async def test_a_body_that_is_no_object_is_for_one_worker_to_refuse(
+async def test_a_body_without_a_prompt_is_for_one_worker_to_refuse(
     network: Network, workers: Workers, content: bytes, content_type: str
 ) -> None:
     refusal = answers(400, JSON, b'{"error": {"message": "no object", "code": 400}}')
@@ -165,6 +167,13 @@ PAIRED = [
     (COMPLETIONS, {"prompt": [1, 2]}),
     (COMPLETIONS, {"max_tokens": 16.0, "echo": True}),
     (COMPLETIONS, {"logprobs": 0, "n": 2, "use_beam_search": False}),
+    (
+        COMPLETIONS,
+        {
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+    ),
     (CHAT, {"n": 2, "logprobs": True, "echo": False}),
     (RESPONSES, {"tools": [{"type": "function", "name": "f"}], "store": True}),
     (MESSAGES, {"tools": [{"name": "f", "input_schema": {}}]}),
@@ -202,6 +211,19 @@ async def test_a_fleet_that_serves_pairs_only_says_what_it_cannot(
     assert (answer.status_code, answer.json()["error"]["code"]) == (501, "not-aggregating")
     assert answer.json()["error"]["message"].startswith("prompt: a pair of workers cannot compute")
     assert answer.json()["error"]["param"] == "prompt"
+    assert not workers.asked
+
+
+@pytest.mark.parametrize(("content", "lacks"), [(b"[1]", "body"), (b"{}", "prompt")])
+async def test_a_body_without_a_prompt_is_no_work_for_one_worker(
+    network: Network, control_plane: EmbeddedRegistry, content: bytes, lacks: str
+) -> None:
+    """Nor for a pair."""
+    workers = Workers(network)
+    await workers.join()
+    async with network.routed() as client:
+        answer = await client.post(COMPLETIONS, content=content, headers={"Content-Type": JSON})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, lacks)
     assert not workers.asked
 
 
@@ -263,6 +285,15 @@ STREAM = (
     + chat_chunk(role="assistant", content="")
     + b": keep-alive\n\n"
     + b'data: {"choices": [{"index":0, "delta" : {"content":"\\u00e9"}}],"mine": 1.50}\n\n'
+    # Name and first arguments of one tool call, as two entries.
+    + chat_chunk(
+        tool_calls=[
+            {"index": 0, "id": "ls:0", "type": "function", "function": {"name": "ls"}},
+            {"index": 0, "function": {"arguments": '{"'}},
+        ]
+    )
+    # Usage in each chunk: continuous_usage_stats.
+    + data_event({"choices": [], "usage": {**USAGE, "prompt_tokens_details": None}})
     + b"event: odd\r\ndata: 1\r\n\r\n"
     + DONE
 )
@@ -445,13 +476,23 @@ async def test_a_refusal_in_a_stream_is_passed_on_and_tried_once(
     assert workers.names == "dp"
 
 
+async def test_of_two_refusals_the_client_sees_that_of_decode(
+    network: Network, workers: Workers
+) -> None:
+    workers.prefills = answers(400, JSON, told(400))
+    workers.decodes = answers(422, JSON, told(422))
+    answer = await ask(network, COMPLETIONS)
+    assert (answer.status_code, answer.content) == (422, told(422))
+
+
 @pytest.mark.parametrize(("code", "asked"), [(500, 2), (503, 4)])
-async def test_another_error_before_the_first_token_is_tried_elsewhere(
+async def test_another_error_before_the_first_token_is_tried_elsewhere_and_then_passed_on(
     network: Network, workers: Workers, code: int, asked: int
 ) -> None:
-    workers.decodes = answers(200, EVENTS, b"data: " + told(code) + b"\n\n" + DONE)
+    stream = b"data: " + told(code) + b"\n\n" + DONE
+    workers.decodes = answers(200, EVENTS, stream)
     answer = await ask(network, COMPLETIONS, stream=True)
-    assert (answer.status_code, answer.json()) == (code, json.loads(told(code)))
+    assert (answer.status_code, answer.content) == (200, stream)
     assert workers.names.count("d") == asked
 
 
@@ -598,21 +639,22 @@ async def test_other_apis_have_their_own_words_for_it(
 LOGPROBS = [None, {"7": {"logprob": -0.25, "rank": 1, "decoded_token": "a"}}]
 
 
+@pytest.mark.parametrize("asked", [0, 1, 2.0, -1])
 async def test_logprobs_of_the_prompt_are_those_of_prefill(
-    network: Network, workers: Workers
+    network: Network, workers: Workers, asked: float
 ) -> None:
     workers.prefills = answers(
         200, JSON, whole("text_completion", {**ONE, "prompt_logprobs": LOGPROBS})
     )
     workers.decodes = answers(200, JSON, whole("text_completion", ONE))
-    answer = await ask(network, COMPLETIONS, prompt_logprobs=1)
+    answer = await ask(network, COMPLETIONS, prompt_logprobs=asked)
     assert [choice["prompt_logprobs"] for choice in answer.json()["choices"]] == [LOGPROBS]
     assert "prompt_logprobs" not in workers.body("d")
-    assert workers.body("p")["prompt_logprobs"] == 1
+    assert workers.body("p")["prompt_logprobs"] == asked
 
     workers.prefills = answers(200, JSON, whole("chat.completion", {}, prompt_logprobs=LOGPROBS))
     workers.decodes = answers(200, JSON, whole("chat.completion", {}, prompt_logprobs=None))
-    answer = await ask(network, CHAT, prompt_logprobs=1)
+    answer = await ask(network, CHAT, prompt_logprobs=asked)
     assert answer.json()["prompt_logprobs"] == LOGPROBS
 
 
@@ -622,6 +664,13 @@ async def test_what_is_no_number_of_logprobs_is_decodes_to_refuse(
 ) -> None:
     await ask(network, COMPLETIONS, prompt_logprobs=wrong)
     assert workers.body("d")["prompt_logprobs"] == wrong
+
+
+async def test_a_stream_with_logprobs_of_the_prompt_is_decodes_to_refuse(
+    network: Network, workers: Workers
+) -> None:
+    await ask(network, COMPLETIONS, prompt_logprobs=1, stream=True)
+    assert workers.body("d")["prompt_logprobs"] == 1
 
 
 # --- web pages -------------------------------------------------------------------------------

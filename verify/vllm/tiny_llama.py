@@ -1,4 +1,8 @@
-"""Makes the checkpoint of a tiny Llama with seeded weights: `python tiny_llama.py FOLDER`."""
+"""Makes the checkpoint of a tiny Llama with seeded weights: `python tiny_llama.py FOLDER`.
+
+Its tokenizer knows words w0 to w511; with `--tokenizer bytes` it knows any text, byte by byte, and
+its template tools and reasoning: what grammars and parsers are for.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,31 @@ import argparse
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 512
+_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_start|>", "<|im_end|>")
+_CHAT_TEMPLATE = """\
+{%- if tools %}{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{% endif %}
+{%- for document in documents or [] %}{{ document | tojson }}
+{% endfor %}
+{%- for said in messages %}<|im_start|>{{ said.role }}
+{% if said.content is string %}{{ said.content }}{% else %}
+{%- for part in said.content or [] %}{{ part.text }}{% endfor %}{% endif %}
+{%- for call in said.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}
+{%- if not (continue_final_message and loop.last) %}<|im_end|>
+{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
 
 
 def config_of(
@@ -43,12 +66,29 @@ def make(
     head_dim: int = 32,
     vocabulary: int = VOCABULARY,
     seed: int = 0,
+    tokenizer: str = "words",
 ) -> None:
     """The same weights for the same seed."""
     torch.manual_seed(seed)
     config = config_of(layers, kv_heads, head_dim, vocabulary)
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
-    save_tokenizer(folder)
+    (save_tokenizer if tokenizer == "words" else save_byte_tokenizer)(folder)
+
+
+def save_byte_tokenizer(folder: Path) -> None:
+    """A token for each byte, and for each mark of tools, reasoning and turns."""
+    names = ["<s>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *_MARKS]
+    names += [f"w{index}" for index in range(len(names), VOCABULARY)]
+    tokenizer = Tokenizer(BPE({name: index for index, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in _MARKS[:4]])
+    chats = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    chats.chat_template = _CHAT_TEMPLATE
+    chats.save_pretrained(folder)
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -68,4 +108,5 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     for option in ("--layers", "--kv-heads", "--head-dim", "--vocabulary", "--seed"):
         parser.add_argument(option, type=int, default=argparse.SUPPRESS)
+    parser.add_argument("--tokenizer", choices=("words", "bytes"), default="words")
     make(**vars(parser.parse_args()))

@@ -15,13 +15,13 @@ Kinds:
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tiny_llama import VOCABULARY, save_tokenizer
+from tiny_llama import VOCABULARY, save_byte_tokenizer, save_tokenizer
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -198,8 +198,14 @@ def save_uneven(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    kind, folder = sys.argv[1], Path(sys.argv[2])
-    torch.manual_seed(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    parser.add_argument("--tokenizer", choices=("words", "bytes"), default="words")
+    options = parser.parse_args()
+    kind, folder = options.kind, options.folder
+    torch.manual_seed(options.seed)
     if kind == "uneven":
         save_uneven(folder)
     else:
@@ -207,4 +213,4 @@ if __name__ == "__main__":
         kinds["experts"] = experts
         made = kinds[kind]()
         made.to(torch.float32).save_pretrained(folder)
-    save_tokenizer(folder)
+    (save_tokenizer if options.tokenizer == "words" else save_byte_tokenizer)(folder)

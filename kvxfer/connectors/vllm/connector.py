@@ -36,7 +36,7 @@ from kvxfer.connectors.vllm.caches import (
     require_movable,
 )
 from kvxfer.connectors.vllm.groups import HeldWindows, groups_of, layer_specs
-from kvxfer.connectors.vllm.identity import identity_of
+from kvxfer.connectors.vllm.identity import digest_of, identity_of
 from kvxfer.connectors.vllm.idle_steps import IdleSteps
 from kvxfer.connectors.vllm.kv_events import EventPrefixes
 from kvxfer.connectors.vllm.load import RequestCounter
@@ -60,7 +60,6 @@ from kvxfer.connectors.vllm.worker import LOOP_SECONDS, TransferWorker
 from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.instances import Role
 from kvxfer.prefix_hashes import prompt_hashes
-from kvxfer.prompt_digest import prompt_digest
 from kvxfer.ticket import verify_ticket
 
 if TYPE_CHECKING:
@@ -125,6 +124,12 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
             raise InvalidArgument(
                 "with ReplaySSM a state lags behind its tokens, and kvxfer moves it without those "
                 "that it lacks; start the server without use_replayssm"
+            )
+        if vllm_config.aux_output_config.enabled:
+            raise InvalidArgument(
+                "the experts that a prompt was routed to stay at the instance that computed it, "
+                "and vLLM ends where decode lacks them; start the server without "
+                "--enable-return-routed-experts"
             )
         self._groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
         events = vllm_config.kv_events_config
@@ -198,10 +203,9 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         pull = is_pull(asked) and self._settings.role is not Role.DECODE
         if tokens is None or (params is None and not pull):
             return
-        extras, adapter = [feature.identifier for feature in request.mm_features], ""
+        adapter, digest = "", digest_of(request)
         if (lora := request.lora_request) is not None:
             adapter = adapter_of(lora.lora_name, lora.lora_path)
-        digest = prompt_digest(tokens, *extras)
         if params is None:
             self._kept.arrived(request.request_id, len(tokens), digest, adapter)
         else:

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Final
 
 from kvxfer.connectors.checkpoints import checkpoint_digest, rope_of
 from kvxfer.model_identity import ModelIdentity
+from kvxfer.prompt_digest import prompt_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.request import Request
 
 _CONNECTOR: Final = "vllm/1"
 
@@ -32,4 +34,12 @@ def identity_of(config: VllmConfig, checkpoint: str | None, instance_id: str) ->
         rope=rope_of(model.hf_text_config),
         sliding_window="" if window is None else str(window),
         connector=_CONNECTOR,
+    )
+
+
+def digest_of(request: Request) -> bytes:
+    """A name for what a request asks. The name of its adapter is not in it: servers may each have
+    their own for the same weights, and those are compared by their digest."""
+    return prompt_digest(
+        request.prompt_token_ids or (), *(feature.identifier for feature in request.mm_features)
     )

@@ -1,5 +1,4 @@
-"""Answers of HTTP servers: event streams, values and problem documents of a control plane and of
-the workers behind a router."""
+"""Answers of a control plane: event streams, values and problem documents."""
 
 from __future__ import annotations
 
@@ -13,8 +12,6 @@ from kvxfer.client import answers, calls
 from kvxfer.client.watch import WatchReader
 from kvxfer.errors import KvxferError
 from kvxfer.event_stream import EventParser
-from kvxfer.router import exchange
-from kvxfer.transfers import Party
 from verify.fuzz.python.choices import Choices
 
 DECODERS = {
@@ -28,12 +25,8 @@ DECODERS = {
         "_retry_after",
         "unreadable",
     ],
-    "kvxfer/router/exchange.py": ["_problem", "_error"],
 }
 
-_PARTY = Party(
-    instance_id="worker-0", epoch=1, engine_address="kvx://worker", http_address="http://worker"
-)
 _CALLS = (calls.block_table("t"), calls.instances(), calls.instance("i"), calls.transfer("t"))
 
 
@@ -41,7 +34,7 @@ def run(data: bytes) -> None:
     choices = Choices(data)
     # A fuzzer can reach an event without an end.
     with mock.patch.object(event_stream, "MAX_EVENT_BYTES", 512):
-        (_events, _watch, _answer, _worker)[choices.below(4)](choices)
+        (_events, _watch, _answer)[choices.below(3)](choices)
 
 
 def _events(choices: Choices) -> None:
@@ -76,9 +69,3 @@ def _answer(choices: Choices) -> None:
     except answers.Failed as failed:
         assert isinstance(failed.error, KvxferError)
         assert failed.seconds >= 0
-
-
-def _worker(choices: Choices) -> None:
-    response = httpx2.Response(choices.one_of((400, 404, 500, 503)))
-    error = exchange._problem(_PARTY, response, choices.rest())
-    assert isinstance(error, KvxferError)

@@ -31,7 +31,6 @@ def answers() -> Iterator[bytes]:
     for code in codes:
         body = json.dumps({**problem, "code": code, "message": "m", "self": 1, "field": "f"})
         yield b"\x02\x00\x05\x00\x00\x00" + body.encode()
-        yield b"\x03\x00" + body.encode()
     for seconds in ("1.5", "1e308", "1" + "0" * 400, '"x"', "-3"):
         body = f'{{"code": "rate-limited", "detail": "d", "retry_after_seconds": {seconds}}}'
         yield b"\x02\x00\x05\x01\x03120\x01\x03abc\x01\x01r" + body.encode()
@@ -48,8 +47,6 @@ def answers() -> Iterator[bytes]:
     )
     snapshot = b'event: snapshot\ndata: {"id": 1, "instances": []}\n\n'
     yield b"\x01\x00" + bytes([len(snapshot)]) + snapshot
-    for error in ({"message": "m"}, {"code": 1}, "text", None):
-        yield b"\x03\x00" + json.dumps({"error": error}).encode()
 
 
 def router_bodies() -> Iterator[bytes]:
@@ -95,7 +92,14 @@ def router_bodies() -> Iterator[bytes]:
     for answer in (whole, {"response": whole}, {"choices": 1}, {"usage": 1, "message": whole}):
         for route in range(5):
             yield b"\x07" + bytes([route]) + json.dumps(answer).encode()
-    for error in ({"message": "m", "code": 400}, {"code": "ticket-invalid"}, {"type": "x"}, 7):
+    errors: tuple[Any, ...] = (
+        {"message": "m", "code": 400},
+        {"code": "ticket-invalid"},
+        {"type": "x"},
+        7,
+        None,
+    )
+    for error in errors:
         yield b"\x07\x00" + json.dumps({"error": error}).encode()
     yield b'\x07\x00{"code": "no-capacity", "detail": "d"}'
     stream = b": c\n\nevent: e\ndata: 1\ndata:2\n\ndata: x\r\n\r\ndata: y\r\rdata: half"

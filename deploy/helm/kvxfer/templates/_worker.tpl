@@ -210,7 +210,7 @@ spec:
 {{- $transfer := dict "kv_connector" "KvxferConnector" "kv_connector_module_path" "kvxfer.connectors.vllm.connector" -}}
 {{- $_ := set $transfer "kv_role" (ternary "kv_producer" "kv_consumer" (eq $role "prefill")) -}}
 {{- $_ := set $transfer "kv_connector_extra_config" (merge $extra $pool.transferEngine $pool.connector) -}}
-{{- $args := list (printf "--model=%s" $pool.model) "--host=0.0.0.0" (printf "--port=%v" $pool.port) -}}
+{{- $args := list (printf "--model=%s" $pool.model) "--host=0.0.0.0" (printf "--port=%v" $pool.port) "--enable-scale-out" -}}
 {{- $args = append $args (printf "--shutdown-timeout=%d" (int64 $pool.drainSeconds)) -}}
 {{- $args = append $args (printf "--kv-transfer-config=%s" (toRawJson $transfer)) -}}
 {{- if gt (int $pool.groupSize) 1 -}}
