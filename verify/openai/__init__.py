@@ -1,0 +1,1 @@
+"""A disaggregated vLLM behind `kvxfer router`, compared with one aggregated server of vLLM."""

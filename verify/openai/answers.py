@@ -1,0 +1,228 @@
+"""Answers of an inference engine in a form in which two of them can be compared.
+
+Ids, times and fingerprints count by their form. Of a stream the adjacent deltas of a choice are
+joined: vLLM merges them by timing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import httpx2
+
+from kvxfer.event_stream import EventParser
+
+LOGPROB_TOLERANCE: Final = 1e-3
+
+# What vLLM says instead of minus infinity.
+_FORBIDDEN: Final = -9999.0
+
+# Members whose values two servers do not share, and the form that they have.
+_BY_FORM: Final[Mapping[str, re.Pattern[str]]] = {
+    "id": re.compile(
+        r"(cmpl|chatcmpl|resp|msg|rs|fc|call|toolu|modelperm|chatcmpl-tool|embd|score)?"
+        r"[-_]?[A-Za-z0-9._:/+=@-]+"
+    ),
+    "call_id": re.compile(r"[A-Za-z_-]+[0-9a-f]+"),
+    "item_id": re.compile(r"[a-z]+_[0-9a-f]+"),
+    "system_fingerprint": re.compile(r"vllm-[0-9.]+-[0-9a-f]+"),
+    "signature": re.compile(r"[0-9a-f]+"),
+}
+_NUMBERS_BY_FORM: Final = frozenset({"created", "created_at", "sequence_number"})
+_HEADERS: Final = ("content-type", "retry-after", "www-authenticate")
+# Text that comes in pieces.
+_JOINED: Final = frozenset(
+    {"text", "content", "reasoning", "reasoning_content", "refusal", "arguments"}
+)
+# Events of /v1/responses and /v1/messages that are pieces of one.
+_PIECES: Final = re.compile(r".*(\.delta|_delta)$")
+
+
+class Where(NamedTuple):
+    """A place at which two answers differ."""
+
+    path: tuple[str, ...]
+    told: str
+
+    def __str__(self) -> str:
+        return f"{'.'.join(self.path)}: {self.told}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What two answers have to have in common."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: Any
+
+    def differences(self, other: Answer) -> list[Where]:
+        """Where the other one is not the same."""
+        found = list(_differences(self.status, other.status, ("status",)))
+        for name in _HEADERS:
+            found += _differences(self.headers.get(name), other.headers.get(name), (name,))
+        return [*found, *_differences(self.content, other.content, ())]
+
+
+def read(answer: httpx2.Response) -> Answer:
+    """An answer in one piece, or a whole stream."""
+    headers = {name: answer.headers[name] for name in _HEADERS if name in answer.headers}
+    if headers.get("content-type", "").startswith("text/event-stream"):
+        return Answer(answer.status_code, headers, _stream(answer.content))
+    try:
+        content = json.loads(answer.content)
+    except ValueError:
+        content = answer.text
+    return Answer(answer.status_code, headers, by_form(content))
+
+
+def by_form(value: Any, name: str = "") -> Any:
+    """The value with that of each member that counts by its form replaced by that."""
+    if isinstance(value, dict):
+        return {key: by_form(each, key) for key, each in _permitted(value, name).items()}
+    if isinstance(value, list):
+        return [by_form(each, name) for each in value]
+    if name in _NUMBERS_BY_FORM and isinstance(value, int | float):
+        return "a number"
+    if isinstance(value, str) and (form := _BY_FORM.get(name)) is not None:
+        prefix = re.match(r"([A-Za-z]+[-_])*", value)
+        return f"{prefix[0] if prefix else ''}…" if form.fullmatch(value) else value
+    return value
+
+
+def _permitted(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Without the names of tokens that a grammar forbids: equal as they are to vLLM, any of them
+    may fill the list of the likeliest ones."""
+    if name != "top_logprobs":
+        return value
+    if isinstance(value.get("logprob"), float):  # an entry of a chat
+        return value if value["logprob"] > _FORBIDDEN else {"logprob": value["logprob"]}
+    kept = {token: logprob for token, logprob in value.items() if logprob > _FORBIDDEN}
+    return {**kept, "forbidden": len(value) - len(kept)}
+
+
+def _stream(content: bytes) -> Any:
+    events = EventParser().feed(content)
+    told = [(event.event, _json(event.data)) for event in events]
+    ended = content.endswith((b"\n\n", b"\r\n\r\n"))
+    if any(name != "message" for name, _ in told):
+        return {"events": list(_typed(told)), "ended": ended}
+    return {**_chunks([data for _, data in told]), "ended": ended}
+
+
+def _json(data: str) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data
+
+
+def _chunks(events: list[Any]) -> dict[str, Any]:
+    """The stream of completions or chats: each choice as the sum of its deltas, and all else that
+    its chunks say. `members` has the names of all that some chunk has."""
+    choices: dict[int, dict[str, Any]] = {}
+    whole: dict[str, Any] = {}
+    others: list[Any] = []
+    members: set[str] = set()
+    for event in events:
+        if not isinstance(event, dict) or "choices" not in event:
+            others.append(by_form(event))
+            continue
+        members |= _names(event)
+        whole |= {name: value for name, value in by_form(event).items() if name != "choices"}
+        for piece in event["choices"]:
+            _add(choices.setdefault(piece["index"], {}), by_form(piece))
+    return {
+        **whole,
+        "choices": [choices[index] for index in sorted(choices)],
+        "others": others,
+        "members": sorted(members),
+    }
+
+
+def _names(event: Mapping[str, Any]) -> set[str]:
+    """Those of the members, of a choice and its delta as well."""
+    found = set(event)
+    for choice in event["choices"]:
+        found |= {f"choice.{name}" for name in choice}
+        found |= {f"delta.{name}" for name in choice.get("delta") or ()}
+    return found
+
+
+def _add(whole: dict[str, Any], piece: Mapping[str, Any]) -> None:
+    for name, value in piece.items():
+        had = whole.get(name)
+        if name == "tool_calls" and isinstance(value, list):
+            calls = whole[name] = had or []
+            for call in value:
+                same = [each for each in calls if each.get("index") == call.get("index")]
+                if not same:
+                    calls.append({})
+                _add(same[0] if same else calls[-1], call)
+        elif isinstance(value, dict):
+            if had is None:
+                had = whole[name] = {}
+            _add(had, value)
+        elif _goes_on(had, value, name in _JOINED):
+            whole[name] = had + value
+        elif value is not None or name not in whole:
+            whole[name] = value
+
+
+def _typed(events: list[tuple[str, Any]]) -> Iterator[Any]:
+    """Events with a type, where neighbours that are pieces of one are one."""
+    piece: tuple[str, Any] | None = None
+    for name, data in events:
+        data = by_form(data)
+        if piece is not None and piece[0] == name and _PIECES.fullmatch(name):
+            _join(piece[1], data)
+            continue
+        if piece is not None:
+            yield list(piece)
+        piece = (name, data)
+    if piece is not None:
+        yield list(piece)
+
+
+def _join(whole: dict[str, Any], piece: Mapping[str, Any]) -> None:
+    for name, value in piece.items():
+        had = whole.get(name)
+        if isinstance(had, dict) and isinstance(value, dict):
+            _join(had, value)
+        elif _goes_on(had, value, name in {"delta", "text", "thinking", "partial_json"}):
+            whole[name] = had + value
+
+
+def _goes_on(had: Any, value: Any, is_text: bool) -> bool:
+    """Whether a value continues the one before."""
+    both = (type(had), type(value))
+    return both == (list, list) or (is_text and both == (str, str))
+
+
+def _differences(ours: Any, theirs: Any, path: tuple[str, ...]) -> Iterator[Where]:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for name in sorted({*ours, *theirs}):
+            if name not in ours or name not in theirs:
+                there = "missing" if name not in ours else "more than there"
+                yield Where((*path, name), there)
+            else:
+                yield from _differences(ours[name], theirs[name], (*path, name))
+    elif isinstance(ours, list) and isinstance(theirs, list):
+        if len(ours) != len(theirs):
+            yield Where(path, f"{len(ours)} entries, not {len(theirs)}")
+        for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+            yield from _differences(one, other, (*path, str(index)))
+    elif not _same(ours, theirs):
+        yield Where(path, f"{ours!r}, not {theirs!r}")
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, float) or isinstance(theirs, float):
+        numbers = all(isinstance(each, int | float) for each in (ours, theirs))
+        return numbers and math.isclose(ours, theirs, rel_tol=0, abs_tol=LOGPROB_TOLERANCE)
+    return type(ours) is type(theirs) and ours == theirs

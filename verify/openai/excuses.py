@@ -1,0 +1,76 @@
+"""What docs/router.md says that a router over a pair does otherwise than one aggregated server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvxfer.web.request_log import is_request_id
+from verify.openai.answers import Where
+from verify.openai.cases import MODELS, Case
+
+DOCUMENT: Final = Path(__file__).parents[2] / "docs/router.md"
+_HEAD: Final = ["route", "member", "condition", "part", "aggregated server", "router"]
+_ALL: Final = "all"
+
+_CONDITIONS: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "not null": lambda value: value is not None,
+    "of no worker": lambda value: isinstance(value, str) and value not in MODELS,
+    "not fit for a log": lambda value: isinstance(value, str) and not is_request_id(value),
+    "over 1": lambda value: isinstance(value, int | float) and value > 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Excuse:
+    """A row of the table: where a member has such a value, a part of the answer is the router's."""
+
+    route: str
+    member: str
+    condition: str
+    part: str
+
+    def matches(self, route: str, body: Any) -> bool:
+        """Whether a request is one that the row is about."""
+        if self.route not in (_ALL, route) or not isinstance(body, dict):
+            return False
+        return self.member in body and _CONDITIONS[self.condition](body[self.member])
+
+    def refuses(self, route: str, body: Any) -> bool:
+        """Whether nothing of the answer is the engine's."""
+        return self.part == _ALL and self.matches(route, body)
+
+    def covers(self, where: Sequence[Where]) -> bool:
+        """Whether the row is about all places at which the answers differ."""
+        return self.part == _ALL or all(self.part in each.path for each in where)
+
+
+def read_excuses(document: Path = DOCUMENT) -> list[Excuse]:
+    """The rows of the table. Raises ValueError for one that the comparison cannot read."""
+    rows = [_cells(line) for line in document.read_text().splitlines() if line.startswith("|")]
+    at = rows.index(_HEAD) + 2
+    found = []
+    for row in rows[at:]:
+        if len(row) != len(_HEAD):
+            break
+        route, member, condition, part, *_ = (cell.strip("`") for cell in row)
+        if condition not in _CONDITIONS:
+            raise ValueError(
+                f"{document.name}: the condition {condition!r} is none of {', '.join(_CONDITIONS)}"
+            )
+        found.append(Excuse(route, member, condition, part))
+    return found
+
+
+def excusing(
+    excuses: Sequence[Excuse], case: Case, body: Any, where: Sequence[Where]
+) -> Excuse | None:
+    """The first row that excuses the differences of an answer."""
+    about = (each for each in excuses if each.matches(case.route, body))
+    return next((each for each in about if each.covers(where)), None)
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
