@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-weights test-moe test-gpu test-sglang test-page test-stability lint docs bench bench-control bench-gpu bench-vllm bench-weights bench-moe sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights chaos-moe soak attack simulate simulate-moe helm-test verify clean
+.PHONY: demo test test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-weights test-moe test-gpu test-sglang test-openai test-clients test-page test-stability lint docs bench bench-control bench-router bench-gpu bench-vllm bench-weights bench-moe figures sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights chaos-moe soak attack simulate simulate-moe router-defects helm-test verify clean
 
 demo:
 	@DEVICE=$(DEVICE) scripts/demo
@@ -44,6 +44,16 @@ test-sglang:
 	@scripts/setup test
 	@scripts/test-sglang
 
+# A pair behind the router beside one aggregated vLLM: OPENAI="--model llama --every 20" and the like.
+test-openai:
+	@scripts/setup test
+	@scripts/test-openai $(OPENAI)
+
+# CLIENTS="--client litellm" and the like.
+test-clients:
+	@scripts/setup test
+	@scripts/test-clients $(CLIENTS)
+
 test-page:
 	@scripts/setup page
 	@scripts/test-page
@@ -64,15 +74,19 @@ docs:
 
 bench:
 	@scripts/setup demo
-	@$(VENV)/kvxfer bench
+	@$(VENV)/kvxfer bench $(BENCH)
 
 bench-control:
 	@scripts/setup test
 	@PYTHONPATH=$(CURDIR) $(VENV)/python -m benchmarks.control $(BENCH)
 
+bench-router:
+	@scripts/setup test
+	@PYTHONPATH=$(CURDIR) $(VENV)/python -m benchmarks.router $(BENCH)
+
 # Without internet: docs/gpus.md says what has to be there.
 bench-gpu:
-	@scripts/bench-gpu
+	@scripts/bench-gpu $(BENCH)
 
 # BENCH="--gb 8" and the like for its options.
 bench-weights:
@@ -86,7 +100,12 @@ bench-moe:
 
 bench-vllm:
 	@scripts/setup test
-	@scripts/bench-vllm
+	@scripts/bench-vllm $(BENCH)
+
+# All of these in a smoke size, in a fresh copy of this tree.
+figures:
+	@scripts/setup test
+	@$(VENV)/python -m verify.figures
 
 # Not where the same engine has passed before; WHOLE=1 in any case.
 sanitize:
@@ -142,6 +161,11 @@ simulate:
 simulate-moe:
 	@scripts/setup test
 	@$(VENV)/python -m verify.moe --seeds $(or $(SEEDS),20000)
+
+# Patches of the router, each of which a test has to catch.
+router-defects:
+	@scripts/setup test
+	@$(VENV)/python -m verify.router_defects
 
 helm-test:
 	@scripts/setup test

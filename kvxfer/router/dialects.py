@@ -74,6 +74,14 @@ class Dialect:
         """Whether the answer has logprobs of the prompt, which prefill computes."""
         return False
 
+    def lacks_logprobs(self, of_prefill: JsonObject) -> bool:
+        """Whether prefill's answer has logprobs of only a part of the prompt."""
+        told, usage = self._prompt_logprobs_in(of_prefill), _usage(of_prefill) or {}
+        return isinstance(told, list) and len(told) != usage.get("prompt_tokens", len(told))
+
+    def _prompt_logprobs_in(self, answer: JsonObject) -> Any:  # noqa: ARG002
+        return None
+
     def ended(self, last: bytes) -> bool:
         """Whether a stream that ends with these events is whole."""
         return b"data: [DONE]" in last
@@ -158,10 +166,12 @@ class _Completions(_OpenAi):
 
     def with_prompt(self, answer: JsonObject, of_prefill: JsonObject | None) -> None:
         super().with_prompt(answer, of_prefill)
-        computed = next(iter(_choices(of_prefill or {})), {})
-        if (logprobs := computed.get("prompt_logprobs")) is not None:
+        if (logprobs := self._prompt_logprobs_in(of_prefill or {})) is not None:
             for choice in _choices(answer):
                 choice["prompt_logprobs"] = logprobs
+
+    def _prompt_logprobs_in(self, answer: JsonObject) -> Any:
+        return next(iter(_choices(answer)), {}).get("prompt_logprobs")
 
     def _prompts(self, members: Members) -> list[Any]:
         prompt = value_of(members, "prompt")
@@ -198,8 +208,11 @@ class _Chat(_OpenAi):
 
     def with_prompt(self, answer: JsonObject, of_prefill: JsonObject | None) -> None:
         super().with_prompt(answer, of_prefill)
-        if (logprobs := (of_prefill or {}).get("prompt_logprobs")) is not None:
+        if (logprobs := self._prompt_logprobs_in(of_prefill or {})) is not None:
             answer["prompt_logprobs"] = logprobs
+
+    def _prompt_logprobs_in(self, answer: JsonObject) -> Any:
+        return answer.get("prompt_logprobs")
 
 
 def _says_text(message: Any) -> bool:

@@ -75,6 +75,11 @@ class WorkerFailed(Exception):
         self.error, self.instance_id = error, instance_id
 
 
+class NotByPair(Exception):
+    """One worker has to serve the request, for the member that is the argument: a pair of this
+    model cannot compute it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A worker's answer in one piece."""
@@ -158,8 +163,8 @@ class Exchange:
         """Sends the request. Returns with the first event of a stream; for an answer in one piece
         when prefill has computed the prompt, or at once where there is no prefill.
 
-        Comments before the first event go to the `client`. Raises WorkerFailed, or DeadlineExceeded
-        after `seconds`.
+        Comments before the first event go to the `client`. Raises WorkerFailed, NotByPair, or
+        DeadlineExceeded after `seconds`.
         """
         if self._paired:
             self._prefill = asyncio.create_task(self._ask_prefill())
@@ -204,7 +209,13 @@ class Exchange:
             body[dialect.limit] = 1
         with span("prefill", instance_id=party.instance_id) as asked:
             response = await self._send(party, msgspec.json.encode(body), asked)
-            return await self._read(party, response)
+            content = await self._read(party, response)
+        if self._takes_logprobs:
+            with contextlib.suppress(*UNREADABLE):
+                # The last token of a prompt is decode's where layers keep a state.
+                if dialect.lacks_logprobs(msgspec.json.decode(content, type=JsonObject)):
+                    raise NotByPair("prompt_logprobs")
+        return content
 
     async def _ask_decode(self, client: Downstream | None) -> Answer | _Stream:
         party = self._transfer.decode

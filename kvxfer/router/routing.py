@@ -34,7 +34,7 @@ from kvxfer.router.errors import (
     WorkerKeyRefused,
     error_object,
 )
-from kvxfer.router.exchange import Exchange, WorkerFailed
+from kvxfer.router.exchange import Exchange, NotByPair, WorkerFailed
 from kvxfer.router.metrics import Metrics
 from kvxfer.router.models import FleetModels
 from kvxfer.router.rendering import Rendering
@@ -110,6 +110,8 @@ class Router:
                     self._metrics.failed_streams.labels(failure.error.code).inc()
                     raise failure.error from failure
                 attempts.failed(failure)
+            except NotByPair as member:
+                asked = replace(asked, alone=str(member))
         if exchange.stream_error is not None:
             self._metrics.failed_streams.labels(exchange.stream_error.code).inc()
 

@@ -658,6 +658,18 @@ async def test_logprobs_of_the_prompt_are_those_of_prefill(
     assert answer.json()["prompt_logprobs"] == LOGPROBS
 
 
+async def test_one_worker_tells_logprobs_that_prefill_has_of_a_part_of_the_prompt(
+    network: Network, workers: Workers
+) -> None:
+    usage = {**USAGE, "prompt_tokens": len(LOGPROBS) + 1}
+    content = whole("text_completion", {**ONE, "prompt_logprobs": LOGPROBS}, usage=usage)
+    workers.prefills = workers.decodes = answers(200, JSON, content)
+    answer = await ask(network, COMPLETIONS, prompt_logprobs=1)
+    assert answer.status_code == 200
+    *_, (_, _, last) = workers.asked
+    assert json.loads(last) == {**ASKED[COMPLETIONS], "prompt_logprobs": 1}
+
+
 @pytest.mark.parametrize("wrong", ["1", -2, 1.5, True])
 async def test_what_is_no_number_of_logprobs_is_decodes_to_refuse(
     network: Network, workers: Workers, wrong: Any

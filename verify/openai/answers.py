@@ -33,7 +33,10 @@ _BY_FORM: Final[Mapping[str, re.Pattern[str]]] = {
     "system_fingerprint": re.compile(r"vllm-[0-9.]+-[0-9a-f]+"),
     "signature": re.compile(r"[0-9a-f]+"),
 }
-_NUMBERS_BY_FORM: Final = frozenset({"created", "created_at", "sequence_number"})
+# Tokens of reasoning are counted by the pieces in which a stream comes.
+_NUMBERS_BY_FORM: Final = frozenset(
+    {"created", "created_at", "sequence_number", "reasoning_tokens"}
+)
 _HEADERS: Final = ("content-type", "retry-after", "www-authenticate")
 # Text that comes in pieces.
 _JOINED: Final = frozenset(

@@ -71,6 +71,7 @@ def add_vllm(
     policy: str = "fail",
     connector: str = "KvxferConnector",
     module: str = "kvxfer.connectors.vllm.connector",
+    variables: Mapping[str, str] | None = None,
     **settings: Any,
 ) -> Server:
     """Starts a vLLM as a worker of a fleet; `settings` are its connector's."""
@@ -81,7 +82,6 @@ def add_vllm(
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {"control_plane": fleet.url, **settings},
     }
-    server = vllm(
-        name, fleet.folder, model, *arguments, transfer=transfer, variables=fleet.variables
-    )
+    environment = {**fleet.variables, **(variables or {})}
+    server = vllm(name, fleet.folder, model, *arguments, transfer=transfer, variables=environment)
     return fleet.add(server, works=True)

@@ -201,6 +201,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
             return
         tokens = request.prompt_token_ids
         pull = is_pull(asked) and self._settings.role is not Role.DECODE
+        if pull and self._blocks.exact and _asks_logprobs_of_the_prompt(request):
+            return  # its last token is not computed here
         if tokens is None or (params is None and not pull):
             return
         adapter, digest = "", digest_of(request)
@@ -468,6 +470,11 @@ def _totals(config: VllmConfig, layer: str) -> set[int]:
     if number < model.total_num_hidden_layers:
         totals.add(model[number].total_num_kv_heads)
     return totals
+
+
+def _asks_logprobs_of_the_prompt(request: Request) -> bool:
+    sampling = request.sampling_params
+    return sampling is not None and sampling.prompt_logprobs is not None
 
 
 def _shorten(request: Request, tokens: int) -> None:

@@ -1,0 +1,128 @@
+"""A short session of each client, against one aggregated vLLM and against the router over a pair:
+what it got has to be the same. `make test-clients` calls it.
+
+Exit code 1 where a client fails, or got something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from verify.openai.servers import SETUPS, Compared, serving
+from verify.vllm.servers import VLLM_PYTHON
+
+HERE: Final = Path(__file__).parent
+CLIENTS_PYTHON: Final = os.environ.get("KVXFER_CLIENTS_PYTHON", "")
+
+_SECONDS: Final = 300
+_TAIL: Final = 2000
+# A client must not see what else is there.
+_VARIABLES: Final = {
+    **{name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ},
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Client:
+    """A program of the folder `programs`, and the Python that has its package."""
+
+    name: str
+    program: str
+    python: str = CLIENTS_PYTHON
+
+
+CLIENTS: Final = (
+    Client("openai", "openai_sync.py"),
+    Client("openai, asyncio", "openai_async.py"),
+    Client("anthropic", "anthropic_messages.py"),
+    Client("langchain-openai", "langchain_chains.py"),
+    Client("litellm", "litellm_calls.py"),
+    Client("lm-eval", "lm_eval_task.py"),
+    Client("guidellm", "guidellm_run.py"),
+    Client("vllm.benchmarks.serve", "vllm_bench.py", VLLM_PYTHON),
+)
+
+
+class ClientFailed(Exception):
+    """The end of what it wrote."""
+
+
+def session(client: Client, url: str, model: Path) -> dict[str, Any]:
+    """What the client tells of its session."""
+    command = [client.python, str(HERE / "programs" / client.program), url, str(model)]
+    done = subprocess.run(
+        command, env=_VARIABLES, capture_output=True, text=True, timeout=_SECONDS, check=False
+    )
+    if done.returncode:
+        raise ClientFailed(done.stderr[-_TAIL:])
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[str]:
+    for name in sorted({*ours["results"], *theirs["results"]}):
+        got, wanted = (each["results"].get(name) for each in (ours, theirs))
+        if got != wanted:
+            yield f"{name}: {got!r:.300}, and not {wanted!r:.300}"
+
+
+def compared(client: Client, servers: Compared, table: Table) -> list[str]:
+    """What is wrong."""
+    moved = servers.received_tokens()
+    try:
+        theirs = session(client, servers.aggregated.url, servers.model)
+        ours = session(client, servers.fleet.router.url, servers.model)
+    except (ClientFailed, subprocess.TimeoutExpired) as failure:
+        table.add_row(client.name, "", str(failure)[-200:], "", "failed", style="red")
+        return [f"{client.name}: {failure}"]
+    found = [f"{client.name}: {each}" for each in differences(ours, theirs)]
+    tokens = f"{servers.received_tokens() - moved:,.0f}"
+    result = "different" if found else "equal"
+    style = "red" if found else None
+    table.add_row(client.name, ours["version"], ours["did"], tokens, result, style=style)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make test-clients", description=__doc__)
+    names = [client.name for client in CLIENTS]
+    parser.add_argument("--client", action="append", choices=names, help="only these")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the servers' logs there")
+    options = parser.parse_args()
+    console = Console()
+    table = Table("client", "version", "what it did", "tokens moved", "results")
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="kvxfer-clients-") as temporary:
+        folder = options.logs or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        setup = SETUPS[0]
+        with console.status("starting vLLM"), serving(folder, setup, second=False) as servers:
+            for client in CLIENTS:
+                if options.client is None or client.name in options.client:
+                    with console.status(client.name):
+                        problems += compared(client, servers, table)
+    console.print(table)
+    for problem in problems:
+        console.print(problem, markup=False, highlight=False, style="red")
+    if not problems:
+        console.print(f"proved: {table.row_count} clients got the same from both")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Defects of the way that a request takes, as patches, and that tests catch each."""
