@@ -40,10 +40,12 @@ _NUMBERS_BY_FORM: Final = frozenset(
 _HEADERS: Final = ("content-type", "retry-after", "www-authenticate")
 # Text that comes in pieces.
 _JOINED: Final = frozenset(
-    {"text", "content", "reasoning", "reasoning_content", "refusal", "arguments"}
+    {"text", "content", "reasoning", "reasoning_content", "refusal", "arguments", "name"}
 )
-# Events of /v1/responses and /v1/messages that are pieces of one.
-_PIECES: Final = re.compile(r".*(\.delta|_delta)$")
+_LATE: Final = "then a chunk"
+# Events of /v1/responses and /v1/messages that are pieces of one, and their text.
+_PIECES: Final = re.compile(r".*(\.delta|_block_delta)$")
+_TEXT_OF_PIECES: Final = frozenset({"delta", "text", "thinking", "partial_json"})
 
 
 class Where(NamedTuple):
@@ -81,6 +83,8 @@ def read(answer: httpx2.Response) -> Answer:
         content = json.loads(answer.content)
     except ValueError:
         content = answer.text
+    if isinstance(content, dict) and content.get("object") == "list" and "data" in content:
+        return Answer(answer.status_code, headers, _listed(content))
     return Answer(answer.status_code, headers, by_form(content))
 
 
@@ -98,12 +102,18 @@ def by_form(value: Any, name: str = "") -> Any:
     return value
 
 
+def _listed(content: Mapping[str, Any]) -> Any:
+    """A list of models, whose ids are names."""
+    names = [each.get("id") for each in content["data"] if each.get("object") == "model"]
+    return {**by_form(content), "names": names}
+
+
 def _permitted(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Without the names of tokens that a grammar forbids: equal as they are to vLLM, any of them
     may fill the list of the likeliest ones."""
     if name != "top_logprobs":
         return value
-    if isinstance(value.get("logprob"), float):  # an entry of a chat
+    if isinstance(value.get("logprob"), int | float):  # an entry of a chat
         return value if value["logprob"] > _FORBIDDEN else {"logprob": value["logprob"]}
     kept = {token: logprob for token, logprob in value.items() if logprob > _FORBIDDEN}
     return {**kept, "forbidden": len(value) - len(kept)}
@@ -128,20 +138,34 @@ def _json(data: str) -> Any:
 def _chunks(events: list[Any]) -> dict[str, Any]:
     """The stream of completions or chats: each choice as the sum of its deltas, and all else that
     its chunks say. `members` has the names of all that some chunk has."""
-    choices: dict[int, dict[str, Any]] = {}
-    whole: dict[str, Any] = {}
+    choices: dict[str, dict[str, Any]] = {}
+    whole: dict[str, list[Any]] = {}
+    usage: Any = None
     others: list[Any] = []
     members: set[str] = set()
     for event in events:
-        if not isinstance(event, dict) or "choices" not in event:
+        if not isinstance(event, dict) or not isinstance(event.get("choices"), list):
             others.append(by_form(event))
             continue
+        if others and others[-1] != _LATE:
+            others.append(_LATE)
         members |= _names(event)
-        whole |= {name: value for name, value in by_form(event).items() if name != "choices"}
+        usage = event.get("usage", usage)  # it grows
+        for name, value in by_form(event).items():
+            if name not in {"choices", "usage"} and value not in (
+                told := whole.setdefault(name, [])
+            ):
+                told.append(value)
         for piece in event["choices"]:
-            _add(choices.setdefault(piece["index"], {}), by_form(piece))
+            choice = choices.setdefault(str(piece.get("index")), {})
+            if choice.get("finish_reason") is not None:
+                choice.setdefault("after its end", []).append(piece)
+            _add(choice, by_form(piece))
+    # What is told once is null in other chunks, however many these are.
+    values = {name: [each for each in told if each is not None] for name, told in whole.items()}
     return {
-        **whole,
+        **values,
+        "usage": by_form(usage),
         "choices": [choices[index] for index in sorted(choices)],
         "others": others,
         "members": sorted(members),
@@ -168,7 +192,7 @@ def _add(whole: dict[str, Any], piece: Mapping[str, Any]) -> None:
                     calls.append({})
                 _add(same[0] if same else calls[-1], call)
         elif isinstance(value, dict):
-            if had is None:
+            if not isinstance(had, dict):
                 had = whole[name] = {}
             _add(had, value)
         elif _goes_on(had, value, name in _JOINED):
@@ -182,7 +206,8 @@ def _typed(events: list[tuple[str, Any]]) -> Iterator[Any]:
     piece: tuple[str, Any] | None = None
     for name, data in events:
         data = by_form(data)
-        if piece is not None and piece[0] == name and _PIECES.fullmatch(name):
+        same = piece is not None and piece[0] == name and _PIECES.fullmatch(name)
+        if piece is not None and same and _continues(piece[1], data):
             _join(piece[1], data)
             continue
         if piece is not None:
@@ -192,12 +217,24 @@ def _typed(events: list[tuple[str, Any]]) -> Iterator[Any]:
         yield list(piece)
 
 
+def _continues(whole: Any, piece: Any) -> bool:
+    """Whether a piece differs from the one before in its text only."""
+    if not isinstance(whole, dict) or not isinstance(piece, dict) or whole.keys() != piece.keys():
+        return False
+    return all(
+        value == whole[name]
+        or _goes_on(whole[name], value, name in _TEXT_OF_PIECES)
+        or _continues(whole[name], value)
+        for name, value in piece.items()
+    )
+
+
 def _join(whole: dict[str, Any], piece: Mapping[str, Any]) -> None:
     for name, value in piece.items():
         had = whole.get(name)
         if isinstance(had, dict) and isinstance(value, dict):
             _join(had, value)
-        elif _goes_on(had, value, name in {"delta", "text", "thinking", "partial_json"}):
+        elif _goes_on(had, value, name in _TEXT_OF_PIECES):
             whole[name] = had + value
 
 
@@ -225,7 +262,6 @@ def _differences(ours: Any, theirs: Any, path: tuple[str, ...]) -> Iterator[Wher
 
 
 def _same(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, float) or isinstance(theirs, float):
-        numbers = all(isinstance(each, int | float) for each in (ours, theirs))
-        return numbers and math.isclose(ours, theirs, rel_tol=0, abs_tol=LOGPROB_TOLERANCE)
-    return type(ours) is type(theirs) and ours == theirs
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return math.isclose(ours, theirs, rel_tol=0, abs_tol=LOGPROB_TOLERANCE)
+    return type(ours) is type(theirs) and bool(ours == theirs)

@@ -157,9 +157,10 @@ def _note(tally: Tally, excuses: Sequence[Excuse], seen: Difference) -> None:
 def is_error(answer: Answer) -> bool:
     """Whether a stream tells of an error."""
     content = answer.content
-    return isinstance(content, dict) and any(
-        isinstance(each, dict) and "error" in each for each in content.get("others", ())
-    )
+    if not isinstance(content, dict):
+        return False
+    told = [*content.get("others", ()), *(data for _, data in content.get("events", ()))]
+    return any(isinstance(each, dict) and "error" in each for each in told)
 
 
 def without_usage_of_prompt(answer: Answer) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,12 +50,15 @@ class Excuse:
 
 def read_excuses(document: Path = DOCUMENT) -> list[Excuse]:
     """The rows of the table. Raises ValueError for one that the comparison cannot read."""
-    rows = [_cells(line) for line in document.read_text().splitlines() if line.startswith("|")]
-    at = rows.index(_HEAD) + 2
+    lines = [_cells(line) for line in document.read_text().splitlines()]
+    if _HEAD not in lines:
+        raise ValueError(f"{document.name} has no table of {', '.join(_HEAD)}")
     found = []
-    for row in rows[at:]:
+    for row in itertools.takewhile(any, lines[lines.index(_HEAD) + 2 :]):
         if len(row) != len(_HEAD):
-            break
+            raise ValueError(
+                f"{document.name}: a row has not {len(_HEAD)} cells: {' | '.join(row)}"
+            )
         route, member, condition, part, *_ = (cell.strip("`") for cell in row)
         if condition not in _CONDITIONS:
             raise ValueError(

@@ -217,15 +217,17 @@ def _by_schema(document: Mapping[str, Any], schema: Mapping[str, Any]) -> Values
     """Of a member that has come with a newer vLLM."""
     kinds = [_resolved(document, each) for each in _alternatives(schema)]
     kind = next((each for each in kinds if each.get("type") != "null"), {})
+    default = schema.get("default", kind.get("default"))
     edge = (None,)
     match kind.get("type"):
         case "boolean":
             return _flag()
         case "integer" | "number":
             bounds = [kind[name] for name in ("minimum", "maximum") if name in kind]
-            return _number(kind.get("default") or 1, *bounds)
+            least, most = kind.get("minimum", 1), kind.get("maximum", 1)
+            return _number(default or max(least, min(most, 1)), *bounds)
         case "string":
-            words = kind.get("enum") or ["a"]
+            words = kind.get("enum") or [kind.get("const") or default or "a"]
             return _text(words[0], words[-1], "")
         case "array":
             return Values([], edge, ("x", 7))

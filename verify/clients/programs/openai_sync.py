@@ -8,6 +8,9 @@ import session
 from openai import APIStatusError, OpenAI
 from pydantic import BaseModel
 
+# Two servers do not share these.
+OF_SERVER = {"id", "created", "system_fingerprint"}
+
 
 class Weather(BaseModel):
     city: Literal["Rome", "Oslo"]
@@ -23,7 +26,7 @@ def ask(url: str, _model: str) -> None:
     found: dict[str, Any] = {"models": [model.id for model in client.models.list()]}
 
     completion = client.completions.create(**asked, prompt=session.text(1), logprobs=2)
-    found["completion"] = completion.model_dump(exclude={"id", "created"})
+    found["completion"] = completion.model_dump(exclude=OF_SERVER)
     usage = {"include_usage": True}
     streamed = client.completions.create(
         **asked, prompt=session.text(2), stream=True, stream_options=usage
@@ -36,18 +39,18 @@ def ask(url: str, _model: str) -> None:
 
     chat = client.chat.completions
     answer = chat.create(**asked, messages=said(3), logprobs=True, top_logprobs=2)
-    found["chat"] = answer.model_dump(exclude={"id", "created"})
+    found["chat"] = answer.model_dump(exclude=OF_SERVER)
     with chat.stream(**asked, messages=said(4), stream_options=usage) as stream:
         deltas = "".join(event.delta for event in stream if event.type == "content.delta")
         final = stream.current_completion_snapshot
-    found["chat by the streaming helper"] = [deltas, final.model_dump(exclude={"id", "created"})]
+    found["chat by the streaming helper"] = [deltas, final.model_dump(exclude=OF_SERVER)]
 
     tools: dict[str, Any] = {"tools": [{"type": "function", "function": session.WEATHER}]}
     tools["tool_choice"] = {"type": "function", "function": {"name": "weather"}}
     found["a tool"] = calls_of(
-        chat.create(**{**asked, "max_tokens": 90}, **tools, messages=said(5))
+        chat.create(**{**asked, "max_tokens": 400}, **tools, messages=said(5))
     )
-    with chat.stream(**{**asked, "max_tokens": 90}, **tools, messages=said(6)) as stream:
+    with chat.stream(**{**asked, "max_tokens": 400}, **tools, messages=said(6)) as stream:
         arguments = "".join(
             event.arguments_delta
             for event in stream
@@ -55,7 +58,7 @@ def ask(url: str, _model: str) -> None:
         )
         final = calls_of(stream.get_final_completion())
     found["a tool by the streaming helper"] = [arguments, final]
-    parsed = chat.parse(**{**asked, "max_tokens": 60}, messages=said(7), response_format=Weather)
+    parsed = chat.parse(**{**asked, "max_tokens": 400}, messages=said(7), response_format=Weather)
     assert isinstance(parsed.choices[0].message.parsed, Weather)
     found["structured"] = parsed.choices[0].message.parsed.city
 
