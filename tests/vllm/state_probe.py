@@ -73,10 +73,7 @@ def spec_of(kind: str, shapes: Any) -> MambaSpec:
 
 def layout_of(spec: MambaSpec, tp_size: int, rank: int) -> KvLayout:
     shape = state_shape(spec, tp_size)
-    fields = {name: getattr(shape, name) for name in shape.__slots__}
-    return KvLayout(
-        num_layers=1, block_size=16, tp_size=tp_size, tp_rank=rank, layer_groups=(0,), **fields
-    )
+    return KvLayout.from_layers([shape], 16, tp_size=tp_size, tp_rank=rank, layer_groups=(0,))
 
 
 def states_of(spec: MambaSpec, whole: Whole, tp_size: int, rank: int) -> bytes:

@@ -12,6 +12,8 @@ import pytest
 
 from verify.vllm.servers import VLLM_PYTHON
 
+from .conftest import checkpoint
+
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 
 
@@ -26,12 +28,20 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
     ],
 )
 def test_it_is_as_the_connector_takes_it(probe: str, says: str) -> None:
+    assert says in printed(probe)
+
+
+def test_a_server_that_returns_routed_experts_does_not_start(folder: Path) -> None:
+    assert "are refused" in printed("experts_probe.py", str(checkpoint("experts", folder)))
+
+
+def printed(probe: str, *arguments: str) -> str:
     done = subprocess.run(
-        [VLLM_PYTHON, str(Path(__file__).parent / probe)],
+        [VLLM_PYTHON, str(Path(__file__).parent / probe), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert says in done.stdout
+    return done.stdout
