@@ -67,11 +67,11 @@ class LoopThread(abc.ABC):
             running = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as error:
             work.close()
-            raise EngineClosed("this loop thread has ended") from error
+            raise EngineClosed("the transfer engine of this process has ended") from error
         try:
             return running.result(seconds)
         except concurrent.futures.CancelledError as error:
-            raise EngineClosed("this loop thread has ended") from error
+            raise EngineClosed("the transfer engine of this process has ended") from error
 
     def answers(self, seconds: float, now: float) -> bool:
         """False once the loop has done nothing for so many seconds. For one thread that asks often:
@@ -96,7 +96,7 @@ class LoopThread(abc.ABC):
             self._loop.call_soon_threadsafe(self._begin, work)
         except RuntimeError as error:
             work.close()
-            raise EngineClosed("this loop thread has ended") from error
+            raise EngineClosed("the transfer engine of this process has ended") from error
 
     def close(self) -> None:
         """Ends _serve(). Any number of times."""
@@ -120,7 +120,7 @@ class LoopThread(abc.ABC):
         except BaseException as error:
             awaited = [future for future in self._awaited if not future.done()]
             if not awaited:
-                logger.exception("the loop of this thread has ended")
+                logger.exception("the transfer engine of this process has ended")
             for future in awaited:
                 future.set_exception(error)
         finally:

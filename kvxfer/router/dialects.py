@@ -31,8 +31,8 @@ class Dialect:
     """A route, and the bodies, answers and streams that it has. Stateless."""
 
     path: str
-    prompt_members: ClassVar[tuple[str, ...]] = ()
-    """One of these a body has to have."""
+    needs: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Of each of these a body has to have one member."""
     limit: ClassVar[str] = "max_tokens"
     """The member that bounds the output: prefill computes one token."""
     not_for_prefill: ClassVar[frozenset[str]] = frozenset()
@@ -47,12 +47,12 @@ class Dialect:
     def lacks(self, members: Members | None) -> str:
         """The member without which no worker serves the request, as it is missing; "body" where
         that is no JSON object (None)."""
-        if not self.prompt_members:
+        if not self.needs:
             return ""
         if members is None:
             return "body"
-        there = any(has(members, name) for name in self.prompt_members)
-        return "" if there else self.prompt_members[0]
+        missing = (names for names in self.needs if not any(has(members, name) for name in names))
+        return next(missing, ("",))[0]
 
     def alone(self, members: Members) -> str:
         """The member for which one worker has to serve the request; empty where a pair can."""
@@ -139,7 +139,7 @@ class _OpenAi(Dialect):
 
 class _Completions(_OpenAi):
     path = "/v1/completions"
-    prompt_members = ("prompt", "prompt_embeds")
+    needs = (("prompt", "prompt_embeds"),)
     tokenized = frozenset({"model", "prompt", "add_special_tokens"})
 
     def alone(self, members: Members) -> str:
@@ -181,7 +181,7 @@ class _Completions(_OpenAi):
 
 class _Chat(_OpenAi):
     path = "/v1/chat/completions"
-    prompt_members = ("messages",)
+    needs = (("messages",),)
     tokenized = frozenset(
         {
             *("model", "messages", "tools", "chat_template", "chat_template_kwargs"),
@@ -224,7 +224,7 @@ def _says_text(message: Any) -> bool:
 
 class _Responses(Dialect):
     path = "/v1/responses"
-    prompt_members = ("input",)
+    needs = (("input",),)
     limit = "max_output_tokens"
     prompt_usage = ("input_tokens_details",)
     tells_usage = re.compile(rb'"input_tokens_details": ?\{')
@@ -261,7 +261,7 @@ class _Messages(Dialect):
     """Anthropic's API."""
 
     path = "/v1/messages"
-    prompt_members = ("messages",)
+    needs = (("model",), ("messages",), ("max_tokens",))
     prompt_usage = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
     tells_usage = re.compile(rb'"cache_read_input_tokens": ?\d')
 
@@ -289,7 +289,7 @@ class _SglangGenerate(Dialect):
     """SGLang's own API. Its prefill computes one token by itself."""
 
     path = "/generate"
-    prompt_members = ("text", "input_ids", "input_embeds")
+    needs = (("text", "input_ids", "input_embeds"),)
     limit = ""
     tells_usage = re.compile(rb"(?!)")  # it has no usage
 

@@ -79,6 +79,12 @@ class FleetModels:
         servers = sorted({each.http_address for each in first.values()})
         told = await asyncio.gather(*map(self._cards_of, servers))
         described = dict(zip(servers, told, strict=True))
+
+        def place(name: str) -> tuple[str, int, str]:
+            """A model comes before its adapters: in the order of its server."""
+            order = [*described[first[name].http_address]]
+            return first[name].model, order.index(name) if name in order else len(order), name
+
         return [
             described[first[name].http_address].get(name)
             or {
@@ -87,7 +93,7 @@ class FleetModels:
                 "created": int(first[name].registered_at),
                 "owned_by": "kvxfer",
             }
-            for name in sorted(first)
+            for name in sorted(first, key=place)
         ]
 
     async def card(self, name: str) -> dict[str, Any]:

@@ -270,6 +270,6 @@ def test_an_engine_whose_transfer_thread_dies_answers_on(
         wait_until(lambda: "doomed" not in cluster.fleet.instances())
         assert cluster.ask(doomed, prompts[1], kv_transfer_params=after).status_code == 500
         assert cluster.tokens(doomed, prompts[1]) == expected[1]
-        assert "the transfer engine of this worker has ended" in doomed.log.read_text()
+        assert "the transfer engine of this process has ended" in doomed.log.read_text()
         closed = {"direction": "receive", "outcome": "engine-closed"}
         assert doomed.metric("vllm:kvxfer_transfers_total", **closed) == 2

@@ -351,6 +351,10 @@ def _messages(texts: Texts) -> Iterator[tuple[str, Body]]:
         ("no such model", {"messages": said("a"), "model": "none-such"}),
     ):
         yield name, {**asked, **more}
+    for name in ("model", "max_tokens"):
+        body = {**asked, "messages": said(texts.text())}
+        del body[name]
+        yield f"without {name}", body
 
 
 _WRITTEN: Final = {

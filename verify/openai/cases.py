@@ -93,5 +93,7 @@ def together(route: str, members: Mapping[str, Values], names: Iterable[str], te
         body |= members[name].needs
     for name in chosen:
         body[name] = texts.prompt(route) if name == PROMPT[route] else members[name].ordinary
+    if body.get("use_beam_search"):
+        body["temperature"] = 0  # else its logprobs have the token that each step has sampled
     pairs = frozenset(itertools.combinations(chosen, 2))
     return Case("+".join(chosen), route, (body,), pairs=pairs)
