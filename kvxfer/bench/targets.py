@@ -97,6 +97,21 @@ def _control(registry: str, route: str) -> Target:
     )
 
 
+def _router(
+    name: str, measured: str, against: str = "", bound: float = 1.5, unit: str = ""
+) -> Target:
+    return Target(
+        name=f"router, {name}",
+        measured=measured,
+        against=against,
+        direction=Direction.AT_MOST,
+        bound=bound,
+        command="make bench-router",
+        unit=unit,
+        required=True,
+    )
+
+
 def _vllm(
     name: str, measured: str, against: str, bound: float, *, unit: str = "", required: bool = False
 ) -> Target:
@@ -168,6 +183,18 @@ CONTROL: Final = {
     registry: {route: _control(registry, route) for route in (OPEN_TRANSFER, HEARTBEAT)}
     for registry in ("embedded", "redis")
 }
+
+_RAW_ASGI: Final = "a raw ASGI pass-through"
+ROUTER_TOKEN: Final = _router("a streamed token", "CPU time per token", _RAW_ASGI)
+ROUTER_STREAM: Final = _router(
+    "streams per core", "CPU time per token, with begin and end of the requests", _RAW_ASGI
+)
+ROUTER_FIRST_BYTE: Final = _router(
+    "first byte",
+    "time above that of a raw ASGI pass-through, less the answers of control plane and workers",
+    bound=1,
+    unit="ms",
+)
 
 VLLM_PROMPT_TOKENS: Final = 2000
 VLLM_CROWD: Final = 64
@@ -261,6 +288,7 @@ TARGETS: Final = (
     SCATTER,
     IDLE,
     *(target for of_it in CONTROL.values() for target in of_it.values()),
+    *(ROUTER_TOKEN, ROUTER_STREAM, ROUTER_FIRST_BYTE),
     *(VISIBLE_TRANSFER, FIRST_TOKEN, LAYER, IDLE_VLLM, WAITING_VLLM, VLLM_CACHE),
     *(target for of_it in WEIGHTS.values() for target in of_it.values()),
     *(target for of_it in MOE.values() for target in of_it.values()),

@@ -14,7 +14,7 @@ from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import KvxferError
 from kvxfer.reference.worker.completions import DecodeCompletion, PrefillCompletion
 from kvxfer.router.asked import read_request
-from kvxfer.router.connections import worker_client
+from kvxfer.router.connections import WorkerConnections
 from kvxfer.router.dialects import COMPLETIONS
 from kvxfer.router.exchange import Exchange, WorkerFailed
 from kvxfer.router.settings import RouterSettings
@@ -49,7 +49,7 @@ class Router:
         self._control_plane = ControlPlaneClient(
             control_plane, credentials=credentials, transport=transport
         )
-        self._http = worker_client(transport)
+        self._http = WorkerConnections(transport)
         self._settings = RouterSettings()
 
     async def __aenter__(self) -> Router:

@@ -2,26 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Final
+import functools
+from collections.abc import Mapping
+from typing import Any, Final
 
 import httpx2
 
-_CONNECT_SECONDS: Final = 2.0
-_WRITE_SECONDS: Final = 10.0
-# Shorter than what engines wait (vLLM: 5 s), so that no request meets a connection being closed.
-_IDLE_SECONDS: Final = 2.0
-_IDLE_CONNECTIONS: Final = 512
+_TIMEOUTS: Final = {"timeout": {"connect": 2.0, "write": 10.0, "read": None, "pool": None}}
+"""In seconds. How long an answer may take is its reader's business."""
+_LIMITS: Final = httpx2.Limits(
+    max_connections=None,
+    max_keepalive_connections=512,
+    # Shorter than what engines wait (vLLM: 5 s): no request meets a connection being closed.
+    keepalive_expiry=2.0,
+)
+_url = functools.lru_cache(4096)(httpx2.URL)
 
 
-def worker_client(transport: httpx2.AsyncBaseTransport | None = None) -> httpx2.AsyncClient:
-    """Connections to workers, kept open. How long an answer may take is its reader's business."""
-    return httpx2.AsyncClient(
-        timeout=httpx2.Timeout(None, connect=_CONNECT_SECONDS, write=_WRITE_SECONDS),
-        limits=httpx2.Limits(
-            max_connections=None,
-            max_keepalive_connections=_IDLE_CONNECTIONS,
-            keepalive_expiry=_IDLE_SECONDS,
-        ),
-        transport=transport,
-        trust_env=False,
-    )
+class WorkerConnections:
+    """Sends requests over connections that are kept open. Loop only.
+
+    Not by httpx2's client: that sends the cookies of an answer with the requests of others, and
+    takes a seventh of a request's time.
+    """
+
+    def __init__(self, transport: httpx2.AsyncBaseTransport | None = None) -> None:
+        def pool() -> httpx2.AsyncBaseTransport:
+            return httpx2.AsyncHTTPTransport(limits=_LIMITS, trust_env=False)
+
+        # A pool is searched at begin and end of each request: streams have one, all else another.
+        self._streams, self._short = transport or pool(), transport or pool()
+
+    async def send(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        content: bytes = b"",
+        *,
+        decode: bool = False,
+    ) -> httpx2.Response:
+        """The head of the answer, which its reader closes. `decode`: it takes as long as an answer
+        to a client. Raises httpx2.RequestError."""
+        extensions: dict[str, Any] = {**_TIMEOUTS}
+        request = httpx2.Request(
+            method, _url(url), headers=headers, content=content, extensions=extensions
+        )
+        transport = self._streams if decode else self._short
+        response = await transport.handle_async_request(request)
+        response.request = request
+        return response
+
+    async def get(self, url: str, headers: Mapping[str, str]) -> httpx2.Response:
+        """A whole answer."""
+        response = await self.send("GET", url, headers)
+        try:
+            await response.aread()
+        finally:
+            await response.aclose()
+        return response
+
+    async def aclose(self) -> None:
+        await self._streams.aclose()
+        await self._short.aclose()

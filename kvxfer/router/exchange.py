@@ -26,6 +26,7 @@ from kvxfer.errors import (
 )
 from kvxfer.router.asked import Asked
 from kvxfer.router.bodies import Members
+from kvxfer.router.connections import WorkerConnections
 from kvxfer.router.downstream import Downstream
 from kvxfer.router.errors import WorkerError
 from kvxfer.router.event_bytes import EventBytes, data_of, events_in, with_data
@@ -58,7 +59,7 @@ _EVENTS: Final = "text/event-stream"
 # SGLang's rooms are signed integers of 64 bits.
 _ROOM_BITS: Final = 63
 # Decode has the whole cache by then; prefill's answer is on its way.
-_PREFILL_SECONDS: Final = 1.0
+_PREFILL_SECONDS: Final = 5.0
 # Within which decode says in its own words what prefill has refused.
 _REFUSAL_SECONDS: Final = 1.0
 # An answer in one piece shows no sign of life: a worker that is silent for long is asked for one.
@@ -107,7 +108,7 @@ class Exchange:
 
     def __init__(
         self,
-        http: httpx2.AsyncClient,
+        http: WorkerConnections,
         transfer: OpenedTransfer,
         asked: Asked,
         settings: RouterSettings,
@@ -115,8 +116,8 @@ class Exchange:
         last: bool = False,
         inter_token: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """`last`: a stream in which the worker tells of its error is the client's answer,
-        as no attempt follows. `inter_token` is told the seconds between two parts of a stream."""
+        """`last`: a stream in which the worker tells of its error is the client's answer, as no
+        attempt follows. `inter_token` is told the seconds between two parts of a stream."""
         self._http = http
         self._transfer = transfer
         self._asked = asked
@@ -263,14 +264,12 @@ class Exchange:
 
     async def _send(self, party: Party, content: bytes, asked: Span | None) -> httpx2.Response:
         traced = {} if asked is None else {HEADER: asked.traceparent}
-        request = self._http.build_request(
-            self._asked.method,
-            party.http_address + self._asked.path,
-            content=content,
-            headers={**self._headers, **traced},
-        )
+        url, headers = party.http_address + self._asked.path, {**self._headers, **traced}
+        decode = party is self._transfer.decode
         try:
-            response = await self._http.send(request, stream=True)
+            response = await self._http.send(
+                self._asked.method, url, headers, content, decode=decode
+            )
         except httpx2.RequestError as error:
             raise _lost(party, error) from error
         self._responses.append(response)
@@ -370,7 +369,7 @@ class Exchange:
     async def _require_alive(self, party: Party) -> None:
         try:
             async with asyncio.timeout(_HEALTH_SECONDS):
-                await self._http.get(party.http_address + "/health", headers=self._headers)
+                await self._http.get(party.http_address + "/health", self._headers)
         except (TimeoutError, httpx2.RequestError) as error:
             raise WorkerFailed(
                 PeerTimeout(

@@ -14,6 +14,7 @@ from kvxfer.client import ControlPlaneClient
 from kvxfer.clock import Clock
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.instances import Instance, InstanceState
+from kvxfer.router.connections import WorkerConnections
 from kvxfer.router.errors import InvalidRequest, UnknownModel
 from kvxfer.router.settings import RouterSettings
 from kvxfer.unreadable import UNREADABLE
@@ -29,7 +30,7 @@ class FleetModels:
     def __init__(
         self,
         control_plane: ControlPlaneClient,
-        http: httpx2.AsyncClient,
+        http: WorkerConnections,
         settings: RouterSettings,
         clock: Clock,
     ) -> None:
@@ -107,7 +108,7 @@ class FleetModels:
         headers = self._settings.headers_for_workers()
         with contextlib.suppress(TimeoutError, httpx2.HTTPError, TypeError, *UNREADABLE):
             async with asyncio.timeout(_CARD_SECONDS):
-                answer = await self._http.get(f"{server}/v1/models", headers=headers)
+                answer = await self._http.get(f"{server}/v1/models", headers)
             if answer.is_success:
                 cards = msgspec.json.decode(answer.content, type=dict[str, Any])["data"]
                 return {card["id"]: card for card in cards if isinstance(card, dict)}

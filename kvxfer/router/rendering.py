@@ -24,6 +24,7 @@ from kvxfer.clock import Clock
 from kvxfer.prefix_hashes import TOKENS_PER_HASH, AskedHashes, asked_hashes
 from kvxfer.router.asked import Asked
 from kvxfer.router.bodies import as_raw
+from kvxfer.router.connections import WorkerConnections
 from kvxfer.router.metrics import Metrics
 from kvxfer.router.settings import RouterSettings
 from kvxfer.transfers import OpenedTransfer
@@ -64,7 +65,7 @@ class Rendering:
     """What is known of the prompts of one router. Loop only; close() it."""
 
     def __init__(
-        self, http: httpx2.AsyncClient, settings: RouterSettings, metrics: Metrics, clock: Clock
+        self, http: WorkerConnections, settings: RouterSettings, metrics: Metrics, clock: Clock
     ) -> None:
         self._http = http
         self._settings = settings
@@ -196,8 +197,7 @@ class Rendering:
     ) -> httpx2.Response:
         own = {"Content-Type": "application/json", **self._settings.headers_for_workers()}
         headers = {**(headers or {}), **own}
-        request = self._http.build_request("POST", url, content=content, headers=headers)
-        answer = await self._http.send(request, stream=True)
+        answer = await self._http.send("POST", url, headers, content)
         try:
             # vLLM closes the connection after an internal error. Unread, it is not kept here
             # either, where the request itself would meet that.

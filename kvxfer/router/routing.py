@@ -26,7 +26,7 @@ from kvxfer.errors import (
     PromptTooLong,
 )
 from kvxfer.router.asked import Asked
-from kvxfer.router.connections import worker_client
+from kvxfer.router.connections import WorkerConnections
 from kvxfer.router.downstream import Downstream
 from kvxfer.router.errors import (
     Overloaded,
@@ -69,7 +69,7 @@ class Router:
         self._control_plane = control_plane
         self._metrics = metrics
         self._clock = clock
-        self._http = worker_client(workers)
+        self._http = WorkerConnections(workers)
         self._prompts = Rendering(self._http, settings, metrics, clock)
         self.models = FleetModels(control_plane, self._http, settings, clock)
         self._running = 0

@@ -48,6 +48,23 @@ async def routed(
             yield client
 
 
+async def test_a_cookie_of_a_worker_is_its_clients_alone(
+    control_plane: RunningControlPlane,
+) -> None:
+    cookies: list[dict[str, str]] = []
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        cookies.append(dict(request.cookies))
+        return Response(b"{}", headers={"Set-Cookie": "who=first"})
+
+    async with routed(control_plane, app, app) as client:
+        answers = [await client.post("/v1/completions", json=ASKED) for _ in range(2)]
+    assert [answer.headers["set-cookie"] for answer in answers] == ["who=first"] * 2
+    assert cookies == [{}] * 4
+
+
 async def test_connections_to_workers_are_kept(control_plane: RunningControlPlane) -> None:
     """An answer that is not read to its end costs one."""
     connections: set[Any] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from kvxfer.client import ControlPlaneClient
 from kvxfer.instances import Snapshot
 from kvxfer.reference.runner import ModelRunner
 from kvxfer.router.asked import read_request
-from kvxfer.router.connections import worker_client
+from kvxfer.router.connections import WorkerConnections
 from kvxfer.router.dialects import COMPLETIONS
 from kvxfer.router.exchange import Exchange
 from kvxfer.router.settings import RouterSettings
@@ -152,7 +153,10 @@ async def moved_by(ticket: OpenedTransfer, prompt: str) -> list[int]:
     """What decode answers where both workers are sent a request with a ticket from before."""
     content = json.dumps(asked(prompt)).encode()
     request = read_request(COMPLETIONS, content, request_id=ticket.request_id)
-    async with worker_client() as http, Exchange(http, ticket, request, RouterSettings()) as both:
+    async with (
+        contextlib.aclosing(WorkerConnections()) as http,
+        Exchange(http, ticket, request, RouterSettings()) as both,
+    ):
         await both.begin(seconds=60)
         _, decoded = await both.answers()
     tokens: list[int] = json.loads(decoded)["choices"][0]["token_ids"]

@@ -1,0 +1,1 @@
+"""Processor time and first byte of the router, beside an ASGI pass-through in the same run."""
