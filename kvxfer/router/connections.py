@@ -16,7 +16,9 @@ _LIMITS: Final = httpx2.Limits(
     # Shorter than what engines wait (vLLM: 5 s): no request meets a connection being closed.
     keepalive_expiry=2.0,
 )
-_url = functools.lru_cache(4096)(httpx2.URL)
+# A client's query may be long, and another each time.
+_LONGEST_KEPT: Final = 256
+_kept_url = functools.lru_cache(1024)(httpx2.URL)
 
 
 class WorkerConnections:
@@ -45,8 +47,9 @@ class WorkerConnections:
         """The head of the answer, which its reader closes. `decode`: it takes as long as an answer
         to a client. Raises httpx2.RequestError."""
         extensions: dict[str, Any] = {**_TIMEOUTS}
+        parsed = _kept_url(url) if len(url) <= _LONGEST_KEPT else httpx2.URL(url)
         request = httpx2.Request(
-            method, _url(url), headers=headers, content=content, extensions=extensions
+            method, parsed, headers=headers, content=content, extensions=extensions
         )
         transport = self._streams if decode else self._short
         response = await transport.handle_async_request(request)

@@ -7,6 +7,7 @@ Exit code 1 where a client fails, or got something else.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verify.openai.servers import SETUPS, Compared, serving
+from verify.processes.process import ProcessFailed
 from verify.vllm.servers import VLLM_PYTHON
 
 HERE: Final = Path(__file__).parent
@@ -111,11 +113,16 @@ def main() -> int:
         folder = options.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         setup = SETUPS[0]
-        with console.status("starting vLLM"), serving(folder, setup, second=False) as servers:
-            for client in CLIENTS:
-                if options.client is None or client.name in options.client:
+        wanted = [each for each in CLIENTS if options.client is None or each.name in options.client]
+        try:
+            with contextlib.ExitStack() as stack:
+                with console.status("starting vLLM"):
+                    servers = stack.enter_context(serving(folder, setup, second=False))
+                for client in wanted:
                     with console.status(client.name):
                         problems += compared(client, servers, table)
+        except ProcessFailed as failed:
+            problems.append(f"{failed}; run it with --logs FOLDER for the servers' logs")
     console.print(table)
     for problem in problems:
         console.print(problem, markup=False, highlight=False, style="red")

@@ -26,11 +26,19 @@ from verify.arguments import above_zero
 from verify.openai.answers import Answer
 from verify.openai.by_hand import by_hand
 from verify.openai.cases import Case, Texts, singles, together
-from verify.openai.comparison import Tally, can_be_pulled, compare, pulled, straight
+from verify.openai.comparison import (
+    ServerLost,
+    Tally,
+    can_be_pulled,
+    compare,
+    pulled,
+    straight,
+)
 from verify.openai.excuses import read_excuses
 from verify.openai.members import CLASSES, ROUTES, Values, members_of
 from verify.openai.pairs import PairCover
 from verify.openai.servers import SETUPS, Compared, Setup, serving
+from verify.processes.process import ProcessFailed
 
 LEAST_COMPARED: Final = 1500
 MOST_EXCUSED: Final = 0.03
@@ -68,6 +76,7 @@ class Comparison:
         self.members: dict[str, dict[str, Values]] = {}
         self.pairs: dict[str, PairCover] = {}
         self.moved: dict[str, float] = {}
+        self.lost: list[str] = []
 
     def run(self, servers: Compared, setup: Setup) -> None:
         """Everything that one model is asked, by every way."""
@@ -157,8 +166,8 @@ class Comparison:
         ]
 
     def problems(self) -> list[str]:
-        """The answers that differ, in words."""
-        return [each.told() for each in self.tally.different]
+        """Servers that ended, and answers that differ, in words."""
+        return self.lost + [each.told() for each in self.tally.different]
 
     def gaps(self) -> list[str]:
         """What a whole run has to have compared, and has not."""
@@ -222,8 +231,14 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for setup in SETUPS:
             if options.model is None or setup.name in options.model:
-                with serving(folder, setup, second=setup.whole and options.every == 1) as servers:
-                    comparison.run(servers, setup)
+                second = setup.whole and options.every == 1
+                try:
+                    with serving(folder, setup, second=second) as servers:
+                        comparison.run(servers, setup)
+                except (ServerLost, ProcessFailed) as lost:
+                    comparison.lost.append(
+                        f"{setup.name}: {lost}; run it with --logs FOLDER for the servers' logs"
+                    )
     for table in comparison.tables():
         console.print(table)
     problems = comparison.problems() + (comparison.gaps() if whole else [])

@@ -28,6 +28,11 @@ _LIMITS: Final = {
 BROKEN_OFF: Final = 599
 """The status of an answer that breaks off: vLLM itself closes the connection of some."""
 
+
+class ServerLost(Exception):
+    """A server has ended, and what it was asked last."""
+
+
 Way = Callable[[httpx2.AsyncClient, Case, Any], Awaitable[httpx2.Response]]
 """How a request gets to a server."""
 
@@ -77,8 +82,11 @@ def straight(url: str) -> Way:
         except httpx2.RemoteProtocolError as error:
             return httpx2.Response(BROKEN_OFF, text=str(error))
         except httpx2.TransportError as error:
-            error.add_note(f"{url} at {case.route}: {case.name}: {content!r:.1000}")
-            raise
+            cause = str(error) or type(error).__name__
+            raise ServerLost(
+                f"the server at {url} does not answer ({cause}); it was asked at {case.route}, "
+                f"{case.name}: {content!r:.1000}"
+            ) from error
 
     return ask
 
