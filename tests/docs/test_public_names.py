@@ -1,4 +1,4 @@
-"""What documents import is public, and what is public is there and says what it is."""
+"""What documents and examples import is public; what is public is there and says what it is."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ IMPORTS = [
     )
     for name in names.split(", ")
 ]
+EXAMPLES = sorted(
+    path
+    for path in (ROOT / "examples/python").glob("*.py")
+    if path.name != "moe_generation.py"  # of the reference engine, a program of the tree itself
+)
 NAMES = [
     pytest.param(module, name, id=f"{module}.{name}")
     for module in PUBLIC
@@ -67,6 +72,21 @@ def exported(module: str) -> list[str]:
 @pytest.mark.parametrize(("module", "name"), IMPORTS)
 def test_documents_import_public_names(module: str, name: str) -> None:
     assert name in exported(module)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_use_public_names(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                assert each.name in PUBLIC or not each.name.startswith("kvxfer."), each.name
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvxfer"):
+            assert node.module is not None
+            for each in node.names:
+                module = f"{node.module}.{each.name}"
+                assert module in PUBLIC or each.name in exported(node.module), module
+        elif isinstance(node, ast.Attribute):
+            assert not re.match(r"_(?!_)", node.attr), f"{path.name}: {node.attr} is private"
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
