@@ -119,7 +119,7 @@ class EngineCore(ABC):
     def _forget_all(self) -> None:
         """Nothing comes any more: every waiter is told."""
         for counter in list(self._counters.values()):
-            counter.resolve(EngineClosed("the engine was closed"), 0)
+            counter._resolve(EngineClosed("the engine was closed"), 0)
         for callback in list(self._on_close):
             tell(callback)
         self._regions.clear()
@@ -209,14 +209,14 @@ class EngineCore(ABC):
 
     # --- operations
 
-    def track(self, operation: OperationT) -> OperationT:
+    def _track(self, operation: OperationT) -> OperationT:
         """Tells an operation that the native engine has taken when it has ended. Any thread."""
         with self._lock:
             early = self._finished_early.pop(operation.id, None)
             if early is None:
                 self._operations[operation.id] = operation
         if early is not None:
-            operation.finish(*early)
+            operation._finish(*early)
         return operation
 
     # --- completions
@@ -234,11 +234,11 @@ class EngineCore(ABC):
                 case "counter":
                     counter = self._counters.get(ident)
                     if counter is not None:
-                        counter.resolve(error, timestamp_ns)
+                        counter._resolve(error, timestamp_ns)
                 case "arrival":
                     counter = self._counters.get(ident)
                     if counter is not None:
-                        counter.arrived()
+                        counter._arrived()
                 case "released":
                     tell(self._revoking.pop(ident))
                 case "message":
@@ -262,14 +262,14 @@ class EngineCore(ABC):
             if operation is None:  # its submit() has not returned yet
                 self._finished_early[ident] = (error, failed)
                 return
-        operation.finish(error, failed)
+        operation._finish(error, failed)
 
     def _deliver(self, peer_id: int, data: bytes) -> None:
         peer = self._peers.get(peer_id)
         if peer is None:
             return
         if self.handler is None:
-            peer.deliver(data)
+            peer._deliver(data)
         else:
             tell(self.handler.message, peer, data)
 
@@ -283,6 +283,6 @@ class EngineCore(ABC):
         if peer is None:
             return
         reason = error if isinstance(error, PeerError) else PeerLost(str(error))
-        peer.lose(reason)
+        peer._lose(reason)
         if self.handler is not None:
             tell(self.handler.peer_lost, peer, reason)

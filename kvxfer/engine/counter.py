@@ -127,7 +127,7 @@ class Counter:
             self._engine.subscribe(self.imm)
         self._on_arrival = callback
         self._told = 0
-        asyncio.get_running_loop().call_soon(self.arrived)
+        asyncio.get_running_loop().call_soon(self._arrived)
 
     async def _wait(self, total: int, timeout: float | None, *, at_least: bool) -> None:
         if self._released:
@@ -170,7 +170,7 @@ class Counter:
             then()
         self._on_release(self.imm)
 
-    def resolve(self, error: Exception | None, timestamp_ns: int) -> None:
+    def _resolve(self, error: Exception | None, timestamp_ns: int) -> None:
         """The engine's report. Event loop only."""
         if self._future is None or self._future.done():
             return
@@ -179,7 +179,7 @@ class Counter:
         else:
             self._future.set_exception(error)
 
-    def arrived(self) -> None:
+    def _arrived(self) -> None:
         """The engine's report of arrivals. Event loop only."""
         value = self._engine.take_arrivals(self.imm)
         if self._on_arrival is not None and value > self._told:

@@ -81,4 +81,4 @@ class Engine(EngineCore):
 
     def _end_wait(self, counter: Counter, error: Exception) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(counter.resolve, error, 0)
+            self._loop.call_soon_threadsafe(counter._resolve, error, 0)

@@ -54,11 +54,11 @@ class Operation:
         self._waiters: list[asyncio.Future[None]] = []
 
     def __await__(self) -> Generator[object, None, None]:
-        yield from self.ended()
+        yield from self._until_ended()
         if self.error is not None:
             raise self.error
 
-    def ended(self) -> Generator[object, None, None]:
+    def _until_ended(self) -> Generator[object, None, None]:
         """Waits like `await`, and raises nothing."""
         if not self._done:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -81,7 +81,7 @@ class Operation:
         returns if it was faster. Any thread."""
         self._engine.cancel(self.id)
 
-    def finish(self, error: Exception | None, failed: Sequence[tuple[int, str, str]] = ()) -> None:
+    def _finish(self, error: Exception | None, failed: Sequence[tuple[int, str, str]] = ()) -> None:
         """The engine's report: on its event loop, or before anybody has the operation.
 
         failed: the parts that failed: (part, code, text).

@@ -34,7 +34,7 @@ class OperationGroup:
 
     def __await__(self) -> Generator[object, None, None]:
         for operation in self.operations:
-            yield from operation.ended()
+            yield from operation._until_ended()
         for error in self.errors:
             if error is not None:
                 raise error

@@ -25,7 +25,7 @@ class PeerEngine(Protocol):
 
     native: TransferEngine
 
-    def track(self, operation: Operation) -> Operation:
+    def _track(self, operation: Operation) -> Operation:
         """Tells an operation that the native engine has taken when it has ended. Any thread."""
 
     def alloc(self, nbytes: int) -> Memory: ...
@@ -81,7 +81,7 @@ class Peer:
         until the watcher has reached the value.
         Raises OutOfBounds, UnknownRegion, Backpressure, or the reason why the peer is lost.
         """
-        self.require_connected()
+        self._require_connected()
         with translated():
             submitted = self.engine.native.write(
                 self.id,
@@ -95,7 +95,7 @@ class Peer:
                 nic=nic,
                 after=after,
             )
-        return self.engine.track(Operation(self.engine.native, *submitted))
+        return self.engine._track(Operation(self.engine.native, *submitted))
 
     def write_pages(
         self,
@@ -121,7 +121,7 @@ class Peer:
         length. One call for all pages of a layer: 100,000 pages are one native crossing. See
         write() for the rest.
         """
-        self.require_connected()
+        self._require_connected()
         with translated():
             submitted = self.engine.native.write_pages(
                 self.id,
@@ -139,7 +139,7 @@ class Peer:
                 nic=nic,
                 after=after,
             )
-        return self.engine.track(Operation(self.engine.native, *submitted))
+        return self.engine._track(Operation(self.engine.native, *submitted))
 
     def write_list(
         self,
@@ -161,7 +161,7 @@ class Peer:
         a one-dimensional buffer of int32 or int64. All are submitted, or none. See write() for
         the rest.
         """
-        self.require_connected()
+        self._require_connected()
         with translated():
             submitted = self.engine.native.write_list(
                 self.id,
@@ -175,7 +175,7 @@ class Peer:
                 nic=nic,
                 after=after,
             )
-        return self.engine.track(Operation(self.engine.native, *submitted))
+        return self.engine._track(Operation(self.engine.native, *submitted))
 
     def write_imm(
         self,
@@ -186,17 +186,17 @@ class Peer:
         after: WatchFor | None = None,
     ) -> Operation:
         """Counts one at the receiver, without any bytes."""
-        self.require_connected()
+        self._require_connected()
         with translated():
             submitted = self.engine.native.write_imm(
                 self.id, imm, timeout=timeout or 0.0, nic=nic, after=after
             )
-        return self.engine.track(Operation(self.engine.native, *submitted))
+        return self.engine._track(Operation(self.engine.native, *submitted))
 
     def send(self, data: bytes) -> None:
         """Sends a message of at most 1 MiB: ordered among messages, not among writes. That it was
         lost shows as the peer being lost. Raises Backpressure while 16 MiB wait."""
-        self.require_connected()
+        self._require_connected()
         with translated():
             self.engine.native.send(self.id, data)
 
@@ -241,11 +241,11 @@ class Peer:
         """Disconnects; operations under way end with PeerLost. Idempotent."""
         self.engine.native.disconnect(self.id)
 
-    def deliver(self, data: bytes) -> None:
+    def _deliver(self, data: bytes) -> None:
         """The engine's report of a message. Event loop only."""
         self._inbox.put_nowait(data)
 
-    def lose(self, error: PeerError) -> None:
+    def _lose(self, error: PeerError) -> None:
         """The engine's report that the peer is lost. Event loop only."""
         self.error = error
         self._inbox.put_nowait(error)
@@ -253,7 +253,7 @@ class Peer:
         for callback in callbacks:
             tell(callback, self)
 
-    def require_connected(self) -> None:
+    def _require_connected(self) -> None:
         """Raises the reason why the peer is lost, if it is."""
         # Until the loss is reported, the native engine knows no more than PeerLost.
         if self.error is not None:

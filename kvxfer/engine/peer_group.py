@@ -65,7 +65,7 @@ class PeerGroup:
                 timeout=timeout or 0.0,
                 after=after,
             )
-        return self._engine.track(Scattered(self._engine.native, *submitted))
+        return self._engine._track(Scattered(self._engine.native, *submitted))
 
     def barrier(
         self, imm: int, *, timeout: float | None = None, after: WatchFor | None = None
@@ -75,11 +75,11 @@ class PeerGroup:
         ids = self._connected()
         with translated():
             submitted = self._engine.native.barrier(ids, imm, timeout=timeout or 0.0, after=after)
-        return self._engine.track(Scattered(self._engine.native, *submitted))
+        return self._engine._track(Scattered(self._engine.native, *submitted))
 
     def _connected(self) -> list[int]:
         for peer in self.peers:
-            peer.require_connected()
+            peer._require_connected()
         return [peer.id for peer in self.peers]
 
     def __len__(self) -> int:

@@ -108,7 +108,7 @@ class ReceivePool:
             raise InvalidArgument("this pool was closed")
         if peer.engine is not self._engine:
             raise InvalidArgument(f"{peer!r} is a peer of another engine than the pool's")
-        peer.require_connected()
+        peer._require_connected()
         if not 1 <= slots <= len(self._free):
             kind = InvalidArgument if slots < 1 else OutOfMemory
             raise kind(f"{slots} slots for peer {peer.name!r}; {len(self._free)} are free")

@@ -41,7 +41,7 @@ class RemotePool:
         """offer: what ReceivePool.offer() returned there. Raises InvalidArgument, or the reason
         why the peer is lost, or OutOfMemory."""
         said = decode(offer)
-        peer.require_connected()
+        peer._require_connected()
         self._peer = peer
         self._region = said.region
         self._closed = False
@@ -172,7 +172,7 @@ class RemotePool:
         self.close()
 
     def _require_open(self) -> None:
-        self._peer.require_connected()
+        self._peer._require_connected()
         if self._closed:
             raise InvalidArgument("this remote pool was closed")
 

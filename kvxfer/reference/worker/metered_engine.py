@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from typing import Self
 
 from kvxfer.clock import SYSTEM_CLOCK, Clock
-from kvxfer.engine import Engine, Operation
+from kvxfer.engine import Engine
 from kvxfer.engine.core import OperationT
-from kvxfer.errors import EngineError
 
 
 class MeteredEngine(Engine):
@@ -31,7 +29,6 @@ class MeteredEngine(Engine):
         self._under_way = 0
         self._busy_since = 0.0
         self._busy = 0.0
-        self._waiting: set[asyncio.Task[None]] = set()
         return await super().__aenter__()
 
     def busy_seconds(self) -> float:
@@ -40,24 +37,14 @@ class MeteredEngine(Engine):
             running = self.clock.monotonic() - self._busy_since if self._under_way else 0.0
             return self._busy + running
 
-    def track(self, operation: OperationT) -> OperationT:
-        super().track(operation)
+    def _track(self, operation: OperationT) -> OperationT:
+        super()._track(operation)
         with self._meter:
             if not self._under_way:
                 self._busy_since = self.clock.monotonic()
             self._under_way += 1
-        self._loop_of_tasks.call_soon_threadsafe(self._watch, operation)
+        self._loop_of_tasks.call_soon_threadsafe(operation.on_end, self._ended)
         return operation
-
-    def _watch(self, operation: Operation) -> None:
-        task = self._loop_of_tasks.create_task(self._until_delivered(operation))
-        self._waiting.add(task)
-        task.add_done_callback(self._waiting.discard)
-
-    async def _until_delivered(self, operation: Operation) -> None:
-        with contextlib.suppress(EngineError):
-            await operation
-        self._ended()
 
     def _ended(self) -> None:
         with self._meter:
