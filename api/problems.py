@@ -105,9 +105,11 @@ _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
         "decode": 64,
     },
     InstanceExists: {
-        "detail": "instance 'prefill-0' is alive at http://10.0.0.5:8000 (epoch "
-        "1795046400000001); choose another instance_id, stop that instance, or wait until its "
-        "lease ends, in 4.2 s without a heartbeat",
+        "detail": "two instances have the instance_id 'prefill-0': one is alive at "
+        "http://10.0.0.5:8000 (epoch 1795046400000001), the other registers from "
+        "http://10.0.0.6:8000; leave instance_id out, or make it unique for each replica. An "
+        "instance that replaces another is taken when the lease before ends, in 4.2 s without a "
+        "heartbeat",
         "instance_id": "prefill-0",
         "epoch": 1795046400000001,
         "lease_remaining_seconds": 4.2,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Final, Literal, TypeAlias
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta, field
 
+from kvxfer.addresses import BOOTSTRAP_FORM, ENGINE_FORM, HTTP_FORM, require_address
 from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE
@@ -55,8 +55,6 @@ EngineAddress: TypeAlias = Annotated[
 HttpAddress: TypeAlias = Annotated[
     str, Meta(pattern=r"^https?://\S+$", max_length=512, examples=["http://10.0.0.5:8000"])
 ]
-# What a server listens on for all addresses of its host.
-_EVERY_ADDRESS: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104
 _Label: TypeAlias = Annotated[str, Meta(max_length=256)]
 _KvVersion: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
@@ -141,7 +139,7 @@ class InstanceSpec(Record, frozen=True, kw_only=True):
     engine_address: EngineAddress
     """Where its transfer engine listens, `kvx://HOST:PORT/ENGINE_ID`."""
     http_address: HttpAddress
-    """Where its inference API listens, `http://HOST:PORT`."""
+    """Where its inference API listens, `http://HOST:PORT`; an IPv6 address is in brackets."""
     layout: KvLayout
     num_blocks: Annotated[PositiveCount, Meta(examples=[4096])]
     """KV blocks of one layer in its pool."""
@@ -182,16 +180,12 @@ class RegisterInstance(InstanceSpec, frozen=True, kw_only=True):
             raise ValueError(
                 "instance_id is 'watch', which is the name of a route; choose another one"
             )
-        for address in (
-            *(self.engine_address, self.http_address, self.bootstrap_address),
-            *self.rank_addresses,
-        ):
-            url = address if "://" in address else f"//{address}"
-            if urlsplit(url).hostname in _EVERY_ADDRESS:
-                raise ValueError(
-                    f"{address} is where the worker listens, not an address at which others reach "
-                    "it; start the worker with `host` set to an address of its host"
-                )
+        require_address("http_address", self.http_address, HTTP_FORM)
+        require_address("engine_address", self.engine_address, ENGINE_FORM)
+        for rank, address in enumerate(self.rank_addresses):
+            require_address(f"rank_addresses[{rank}]", address, ENGINE_FORM)
+        if self.bootstrap_address:
+            require_address("bootstrap_address", self.bootstrap_address, BOOTSTRAP_FORM)
         if self.rank_addresses and len(self.rank_addresses) != self.layout.num_ranks:
             raise ValueError(
                 f"rank_addresses has {len(self.rank_addresses)} addresses, the layout "

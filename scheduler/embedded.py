@@ -114,7 +114,8 @@ class EmbeddedRegistry(Registry):
             holder = self._holders[spec.instance_id]
             if not incarnation or incarnation != holder.incarnation:
                 raise refusals.held(
-                    held.instance_id, held.http_address, held.epoch, holder.deadline - now
+                    *(held.instance_id, held.http_address, held.epoch, holder.deadline - now),
+                    registering=spec.http_address,
                 )
             self._remove(held, ChangeCause.DEREGISTERED)
         unix = self._clock.unix()

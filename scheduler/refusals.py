@@ -24,12 +24,30 @@ def stopping() -> ControlPlaneUnavailable:
 
 
 def held(
-    instance_id: str, http_address: str, epoch: int, lease_remaining_seconds: float
+    instance_id: str,
+    http_address: str,
+    epoch: int,
+    lease_remaining_seconds: float,
+    *,
+    registering: str,
 ) -> InstanceExists:
+    """`registering` is the HTTP address of the process that asks. One that starts again somewhere
+    else looks like a second one, until the lease before it ends."""
+    until = f"when the lease before ends, in {lease_remaining_seconds:.1f} s without a heartbeat"
+    if registering == http_address:
+        said = (
+            f"instance {instance_id!r} is alive at {http_address} (epoch {epoch}), and another "
+            f"process with this instance_id and address registers; stop one of them. A process "
+            f"that replaces another is taken {until}"
+        )
+    else:
+        said = (
+            f"two instances have the instance_id {instance_id!r}: one is alive at {http_address} "
+            f"(epoch {epoch}), the other registers from {registering}; leave instance_id out, or "
+            f"make it unique for each replica. An instance that replaces another is taken {until}"
+        )
     return InstanceExists(
-        f"instance {instance_id!r} is alive at {http_address} (epoch {epoch}); choose another "
-        "instance_id, stop that instance, or wait until its lease ends, in "
-        f"{lease_remaining_seconds:.1f} s without a heartbeat",
+        said,
         instance_id=instance_id,
         epoch=epoch,
         lease_remaining_seconds=round(lease_remaining_seconds, 3),

@@ -43,7 +43,10 @@ def lease(instance_id: str, policy: LeasePolicy, said: Sequence[bytes]) -> Lease
 def _refusal(said: str, about: list[str], arguments: Sequence[str | bytes]) -> ControlPlaneError:
     match said, about:
         case "held", [http_address, epoch, micros]:
-            return refusals.held(str(arguments[0]), http_address, int(epoch), int(micros) / 1e6)
+            return refusals.held(
+                *(str(arguments[0]), http_address, int(epoch), int(micros) / 1e6),
+                registering=str(arguments[5]),
+            )
         case "stale", [name, epoch, living]:
             return refusals.stale_epoch(name, int(epoch), int(living) if living else None)
         case "not-ready", [name, state]:

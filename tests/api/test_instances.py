@@ -103,9 +103,9 @@ async def test_addresses_are_those_of_all_ranks_or_none(api):
 async def test_duplicate_of_a_live_id_is_refused_with_a_remedy(api, clock):
     lease = await join(api, "p")
     clock.advance(2)
-    answer = await api.post("/v1/instances", json=registration("p"))
-    body = problem(answer, 409, "instance-exists")
-    assert "choose another instance_id" in body["detail"]
+    other = registration("p", http_address="http://10.0.0.6:8000")
+    body = problem(await api.post("/v1/instances", json=other), 409, "instance-exists")
+    assert "make it unique for each replica" in body["detail"]
     assert (body["instance_id"], body["epoch"]) == ("p", lease["epoch"])
     assert body["lease_remaining_seconds"] == pytest.approx(LEASE - 2)
 
@@ -131,9 +131,12 @@ async def test_same_incarnation_registers_again_with_a_new_epoch(api):
         ({"instance_id": "-a"}, "instance_id", "pattern"),
         ({"instance_id": "x" * 129}, "instance_id", "pattern"),
         ({"instance_id": "watch"}, "", "instance_id is 'watch', which is the name of a route"),
-        ({"engine_address": "kvx://0.0.0.0:7400/9f"}, "", "kvx://0.0.0.0:7400/9f is where the"),
+        ({"engine_address": "kvx://0.0.0.0:7400/9f"}, "", "engine_address is 'kvx://0.0.0.0:7400/9f'"),
+        ({"engine_address": "kvx://fd00::1:7400/9f"}, "", "IPv6 address stands in brackets"),
+        ({"http_address": "http://fd00::1:8100"}, "", "http_address is 'http://fd00::1:8100'"),
+        ({"http_address": "http://h:1/"}, "", "write it as http://HOST:PORT"),
         ({"http_address": "http://[::]:8000"}, "", "`host` set to an address of its host"),
-        ({"bootstrap_address": "0.0.0.0:8998"}, "", "0.0.0.0:8998 is where the worker listens"),
+        ({"bootstrap_address": "0.0.0.0:8998"}, "", "where the worker listens"),
         ({"kv_versions": [8, 7]}, "", "kv_versions is [8, 7]; give the oldest version first"),
         ({"role": "chef"}, "role", "'prefill', 'decode' or 'both'"),
         ({"model": ""}, "model", "at least 1 character"),

@@ -180,7 +180,7 @@ def test_an_id_that_a_live_worker_has_is_refused(control_plane: str, model: Path
     taken = ("--role", "prefill", "--control-plane", control_plane, "--instance-id", "one")
     with started("worker", *taken, "--model", model):
         error = refused(*taken, "--model", model)
-    assert "error [instance-exists] instance 'one' is alive" in error
+    assert "error [instance-exists] two instances have the instance_id 'one'" in error
 
 
 def test_a_taken_port_is_named() -> None:

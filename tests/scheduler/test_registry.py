@@ -98,17 +98,33 @@ async def test_registered_instance_is_what_the_worker_said_and_when(fleet):
     )
 
 
-async def test_live_id_is_refused_to_another_with_the_rest_of_its_lease(fleet):
+async def test_live_id_is_refused_to_another_with_both_addresses_and_the_rest_of_its_lease(fleet):
     lease = await fleet.join("p")
     await fleet.pass_time(2.0)
-    with pytest.raises(InstanceExists, match="choose another instance_id") as refusal:
-        await fleet.registry.register(worker("p", model="other"))
+    other = worker("p", model="other", http_address="http://[fd00::2]:8000")
+    with pytest.raises(InstanceExists) as refusal:
+        await fleet.registry.register(other)
+    assert str(refusal.value) == (
+        "two instances have the instance_id 'p': one is alive at http://127.0.0.1:8000 (epoch "
+        f"{lease.epoch}), the other registers from http://[fd00::2]:8000; leave instance_id out, "
+        "or make it unique for each replica. An instance that replaces another is taken when the "
+        f"lease before ends, in {LEASE - 2:.1f} s without a heartbeat"
+    )
     assert refusal.value.details == {
         "instance_id": "p",
         "epoch": lease.epoch,
         "lease_remaining_seconds": pytest.approx(LEASE - 2.0, abs=0.01),
     }
     assert (await fleet.registry.instance("p")).model == "llama"
+
+
+async def test_process_at_the_address_of_a_live_one_is_told_of_that_and_not_of_replicas(fleet):
+    await fleet.join("p")
+    with pytest.raises(InstanceExists, match="instance_id and address registers") as refusal:
+        await fleet.registry.register(worker("p"), incarnation="restarted")
+    assert "replica" not in str(refusal.value)
+    await fleet.pass_time(LEASE)
+    await fleet.registry.register(worker("p"), incarnation="restarted")
 
 
 async def test_epochs_ascend_over_deregistration_expiry_and_between_ids(fleet):
