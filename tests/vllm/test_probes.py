@@ -35,6 +35,15 @@ def test_a_server_that_returns_routed_experts_does_not_start(folder: Path) -> No
     assert "are refused" in printed("experts_probe.py", str(checkpoint("experts", folder)))
 
 
+def test_data_parallel_engines_are_taken_where_each_has_its_own_api(
+    folder: Path, model: Path
+) -> None:
+    assert (
+        "one taken, dense refused, experts 0 refused, experts 1 refused, hybrid refused, "
+        "external taken"
+    ) in printed("ranks_probe.py", str(model), str(checkpoint("experts", folder)))
+
+
 def printed(probe: str, *arguments: str) -> str:
     done = subprocess.run(
         [VLLM_PYTHON, str(Path(__file__).parent / probe), *arguments],

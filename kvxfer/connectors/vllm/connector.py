@@ -46,6 +46,7 @@ from kvxfer.connectors.vllm.pull import KeptPrompts, Source, is_pull
 from kvxfer.connectors.vllm.ranks import (
     from_first_rank,
     gather_addresses,
+    require_own_api,
     require_tensor_parallel,
     this_rank,
 )
@@ -111,6 +112,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None  # noqa: S101 (the base has refused that)
         require_tensor_parallel(vllm_config.parallel_config)
+        require_own_api(vllm_config.parallel_config)
         served = vllm_config.model_config.served_model_name
         self._settings = ConnectorSettings.read(
             transfer.kv_connector_extra_config,

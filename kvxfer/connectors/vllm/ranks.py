@@ -41,6 +41,21 @@ def require_tensor_parallel(parallel: ParallelConfig) -> None:
             )
 
 
+def require_own_api(parallel: ParallelConfig) -> None:
+    """Raises InvalidArgument where engines of several data parallel ranks are behind one API:
+    vLLM chooses among them for each request, and a ticket is for one of them."""
+    if parallel.data_parallel_external_lb:
+        return
+    # Ranks of dense models are told of no other rank; all but the first know their number.
+    if parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0:
+        raise InvalidArgument(
+            "this vLLM server has several data parallel engines behind one API, and the router "
+            "cannot send a request to the one of them that its ticket is for; start a server with "
+            "its own port for each rank: --data-parallel-external-lb with --data-parallel-rank, or "
+            "for a dense model servers without --data-parallel-size"
+        )
+
+
 def this_rank() -> TensorRank:
     group = get_tp_group()
     return TensorRank(group.world_size, group.rank_in_group)
