@@ -40,8 +40,8 @@ def require_address(what: str, text: str, form: str) -> None:
         raise InvalidArgument(f"{what} is {shown!r}, but {fault}; write it as {form}")
     if parts.hostname in EVERY_ADDRESS:
         raise InvalidArgument(
-            f"{what} is {shown!r}, which is where the worker listens, not an address at which "
-            "others reach it; start the worker with `host` set to an address of its host"
+            f"{what} is {shown!r}, which is where a server listens, not an address at which others "
+            "reach it; give one of its host's (a worker has it from its option `host`)"
         )
 
 

@@ -59,8 +59,8 @@ def test_addresses_that_others_reach(text: str, form: str) -> None:
         ("http://worker:80/v1", "nothing comes after the port"),
         ("http://worker:80?key=1", "nothing comes after the port"),
         ("worker:80", "it does not begin with http://"),
-        ("http://[::]:8100", "where the worker listens"),
-        ("http://0.0.0.0:8100", "where the worker listens"),
+        ("http://[::]:8100", "where a server listens"),
+        ("http://0.0.0.0:8100", "where a server listens"),
     ],
 )
 def test_what_is_wrong_with_an_address_is_said_with_its_form(text: str, fault: str) -> None:
@@ -68,7 +68,7 @@ def test_what_is_wrong_with_an_address_is_said_with_its_form(text: str, fault: s
         require_address("http_address", text, HTTP_FORM)
     said = str(refused.value)
     assert said.startswith(f"http_address is {text!r}, ") and fault in said
-    assert said.endswith(("write it as http://HOST:PORT", "set to an address of its host"))
+    assert said.endswith(("write it as http://HOST:PORT", "has it from its option `host`)"))
 
 
 def test_a_password_in_an_address_is_refused_and_not_shown() -> None:

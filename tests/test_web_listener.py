@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import socket
 
 import pytest
@@ -37,3 +38,26 @@ def test_ipv6_address_is_bracketed():
         pytest.skip("this machine has no IPv6")
     with listener:
         assert url_of(listener) == f"http://[::1]:{listener.getsockname()[1]}"
+
+
+def test_two_colons_are_every_address_of_both_kinds():
+    with bind("::", 0) as listener:
+        port = listener.getsockname()[1]
+        socket.create_connection(("127.0.0.1", port)).close()
+        if ":" in listener.getsockname()[0]:  # this machine has IPv6
+            socket.create_connection(("::1", port)).close()
+
+
+def test_two_colons_are_every_ipv4_address_where_there_is_no_ipv6(monkeypatch):
+    really = socket.socket
+
+    def without_ipv6(family, *rest):
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return really(family, *rest)
+
+    monkeypatch.setattr(socket, "socket", without_ipv6)
+    with bind("::", 0) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+    with pytest.raises(InvalidArgument, match="'::1' is no address of this machine"):
+        bind("::1", 0)

@@ -22,9 +22,11 @@ USER root
 RUN apt-get update \
  && apt-get install -y --no-install-recommends libibverbs1 ibverbs-providers libfabric1 \
  && rm -rf /var/lib/apt/lists/* \
- && useradd --uid 10001 --user-group --create-home kvxfer
+ && useradd --uid 10001 --user-group --no-create-home kvxfer
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     python3 -m pip install --no-cache-dir "$(echo /wheels/kvxfer-*.whl)[otel]"
+# Any UID may run it (`docker run --user 1000680000:0`): its home is a folder that is open to all.
+ENV HOME=/tmp USER=kvxfer
 USER 10001:10001
 EXPOSE 8100
 ENTRYPOINT []

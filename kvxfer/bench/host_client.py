@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from kvxfer.addresses import host_and_port
 from kvxfer.bench import messages as m
 from kvxfer.bench.cases import SourceMemory
 from kvxfer.bench.channel import PeerChannel
@@ -89,7 +90,7 @@ class Server:
         return cls(str(found[0][4][0]), port)
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return host_and_port(self.host, self.port)
 
     def engine_address(self, engine_id: str) -> str:
         return f"kvx://{self}/{engine_id}"

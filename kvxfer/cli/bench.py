@@ -274,6 +274,7 @@ def _serve(
     import contextlib
     import socket
 
+    from kvxfer.addresses import EVERY_ADDRESS, host_and_port
     from kvxfer.bench.host_server import serve_hosts
     from kvxfer.cli.output import out
     from kvxfer.cluster_key import read_cluster_key
@@ -283,8 +284,8 @@ def _serve(
         out.file.flush()
 
     def announce(port: int) -> None:
-        name = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104
-        where = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+        name = socket.gethostname() if host in EVERY_ADDRESS else host
+        where = host_and_port(name, port)
         tell(f"on the other host, with the same cluster key: kvxfer bench --to {where}")
 
     with contextlib.suppress(KeyboardInterrupt):  # the way to end it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
@@ -21,6 +20,8 @@ logger = logging.getLogger(__name__)
 _EVERY_SECONDS: Final = 5.0
 _WINDOW_SECONDS: Final = 60.0
 _TIMEOUT_SECONDS: Final = 2.0
+# In a row.
+_FAILURES_TOLD: Final = 12
 _TTFT: Final = "time_to_first_token_seconds"
 _ITL: Final = "inter_token_latency_seconds"
 
@@ -74,6 +75,7 @@ class ApiWatch:
         self._key = _key_variable(engine)
         self._http = engine_api(http_address, engine, transport=transport)
         self._told = False
+        self._failures = 0
 
     @property
     def ttft_p90(self) -> float | None:
@@ -89,8 +91,12 @@ class ApiWatch:
         """Asks until it is cancelled."""
         async with self._http:
             while True:
-                with contextlib.suppress(httpx2.HTTPError, ValueError):
+                try:
                     await self.look()
+                except (httpx2.HTTPError, ValueError) as error:
+                    self._failed(error)
+                else:
+                    self._failures = 0
                 await asyncio.sleep(_EVERY_SECONDS)
 
     async def look(self) -> None:
@@ -108,6 +114,17 @@ class ApiWatch:
                 "set %s to the key that it asks for",
                 models.status_code,
                 self._key,
+            )
+
+    def _failed(self, error: Exception) -> None:
+        """Tells of an API that does not answer for a minute; it may take as long to start."""
+        self._failures += 1
+        if self._failures == _FAILURES_TOLD:
+            logger.warning(
+                "latencies and adapters of this instance are not known, as its API at %s does not "
+                "answer (%r); is http_address right?",
+                self._http.base_url,
+                error,
             )
 
     def _names(self, answer: Any) -> tuple[str, ...]:

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_LEASE_SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.25
+# A server may take so long from its registration until it answers, without a word of it.
+_QUIET_SECONDS: Final = 30.0
 # In a row: no server listens there.
 _REFUSALS: Final = 4
 
@@ -59,8 +61,8 @@ class EngineSettings:
 
     @property
     def host(self) -> str:
-        """Where the transfer engine listens, and the other side finds it."""
-        return self.options.get("host", DEFAULT_HOST)
+        """The numeric address at which the other side finds the transfer engine."""
+        return self.options.get("advertise") or self.options.get("host", DEFAULT_HOST)
 
     @property
     def peer_timeout(self) -> float:
@@ -181,7 +183,7 @@ async def _announce(
     """Says that the instance is ready while its API answers. A server that is killed may leave its
     engine, and this task in it, behind."""
     while True:
-        await _until_it_answers(http_address, asleep)
+        await _until_it_answers(registration.instance_id, http_address, asleep)
         await registration.advance(InstanceState.READY)
         logger.info("instance %s is ready", registration.instance_id)
         await _until_nothing_listens(http_address)
@@ -194,13 +196,30 @@ async def _announce(
             )
 
 
-async def _until_it_answers(http_address: str, asleep: Callable[[], bool]) -> None:
+async def _until_it_answers(
+    instance_id: str, http_address: str, asleep: Callable[[], bool]
+) -> None:
+    """Tells each reason that keeps the instance from being ready once, when it has waited long."""
+    url, told = f"{http_address}/health", set[str]()
+    clock = asyncio.get_running_loop().time
+    quiet_until = clock() + _QUIET_SECONDS
     async with httpx2.AsyncClient(timeout=2.0) as http:
         while True:
-            with contextlib.suppress(httpx2.HTTPError):
-                answer = await http.get(http_address + "/health")
-                if answer.is_success and not asleep():
+            try:
+                status = (await http.get(url)).status_code
+            except httpx2.HTTPError as error:
+                why = f"does not answer ({error!r})"
+            else:
+                if status < 300 and not asleep():
                     return
+                why = "" if status < 300 else f"answers {status}"
+            if why and why not in told and clock() > quiet_until:
+                told.add(why)
+                logger.warning(
+                    "instance %s is not ready and gets no requests: %s %s; does its server still "
+                    "start, and is http_address where others reach it?",
+                    *(instance_id, url, why),
+                )
             await asyncio.sleep(_POLL_SECONDS)
 
 

@@ -7,6 +7,7 @@ import ipaddress
 import socket
 from typing import Final
 
+from kvxfer.addresses import host_and_port
 from kvxfer.errors import AddressInUse, InvalidArgument, PermissionDenied
 
 BACKLOG: Final = 2048
@@ -14,9 +15,13 @@ BACKLOG: Final = 2048
 # (60 s) do: a request that meets a connection being closed fails.
 KEEP_ALIVE_SECONDS: Final = 75
 
+_EVERY: Final = "::"
+_EVERY_IPV4: Final = "0.0.0.0"  # noqa: S104
+
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, port 0 being any free one.
+    """A socket bound to the address, port 0 being any free one. `::` is every address of this
+    machine, IPv4 and IPv6, whatever of the two it has.
 
     Raises AddressInUse, PermissionDenied, or InvalidArgument where the host is none of this
     machine's.
@@ -25,7 +30,12 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, protocol)
+        try:
+            listener = socket.socket(family, kind, protocol)
+        except OSError as error:
+            if host != _EVERY or error.errno != errno.EAFNOSUPPORT:
+                raise
+            return bind(_EVERY_IPV4, port)
     except OSError as error:
         raise InvalidArgument(
             f"host {host!r} is no address of this machine ({error.strerror}); "
@@ -33,6 +43,8 @@ def bind(host: str, port: int) -> socket.socket:
         ) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if host == _EVERY:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:
@@ -44,8 +56,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def url_of(listener: socket.socket, *, tls: bool = False) -> str:
     host, port, *_ = listener.getsockname()
-    scheme = "https" if tls else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"{'https' if tls else 'http'}://{host_and_port(host, port)}"
 
 
 def is_loopback(listener: socket.socket) -> bool:

@@ -11,6 +11,7 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
+from kvxfer.addresses import host_and_port
 from kvxfer.errors import InvalidArgument
 
 _PLAIN: Final = ("redis", "rediss", "unix")
@@ -89,7 +90,7 @@ def _plain(parts: SplitResult, url: str) -> RedisUrl:
     database = parts.path.strip("/")
     if database and not database.isdecimal():
         raise ValueError(f"the database is {database!r}, not a number")
-    return RedisUrl(f"{parts.hostname}:{parts.port or 6379}", url)
+    return RedisUrl(host_and_port(parts.hostname, parts.port or 6379), url)
 
 
 def _with_sentinels(parts: SplitResult) -> RedisUrl:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+
 import httpx2
 import pytest
 
+from kvxfer.connectors import transfer_engine
 from kvxfer.connectors.api_watch import ApiWatch, quantile
 from kvxfer.connectors.vllm.load import RequestCounter
 from kvxfer.connectors.vllm.plan import Counted
@@ -130,12 +134,51 @@ async def test_names_come_and_go_and_a_key_that_is_missing_is_told_once(
 
 
 async def test_an_api_that_does_not_answer_is_asked_again(watch: ApiWatch, api: Api) -> None:
-    def away(request: httpx2.Request) -> httpx2.Response:
-        raise httpx2.ConnectError("refused", request=request)
-
     watch._http = httpx2.AsyncClient(base_url="http://w", transport=httpx2.MockTransport(away))
     with pytest.raises(httpx2.ConnectError):
         await watch.look()
     watch._http = httpx2.AsyncClient(base_url="http://w", transport=httpx2.MockTransport(api))
     await watch.look()
     assert watch.models == ("alias",)
+
+
+def away(request: httpx2.Request) -> httpx2.Response:
+    raise httpx2.ConnectError("All connection attempts failed", request=request)
+
+
+async def test_an_api_that_does_not_answer_for_a_minute_is_told_once(
+    watch: ApiWatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch._http = httpx2.AsyncClient(base_url="http://w", transport=httpx2.MockTransport(away))
+    running = asyncio.create_task(watch.run())
+    await passes(50)
+    assert caplog.messages == []
+    await passes(600)
+    [told] = caplog.messages
+    assert "its API at http://w does not answer" in told
+    running.cancel()
+
+
+async def test_each_reason_why_an_instance_is_not_ready_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = [away]
+    client = partial(
+        httpx2.AsyncClient, transport=httpx2.MockTransport(lambda request: answers[-1](request))
+    )
+    monkeypatch.setattr(transfer_engine.httpx2, "AsyncClient", client)
+    waiting = asyncio.create_task(
+        transfer_engine._until_it_answers("p", "http://10.0.0.9:1", lambda: False)
+    )
+    await passes(29)
+    assert caplog.messages == []
+    await passes(300)
+    answers.append(lambda _: httpx2.Response(404))
+    await passes(300)
+    answers.append(lambda _: httpx2.Response(200))
+    await waiting
+    unreachable, wrong = caplog.messages
+    for told in (unreachable, wrong):
+        assert told.startswith("instance p is not ready and gets no requests: http://10.0.0.9:1/")
+    assert "All connection attempts failed" in unreachable
+    assert "/health answers 404" in wrong

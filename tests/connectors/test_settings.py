@@ -16,7 +16,8 @@ HTTP = "http://10.0.0.7:8000"
 @pytest.fixture(autouse=True)
 def _key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVXFER_CLUSTER_KEY", "0123456789abcdef")
-    monkeypatch.delenv("KVXFER_HTTP_ADDRESS", raising=False)
+    for name in ("KVXFER_HTTP_ADDRESS", "KVXFER_HTTP_PORT", "KVXFER_HOST"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def read(extra: dict[str, Any], role: str = "kv_producer") -> ConnectorSettings:
@@ -31,6 +32,28 @@ def test_what_is_not_set_has_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings.lease_seconds, settings.peer_timeout) == (30.0, 0.7)
     assert not settings.checksums
     assert read({"checksums": True}).checksums
+
+
+@pytest.mark.parametrize(
+    ("host", "address"), [("10.0.0.7", "http://10.0.0.7:81"), ("fd00::7", "http://[fd00::7]:81")]
+)
+def test_a_port_alone_is_one_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, host: str, address: str
+) -> None:
+    """Kubernetes tells a pod its address without brackets."""
+    assert read({"host": host, "http_port": 81}).http_address == address
+    listens = {"host": "::", "advertise": host}
+    assert read({**listens, "http_port": 81}).http_address == address
+    monkeypatch.setenv("KVXFER_HOST", host)
+    monkeypatch.setenv("KVXFER_HTTP_PORT", "81")
+    assert read({}).http_address == address
+    assert read({"http_address": HTTP}).http_address == HTTP, "a setting is before variables"
+
+
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVXFER_HTTP_ADDRESS", "http://fd00::1:8100")
+    with pytest.raises(InvalidArgument, match="KVXFER_HTTP_ADDRESS is 'http://fd00::1:8100'"):
+        read({})
 
 
 def test_every_option_of_the_engine_can_be_set() -> None:
@@ -65,6 +88,11 @@ def test_each_role_of_vllm_has_its_own() -> None:
     ("extra", "named"),
     [
         ({}, "http_address is missing"),
+        ({"http_address": "http://fd00::1:81"}, "extra_config.http_address is 'http://fd00::1:81'"),
+        ({"http_address": "http://0.0.0.0:81"}, "not an address at which others reach it"),
+        ({"http_address": HTTP, "http_port": 81}, "http_port is 81; set one of them"),
+        ({"host": "::", "http_port": 81}, "'http://[::]:81', which is where a server listens"),
+        ({"http_port": 0}, "extra_config.http_port is 0; pass a port, 1 to 65535"),
         ({"http_address": HTTP, "leaseseconds": 5}, "leaseseconds is no setting"),
         ({"http_address": HTTP, "lease_seconds": 0}, "lease_seconds is 0"),
         ({"http_address": HTTP, "peer_timeout": True}, "peer_timeout is True"),

@@ -58,7 +58,7 @@ class Pod:
     def here(self, text: str) -> str:
         """A text of the chart with this host's addresses and folder."""
         text = text.replace("/etc/kvxfer", str(self.folder)).replace("$(POD_IP)", "127.0.0.1")
-        text = text.replace("$(NODE_NAME)", "node").replace("--host=0.0.0.0", "--host=127.0.0.1")
+        text = text.replace("$(NODE_NAME)", "node").replace("--host=::", "--host=127.0.0.1")
         text = text.replace("@kvxfer-registry:6379", f"@127.0.0.1:{self.redis_port}")
         for service in self.release.of("Service"):
             text = text.replace(f"//{service['metadata']['name']}:", "//127.0.0.1:")

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import typer
 import yaml
 
+from kvxfer.addresses import host_and_port
 from kvxfer.cli import app
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.errors import InvalidArgument
@@ -29,10 +30,11 @@ from tests.deploy.chart import ROOT, Container, Rendered, vllm_transfer
 _INJECTED = {"LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "kvxfer-prefill-0.kvxfer-prefill"}
 _LEADER = "kvxfer-decode-0"
 _FIELDS = {
-    "status.podIP": "10.0.0.7",
+    "status.podIP": "fd00::7",
     "spec.nodeName": "node-1",
     "metadata.annotations['leaderworkerset.sigs.k8s.io/leader-name']": _LEADER,
 }
+_LISTENS = ("--host", "--port")
 # What the test run has of vLLM's command line; tests/vllm asks vLLM's own parser.
 _VLLM = ["python3", "-m", "vllm.entrypoints.cli.main", "serve"]
 
@@ -91,11 +93,9 @@ def _transfer_config(container: Container) -> Iterator[str]:
     transfer = vllm_transfer(container)
     extra = {**transfer["kv_connector_extra_config"], "cluster_key_file": None}
     environment = variables(container)
-    missing = {"KVXFER_HOST", "KVXFER_HTTP_ADDRESS", "KVXFER_CONTROL_PLANE"} - environment.keys()
-    if missing:
-        yield f"vLLM's connector is not told {sorted(missing)}"
-    extra["http_address"] = environment["KVXFER_HTTP_ADDRESS"]
-    with patch.dict("os.environ", {"KVXFER_CLUSTER_KEY": "0123456789abcdef"}):
+    if "KVXFER_CONTROL_PLANE" not in environment:
+        yield "vLLM's connector is not told of a control plane"
+    with patch.dict("os.environ", {**environment, "KVXFER_CLUSTER_KEY": "0123456789abcdef"}):
         try:
             settings = ConnectorSettings.read(
                 extra, role=transfer["kv_role"], engine_id="", model="m"
@@ -105,6 +105,10 @@ def _transfer_config(container: Container) -> Iterator[str]:
             return
     if _expand(settings.instance_id, environment) != _LEADER:
         yield f"a rank of {_LEADER} is told to be {settings.instance_id}"
+    listens, port = (_option(expanded(container, container.arguments), name) for name in _LISTENS)
+    address = f"http://{host_and_port(listens, int(port))}"
+    if (settings.http_address, settings.host) != (address, listens):
+        yield f"vLLM listens at {address}, and tells others {settings.http_address}"
     if settings.role is not Role(container.component.removesuffix("-rank")):
         yield f"vLLM is told to be {settings.role}"
 

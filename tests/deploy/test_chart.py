@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import helm_python
 import pytest
 
 from tests.deploy.chart import CHART, VALUE_SETS, Rendered, render, value_set
 from tests.deploy.checks import CHECKS
-from tests.deploy.programs import vllm_transfer
+from tests.deploy.programs import variables, vllm_transfer
 
 SETS = {path.stem: path for path in VALUE_SETS}
 
@@ -36,6 +38,57 @@ def test_value_set(name: str, check: str) -> None:
 def test_value_sets_are_those_that_the_documentation_names() -> None:
     text = (CHART.parents[2] / "docs" / "operations.md").read_text()
     assert [name for name in SETS if f"`{name}.yaml`" not in text] == []
+
+
+IDENTITIES = {"runAsUser", "runAsGroup", "fsGroup", "supplementalGroups"}
+
+
+def members(value: Any) -> Iterator[tuple[str, Any]]:
+    """All members of all objects below a value."""
+    for name, below in value.items() if isinstance(value, dict) else ():
+        yield name, below
+    for below in value.values() if isinstance(value, dict) else value:
+        if isinstance(below, dict | list):
+            yield from members(below)
+
+
+@pytest.mark.parametrize("name", ["openshift", "vllm", "leaderworkerset", "bundled-redis-tls"])
+def test_the_platform_may_choose_the_users_of_all_pods(name: str) -> None:
+    """As OpenShift's restricted-v2 does, which refuses pods that ask for a user."""
+    values = {"platformUsers": True, **value_set(SETS[name])}
+    values["workers"] = {**values.get("workers", {}), "rdma": {"resource": "a.b/c", "asRoot": False}}
+    release = render(values)
+    everything = [*members(release.objects)]
+    assert {member for member, _ in everything} & IDENTITIES == set()
+    # Files of secrets have no group then that a pod is sure to be in.
+    assert {mode for member, mode in everything if member == "defaultMode"} == {0o444}
+    for container in release.containers():
+        assert container.pod["spec"]["securityContext"] == {
+            "runAsNonRoot": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        security = container.spec["securityContext"]
+        assert (security["capabilities"], security["allowPrivilegeEscalation"]) == (
+            {"drop": ["ALL"]},
+            False,
+        )
+
+
+def test_homes_and_caches_of_workers_are_on_volumes_of_their_pods() -> None:
+    for values in ({}, {"workers": {"engine": "vllm", "model": "m"}}):
+        for container in render(values).containers():
+            if container.component in ("prefill", "decode"):
+                there = variables(container)
+                volumes = {volume["name"]: volume for volume in container.pod["spec"]["volumes"]}
+                writable = {
+                    mount["mountPath"]
+                    for mount in container.spec["volumeMounts"]
+                    if "emptyDir" in volumes[mount["name"]]
+                }
+                assert {there[n] for n in ("HOME", "XDG_CACHE_HOME")} == writable
+                assert there["HF_HOME"].startswith(there["XDG_CACHE_HOME"])
+                # Python's getpass, and with it torch's cache, asks for the name of a UID without.
+                assert there["USER"]
 
 
 OPTIONS = {

@@ -70,6 +70,21 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"controlPlane": {"enabled": False, "externalUrl": "http://kvxfer:8080"}},
         "auth.existingSecret is empty; name the Secret with the cluster key and tokens",
     ),
+    "pods of the platform's users that are root": (
+        {
+            "platformUsers": True,
+            "workers": {"decode": {"rdma": {"resource": "rdma/shared"}}},
+        },
+        "workers.decode: platformUsers is true and rdma.asRoot makes pods run as root",
+    ),
+    "one id for all workers": (
+        {"workers": {"prefill": {"extraArgs": ["--instance-id=p"]}}},
+        "workers.prefill: extraArgs has --instance-id=p, which all its pods would be named",
+    ),
+    "one id for all workers, as a variable": (
+        {"workers": {"extraEnv": [{"name": "KVXFER_INSTANCE_ID", "value": "p"}]}},
+        "workers.prefill: extraEnv has KVXFER_INSTANCE_ID, which all its pods would be named",
+    ),
     "two control planes": (
         {"controlPlane": {"externalUrl": "http://kvxfer:8080"}},
         "controlPlane.externalUrl is http://kvxfer:8080 and controlPlane.enabled is true",

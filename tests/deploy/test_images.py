@@ -83,6 +83,15 @@ def test_final_images_are_built_without_a_compiler_and_not_root(path: Path) -> N
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_any_uid_has_a_home_that_it_may_write(path: Path) -> None:
+    there = stages(path)
+    environment = [
+        rest for word, rest in there.get("base", []) + there.get("final", []) if word == "ENV"
+    ]
+    assert "HOME=/tmp USER=kvxfer" in " ".join(environment)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_extras_exist(path: Path) -> None:
     extras = re.findall(r"\.whl\)\[([a-z,]+)\]", path.read_text())
     known = PROJECT["project"]["optional-dependencies"]

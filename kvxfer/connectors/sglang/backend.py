@@ -19,6 +19,7 @@ from sglang.srt.disaggregation.base.conn import (
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
+from kvxfer.addresses import host_and_port
 from kvxfer.clock import SYSTEM_CLOCK, unix_ns
 from kvxfer.connectors.checkpoints import checkpoint_digest, rope_of
 from kvxfer.connectors.sglang.agent import Agent
@@ -101,19 +102,17 @@ class KVManager(BaseKVManager):
     def _spec(
         self, name: str, engine: Engine, cache: KvCache, model: ModelIdentity, *, is_prefill: bool
     ) -> InstanceSpec:
-        host = self.settings.host
-        host = f"[{host}]" if ":" in host else host
-        port = get_disagg().disaggregation_bootstrap_port
+        host, bootstrap_port = self.settings.host, get_disagg().disaggregation_bootstrap_port
         return InstanceSpec(
             instance_id=name,
             role=Role.PREFILL if is_prefill else Role.DECODE,
             model=self._kind[0],
             engine_address=engine.address,
-            http_address=f"http://{host}:{get_serving().port}",
+            http_address=f"http://{host_and_port(host, get_serving().port)}",
             layout=cache.layout,
             num_blocks=self.tables.num_pages,
             fabrics=engine.fabrics,
-            bootstrap_address=f"{host}:{port}" if is_prefill else "",
+            bootstrap_address=host_and_port(host, bootstrap_port) if is_prefill else "",
             labels={"host": socket.gethostname()},
             identity=model,
             kv_versions=VERSIONS,
@@ -122,13 +121,11 @@ class KVManager(BaseKVManager):
     def register_to_bootstrap(self) -> None:
         host = get_serving().host
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
-        host = f"[{host}]" if ":" in host else host
         about = Introduction(
             self.agent.instance_id, self.agent.epoch, self.agent.engine_address, *self._kind
         )
-        register(
-            f"http://{host}:{get_disagg().disaggregation_bootstrap_port}", about, self.settings
-        )
+        server = host_and_port(host, get_disagg().disaggregation_bootstrap_port)
+        register(f"http://{server}", about, self.settings)
 
     def check(self, about: Introduction) -> None:
         """Raises InvalidArgument where prefill is no partner for this decode instance."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
+from kvxfer.addresses import HTTP_FORM, host_and_port, require_address
 from kvxfer.cluster_key import read_cluster_key
 from kvxfer.connectors.transfer_engine import (
     DEFAULT_HOST,
@@ -30,6 +31,7 @@ _KNOWN: Final = frozenset(
     {
         "instance_id",
         "http_address",
+        "http_port",
         "checkpoint",
         "control_plane",
         "cluster_key_file",
@@ -68,13 +70,6 @@ class ConnectorSettings(EngineSettings):
                 f"kv_connector_extra_config.{unknown[0]} is no setting of kvxfer; there are "
                 f"{', '.join(sorted(_KNOWN))}"
             )
-        http_address = extra.get("http_address") or os.environ.get("KVXFER_HTTP_ADDRESS")
-        if not http_address:
-            raise InvalidArgument(
-                "kv_connector_extra_config.http_address is missing: set it, or "
-                "KVXFER_HTTP_ADDRESS, to where the router finds this server, such as "
-                "http://10.0.0.7:8000"
-            )
         key_file, tickets = extra.get("cluster_key_file"), extra.get("ticket_keys_file")
         options = read_options(extra, "kv_connector_extra_config.{}".format)
         options.setdefault("host", os.environ.get("KVXFER_HOST") or DEFAULT_HOST)
@@ -82,7 +77,7 @@ class ConnectorSettings(EngineSettings):
             role=_ROLES[role],
             instance_id=extra.get("instance_id") or engine_id,
             model=model,
-            http_address=str(http_address).rstrip("/"),
+            http_address=_http_address(extra, options.get("advertise") or options["host"]),
             control_plane=extra.get("control_plane"),
             checkpoint=_name(extra, "checkpoint"),
             cluster_key=read_cluster_key(Path(key_file) if key_file else None),
@@ -93,6 +88,36 @@ class ConnectorSettings(EngineSettings):
             whole_blocks=_flag(extra, WHOLE_BLOCKS),
             labels=dict(extra.get("labels") or {}),
         )
+
+
+def _http_address(extra: Mapping[str, Any], host: str) -> str:
+    """Where the router finds the server: an address, or a port of the transfer engine's host.
+    Variables are for what the settings leave out."""
+    names = ("kv_connector_extra_config.http_address", "kv_connector_extra_config.http_port")
+    address, port = extra.get("http_address") or None, extra.get("http_port")
+    if address is None and port is None:
+        names = ("KVXFER_HTTP_ADDRESS", "KVXFER_HTTP_PORT")
+        address, port = (os.environ.get(name) or None for name in names)
+    if address is not None and port is not None:
+        raise InvalidArgument(
+            f"{names[0]} is {address!r} and {names[1]} is {port!r}; set one of them"
+        )
+    if address is not None:
+        address = str(address).rstrip("/")
+        require_address(names[0], address, HTTP_FORM)
+        return address
+    if port is None:
+        raise InvalidArgument(
+            "kv_connector_extra_config.http_address is missing: set it, or KVXFER_HTTP_ADDRESS, to "
+            "where the router finds this server, such as http://10.0.0.7:8000; or set http_port, "
+            "or KVXFER_HTTP_PORT, to its port if it is found at `host`"
+        )
+    number = int(port) if str(port).isdecimal() else 0
+    if not 0 < number < 65536:
+        raise InvalidArgument(f"{names[1]} is {port!r}; pass a port, 1 to 65535")
+    address = f"http://{host_and_port(host, number)}"
+    require_address(f"the address of {names[1]} and `host`", address, HTTP_FORM)
+    return address
 
 
 def _seconds(extra: Mapping[str, Any], name: str, default: float) -> float:

@@ -38,6 +38,19 @@
 {{- if and (eq $pool.engine "vllm") (not $pool.model) -}}
 {{- fail (printf "workers.%s: engine is vllm and model is empty; set workers.model, such as Qwen/Qwen3-0.6B" $role) -}}
 {{- end -}}
+{{- if and $.Values.platformUsers (ne $pool.rdma.resource "") $pool.rdma.asRoot -}}
+{{- fail (printf "workers.%s: platformUsers is true and rdma.asRoot makes pods run as root; set rdma.asRoot to false, where locked memory of nodes is unlimited, or platformUsers to false" $role) -}}
+{{- end -}}
+{{- range $argument := $pool.extraArgs -}}
+{{- if hasPrefix "--instance-id" (toString $argument) -}}
+{{- fail (printf "workers.%s: extraArgs has %s, which all its pods would be named; leave it out: the name of an instance is that of its pod" $role $argument) -}}
+{{- end -}}
+{{- end -}}
+{{- range $entry := $pool.extraEnv -}}
+{{- if eq $entry.name "KVXFER_INSTANCE_ID" -}}
+{{- fail (printf "workers.%s: extraEnv has KVXFER_INSTANCE_ID, which all its pods would be named; leave it out: the name of an instance is that of its pod" $role) -}}
+{{- end -}}
+{{- end -}}
 {{- if and (gt (int $pool.groupSize) 1) (or (ne $pool.kind "LeaderWorkerSet") (ne $pool.engine "vllm")) -}}
 {{- fail (printf "workers.%s: groupSize is %v with kind %s and engine %s; instances of several pods need kind LeaderWorkerSet and engine vllm" $role $pool.groupSize $pool.kind $pool.engine) -}}
 {{- end -}}

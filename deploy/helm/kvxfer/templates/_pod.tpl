@@ -1,11 +1,19 @@
 {{/* What pods have in common. */}}
 
+{{/* (list $ UID): without one where the platform gives each namespace its own. */}}
 {{- define "kvxfer.podSecurityContext" -}}
 runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
+{{- if not (index . 0).Values.platformUsers }}
+runAsUser: {{ index . 1 }}
+runAsGroup: {{ index . 1 }}
+fsGroup: {{ index . 1 }}
+{{- end }}
 seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{/* Of files of secrets: their group is fsGroup, and only the platform knows whether a pod of it has one. */}}
+{{- define "kvxfer.secretMode" -}}
+{{- ternary "0444" "0440" .Values.platformUsers -}}
 {{- end -}}
 
 {{- define "kvxfer.securityContext" -}}
@@ -55,7 +63,7 @@ capabilities: {drop: [ALL]}
 - name: secret
   secret:
     secretName: {{ include "kvxfer.secretName" $ }}
-    defaultMode: 0440
+    defaultMode: {{ include "kvxfer.secretMode" $ }}
     items:
       - {key: {{ index . 1 }}, path: token}
       {{- range slice . 2 }}
@@ -65,7 +73,7 @@ capabilities: {drop: [ALL]}
 - name: ca
   secret:
     secretName: {{ include "kvxfer.tlsSecretName" $ }}
-    defaultMode: 0440
+    defaultMode: {{ include "kvxfer.secretMode" $ }}
     items:
       - {key: ca.crt, path: ca.crt}
 {{- end }}

@@ -49,7 +49,7 @@ spec:
     fsGroup: 0
     seccompProfile: {type: RuntimeDefault}
     {{- else }}
-    {{- include "kvxfer.podSecurityContext" $ | nindent 4 }}
+    {{- include "kvxfer.podSecurityContext" (list $ 10001) | nindent 4 }}
     {{- end }}
   {{- with include "kvxfer.placement" $pool | trim }}
   {{- . | nindent 2 }}
@@ -84,10 +84,13 @@ spec:
         {{- end }}
         {{- if $vllm }}
         - {name: KVXFER_HOST, value: $(POD_IP)}
-        - {name: KVXFER_HTTP_ADDRESS, value: "http://$(POD_IP):{{ $pool.port }}"}
+        - {name: KVXFER_HTTP_PORT, value: {{ $pool.port | quote }}}
+        {{- end }}
+        # A UID that the image does not know has neither a home nor a name.
+        - {name: HOME, value: /tmp}
+        - {name: USER, value: kvxfer}
         - {name: XDG_CACHE_HOME, value: /var/cache/kvxfer}
         - {name: HF_HOME, value: /var/cache/kvxfer/huggingface}
-        {{- end }}
         {{- with $pool.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -133,7 +136,7 @@ spec:
         {{- else }}
         allowPrivilegeEscalation: false
         readOnlyRootFilesystem: {{ not $vllm }}
-        capabilities: {drop: [ALL]{{ if $rdma }}, add: [IPC_LOCK]{{ end }}}
+        capabilities: {drop: [ALL]{{ if and $rdma (not $.Values.platformUsers) }}, add: [IPC_LOCK]{{ end }}}
         {{- end }}
       volumeMounts:
         {{- include "kvxfer.clientMounts" $ | nindent 8 }}
@@ -210,7 +213,7 @@ spec:
 {{- $transfer := dict "kv_connector" "KvxferConnector" "kv_connector_module_path" "kvxfer.connectors.vllm.connector" -}}
 {{- $_ := set $transfer "kv_role" (ternary "kv_producer" "kv_consumer" (eq $role "prefill")) -}}
 {{- $_ := set $transfer "kv_connector_extra_config" (merge $extra $pool.transferEngine $pool.connector) -}}
-{{- $args := list (printf "--model=%s" $pool.model) "--host=0.0.0.0" (printf "--port=%v" $pool.port) "--enable-scale-out" -}}
+{{- $args := list (printf "--model=%s" $pool.model) "--host=$(POD_IP)" (printf "--port=%v" $pool.port) "--enable-scale-out" -}}
 {{- $args = append $args (printf "--shutdown-timeout=%d" (int64 $pool.drainSeconds)) -}}
 {{- $args = append $args (printf "--kv-transfer-config=%s" (toRawJson $transfer)) -}}
 {{- if gt (int $pool.groupSize) 1 -}}
