@@ -131,7 +131,11 @@ async def test_same_incarnation_registers_again_with_a_new_epoch(api):
         ({"instance_id": "-a"}, "instance_id", "pattern"),
         ({"instance_id": "x" * 129}, "instance_id", "pattern"),
         ({"instance_id": "watch"}, "", "instance_id is 'watch', which is the name of a route"),
-        ({"engine_address": "kvx://0.0.0.0:7400/9f"}, "", "engine_address is 'kvx://0.0.0.0:7400/9f'"),
+        (
+            {"engine_address": "kvx://0.0.0.0:7400/9f"},
+            "",
+            "engine_address is 'kvx://0.0.0.0:7400/9f'",
+        ),
         ({"engine_address": "kvx://fd00::1:7400/9f"}, "", "IPv6 address stands in brackets"),
         ({"http_address": "http://fd00::1:8100"}, "", "http_address is 'http://fd00::1:8100'"),
         ({"http_address": "http://h:1/"}, "", "write it as http://HOST:PORT"),

@@ -56,7 +56,10 @@ def members(value: Any) -> Iterator[tuple[str, Any]]:
 def test_the_platform_may_choose_the_users_of_all_pods(name: str) -> None:
     """As OpenShift's restricted-v2 does, which refuses pods that ask for a user."""
     values = {"platformUsers": True, **value_set(SETS[name])}
-    values["workers"] = {**values.get("workers", {}), "rdma": {"resource": "a.b/c", "asRoot": False}}
+    values["workers"] = {
+        **values.get("workers", {}),
+        "rdma": {"resource": "a.b/c", "asRoot": False},
+    }
     release = render(values)
     everything = [*members(release.objects)]
     assert {member for member, _ in everything} & IDENTITIES == set()
