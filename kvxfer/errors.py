@@ -238,21 +238,22 @@ class PromptTooLong(TransferError, ValueError):
 
 
 class WeightUpdateError(KvxferError):
-    """An update of a model's weights failed."""
-
-    code = "weight-update-error"
-
-
-class WeightUpdateAborted(WeightUpdateError):
-    """Not all ranks have staged the update: none applies it, and all serve what they served.
+    """An update of a model's weights failed.
     `report` is the UpdateReport, where there is one."""
 
-    code = "weight-update-aborted"
+    code = "weight-update-error"
     report: object = None
 
 
+class WeightUpdateAborted(WeightUpdateError):
+    """Not all ranks have staged the update: none applies it, and all serve what they served."""
+
+    code = "weight-update-aborted"
+
+
 class WeightsMismatch(WeightUpdateError):
-    """What training ranks hold does not fit what inference ranks want."""
+    """What training ranks push does not fit what inference ranks want or serve, or what the same
+    ranks held before. The same push would be refused again."""
 
     code = "weights-mismatch"
 

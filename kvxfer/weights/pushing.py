@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any, Final, Unpack
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -13,11 +13,12 @@ from torch import nn
 from kvxfer.cluster_key import read_cluster_key
 from kvxfer.engine import EngineOptions
 from kvxfer.weights.quantize import Quantize
-from kvxfer.weights.torch_state import Rename, SentAs, state_of
+from kvxfer.weights.torch_state import Rename, SentAs, TrainingState, state_from
 from kvxfer.weights.trainer import Push, Trainer
+from kvxfer.weights.transfer.messages import Said, said
 from kvxfer.weights.transfer.settings import UpdateSettings
 
-_JOIN_SECONDS: Final = 120.0
+T = TypeVar("T")
 
 _lock: Final = threading.Lock()
 _trainers: Final[weakref.WeakKeyDictionary[nn.Module, Trainer]] = weakref.WeakKeyDictionary()
@@ -29,6 +30,7 @@ def push(
     *,
     receivers: Sequence[str] = (),
     instances: int = 1,
+    wait_seconds: float = 120.0,
     rename: Rename = lambda name: name,
     sent_as: SentAs = lambda _, dtype: dtype,
     quantize: Quantize | None = None,
@@ -43,30 +45,39 @@ def push(
         push.read()        # the next step may change the parameters
         push.result()      # all instances serve the version
 
-    The first call for a model makes a Trainer, and waits until so many inference instances have
-    joined; it keeps the other arguments of that call. receivers: addresses of inference ranks, at
-    rank 0; others dial it (options: `host` and `port`). rename, sent_as,
-    quantize: as of `torch_state.state_of()`. The cluster key is that of the environment
-    (KVXFER_CLUSTER_KEY).
+    The first call for a model makes the rank's TrainingState and Trainer, and keeps them for the
+    calls that follow, which ignore all arguments but the model and the version. `forget(model)`
+    ends them, at all ranks; the next call begins anew. To hold these objects yourself, make them
+    with `state_of()` and `Trainer`.
 
-    Raises InvalidArgument, DeadlineExceeded where the instances do not come, and what Trainer
-    raises; at every rank where a quantised parameter has a NaN or an infinity. `forget(model)`
-    ends the Trainer.
+    Arguments:
+        receivers: addresses of inference ranks, which rank 0 dials. Others dial rank 0 (options:
+            `host` and `port`).
+        instances: the first call waits until so many inference instances have joined,
+        wait_seconds: but no longer than this.
+        rename, sent_as, quantize: as of `state_of()`.
+        settings: of rank 0: deadlines and policies of the updates.
+        options: of the transfer engines. The cluster key is that of the environment
+            (KVXFER_CLUSTER_KEY).
+
+    Each call follows parameters to other memory, and refuses others than in the first one
+    (TrainingState). A call that fails at one rank fails at all of them.
+
+    Raises InvalidArgument; WeightsMismatch, with the name, where a parameter is not what it was; at
+    the first call DeadlineExceeded where instances do not come, AuthenticationFailed at once where
+    one has another cluster key, and what Trainer raises.
     """
     with _lock:
         trainer = _trainers.get(model)
         if trainer is None:
-            state = state_of(model, rename=rename, sent_as=sent_as, quantize=quantize)
-            trainer = _trainer(
-                holdings=state.holdings,
-                tensors=state.staged,
-                receivers=receivers,
-                settings=settings,
-                **options,
+            trainer = _begun(
+                weakref.ref(model),
+                (rename, sent_as, quantize),
+                instances,
+                wait_seconds,
+                {"receivers": receivers, "settings": settings, **options},
             )
             _trainers[model] = trainer
-            if _rank() == 0:
-                trainer.wait_for(instances, _JOIN_SECONDS)
     return trainer.push(version)
 
 
@@ -78,22 +89,65 @@ def forget(model: nn.Module) -> None:
         trainer.close()
 
 
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+def _begun(
+    model: weakref.ref[nn.Module],
+    chosen: tuple[Rename, SentAs, Quantize | None],
+    instances: int,
+    wait_seconds: float,
+    options: dict[str, Any],
+) -> Trainer:
+    """The first push of a model. All ranks take the same steps, and fail together."""
+    rename, sent_as, quantize = chosen
+    rank, ranks = 0, 1
+    if torch.distributed.is_initialized():
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    states: list[TrainingState] = []
+    trainers: list[Trainer] = []
+
+    def hold() -> None:
+        states.append(state_from(model, rename=rename, sent_as=sent_as, quantize=quantize))
+
+    def begin(coordinator: str | None = None) -> str:
+        trainer = Trainer(
+            states[0].holdings,
+            states[0].staged,
+            rank=rank,
+            world_size=ranks,
+            cluster_key=read_cluster_key(),
+            coordinator=coordinator,
+            **options,
+        )
+        trainers.append(trainer)
+        return trainer.coordinator
+
+    try:
+        _together(hold)
+        coordinator = _together(lambda: begin() if rank == 0 else "")[0]
+        options["receivers"] = ()
+        _together(lambda: begin(coordinator) if rank else "")
+        _together(lambda: None if rank else trainers[0].wait_for(instances, wait_seconds))
+    except BaseException:
+        for trainer in trainers:
+            trainer.close()
+        raise
+    return trainers[0]
 
 
-def _trainer(**arguments: Any) -> Trainer:
-    """Of this rank; rank 0 tells the others where its coordinator is."""
-    arguments |= {"cluster_key": read_cluster_key(), "rank": _rank(), "world_size": 1}
-    if not torch.distributed.is_initialized():
-        return Trainer(**arguments)
-    arguments["world_size"] = torch.distributed.get_world_size()
-    address: list[Any] = [None]
-    leader: Trainer | None = None
-    if arguments["rank"] == 0:
-        leader = Trainer(**arguments)
-        address = [leader.coordinator]
-    torch.distributed.broadcast_object_list(address, src=0)
-    if leader is not None:
-        return leader
-    return Trainer(**{**arguments, "coordinator": address[0], "receivers": ()})
+def _together(step: Callable[[], T]) -> list[T]:
+    """What the step gives at each rank. Raises at all ranks if it raises at one."""
+    told: list[tuple[T | None, Said | None]] = []
+    error: Exception | None = None
+    try:
+        told.append((step(), None))
+    except Exception as failed:
+        error = failed
+        told.append((None, said(failed)))
+    if torch.distributed.is_initialized():
+        told *= torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(told, told[0])
+    if error is not None:
+        raise error
+    for rank, (_, why) in enumerate(told):
+        if why is not None:
+            raise Said(why.code, f"training rank {rank}: {why.text}").error()
+    return [given for given, _ in told]  # type: ignore[misc]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, NoReturn, TypeAlias
 
 import torch
 import torch.distributed
 
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgument, WeightsMismatch
 from kvxfer.weights.holdings import Holding
 from kvxfer.weights.quantize import (
     LIMITS,
@@ -54,9 +55,12 @@ class _Scales(NamedTuple):
 class QuantizedCopies:
     """Of one rank. To make it, and fill(), are collectives of the group."""
 
-    def __init__(self, sources: Sequence[Source], group: Group | None) -> None:
-        """group: all ranks that have a part of these parameters. None for the default group, or
-        for this rank alone where torch.distributed has none.
+    def __init__(
+        self, sources: Sequence[Source], group: Group | None, *, refused: str | None = None
+    ) -> None:
+        """refused: why this rank has no sources; all ranks raise that. group: all ranks that have a
+        part of these parameters. None for the default group, or for this rank alone where
+        torch.distributed has none.
 
         Raises at all ranks of the group, with the parameter's name, InvalidArgument for what cannot
         be quantised, and WeightsMismatch where ranks do not quantise alike.
@@ -65,25 +69,40 @@ class QuantizedCopies:
         self._group = group
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self._group = group or torch.distributed.group.WORLD
-        ranks, rank, self._device = self._told()
+        ranks, rank, self._device = self._told(refused)
         self._exchange = exchange_of(ranks, rank)
         self._alone = len(ranks) == 1 or not self._exchange.names
-        self.holdings: Final[list[Holding]] = []
-        self.tensors: Final[dict[str, torch.Tensor]] = {}
+        self.holdings: Final = [each for source in sources for each in _holdings_of(*source[:2])]
+        self.tensors: dict[str, torch.Tensor] = {}
         """For each name of the holdings; filled by fill()."""
-        self._views: dict[str, torch.Tensor] = {}
-        devices = dict.fromkeys(source.tensor.device for source in sources)
-        self._scales = [self._scales_on(device) for device in devices]
-        for source in sources:
-            self._keep(*source)
+        self._allocate()
 
-    def _told(self) -> tuple[list[Held], int, torch.device]:
+    def take(self, sources: Sequence[Source]) -> None:
+        """The same parameters, in other memory."""
+        devices = {name: source.tensor.device for name, source in self._sources.items()}
+        self._sources = {source.name: source for source in sources}
+        if devices != {source.name: source.tensor.device for source in sources}:
+            self._allocate()
+
+    def _allocate(self) -> None:
+        self.tensors = {}
+        self._views: dict[str, torch.Tensor] = {}
+        devices = dict.fromkeys(source.tensor.device for source in self._sources.values())
+        self._scales = [self._scales_on(device) for device in devices]
+        for name, kind, tensor in self._sources.values():
+            values, scales = _holdings_of(name, kind)
+            dtype = getattr(torch, values.dtype)
+            self.tensors[name] = torch.empty(values.shape, dtype=dtype, device=tensor.device)
+            self.tensors[scales.name] = self._views[name].view(scales.shape)
+
+    def _told(self, refused: str | None) -> tuple[list[Held], int, torch.device]:
         """What all ranks have, this rank's number, and the device of the vector."""
         held: dict[Kind, list[str]] = {}
         for name, kind, _ in self._sources.values():
             held.setdefault(kind, []).append(name)
         devices = {source.tensor.device.type for source in self._sources.values()}
-        refused = next(filter(None, (_refusal(*source) for source in self._sources.values())), None)
+        refusals = (refused, *(_refusal(*source) for source in self._sources.values()))
+        refused = next(filter(None, refusals), None)
         told = [(refused, held, devices)]
         rank, device = 0, torch.device("cpu")
         if self._group is not None:
@@ -125,41 +144,24 @@ class QuantizedCopies:
             torch.cat(at or [none]).to(self._device),
         )
 
-    def _keep(self, name: str, kind: Kind, tensor: torch.Tensor) -> None:
-        how, whole, box = kind
-        grid = cells_of(kind.cell, Box((0,) * len(whole), whole))
-        mine = cells_of(kind.cell, box)
-        scales = Holding(
-            name + how.suffix,
-            "float32",
-            as_sent(how, grid.shape, 1),
-            as_sent(how, mine.offset, 0),
-            as_sent(how, mine.shape, 1),
-        )
-        values = Holding(name, how.dtype, whole, box.offset, box.shape)
-        self.holdings.extend((values, scales))
-        self.tensors[name] = torch.empty(
-            box.shape, dtype=getattr(torch, how.dtype), device=tensor.device
-        )
-        self.tensors[scales.name] = self._views[name].view(scales.shape)
-
-    def fill(self) -> None:
+    def fill(self, refused: Exception | None = None) -> None:
         """Quantises what the parameters are now, by one small exchange among the ranks.
 
-        Raises InvalidArgument at all ranks, with the name of a parameter that has a NaN or an
-        infinity.
+        Raises at all ranks `refused`, which is why this rank cannot, and InvalidArgument with the
+        name of a parameter that has a NaN or an infinity.
         """
-        for name, kind, tensor in self._sources.values():
-            take_maxima(tensor, kind.cell, kind.box, self._views[name])
-        self._agree()
+        if refused is None:
+            for name, kind, tensor in self._sources.values():
+                take_maxima(tensor, kind.cell, kind.box, self._views[name])
+        self._agree(refused)
         for name, kind, tensor in self._sources.values():
             make_scales(self._views[name], kind.how.dtype)
             quantize_box(tensor, kind.cell, kind.box, self._views[name], self.tensors[name])
 
-    def _agree(self) -> None:
+    def _agree(self, refused: Exception | None) -> None:
         """On the maxima of all cells. The last element of the vector names what is not finite: by
-        its place among all names, from 1."""
-        bad = self._not_finite()
+        its place among all names, from 1. It is infinite where a rank refuses."""
+        bad = math.inf if refused is not None else self._not_finite()
         if not self._alone:
             vector = torch.zeros(self._exchange.length + 1, device=self._device)
             for scales in self._scales:
@@ -169,12 +171,25 @@ class QuantizedCopies:
             torch.distributed.all_reduce(vector, torch.distributed.ReduceOp.MAX, group=self._group)
             for scales in self._scales:
                 scales.flat[scales.own] = vector[scales.at].to(scales.flat.device)
-            bad = int(vector[-1].item())
+            bad = vector[-1].item()
+        if bad == math.inf:
+            self._refuse(refused)
         if bad:
+            name = self._exchange.names[int(bad) - 1]
             raise InvalidArgument(
-                f"{self._exchange.names[bad - 1]} has a NaN or an infinity, which has no scale; "
-                "nothing is sent"
+                f"{name} has a NaN or an infinity, which has no scale; nothing is sent"
             )
+
+    def _refuse(self, refused: Exception | None) -> NoReturn:
+        """Raises at all ranks."""
+        told: list[str | None] = [None if refused is None else str(refused)]
+        if not self._alone:
+            told *= torch.distributed.get_world_size(self._group)
+            torch.distributed.all_gather_object(told, told[0], group=self._group)
+        if refused is not None:
+            raise refused
+        rank, why = next((rank, why) for rank, why in enumerate(told) if why is not None)
+        raise WeightsMismatch(f"rank {rank} of the group: {why}")
 
     def _not_finite(self) -> int:
         for scales in self._scales:
@@ -183,6 +198,22 @@ class QuantizedCopies:
                 name = scales.names[bisect.bisect_right(scales.starts, int(where[0])) - 1]
                 return self._exchange.names.index(name) + 1
         return 0
+
+
+def _holdings_of(name: str, kind: Kind) -> tuple[Holding, Holding]:
+    """The values and the scales of a box."""
+    how, whole, box = kind
+    grid = cells_of(kind.cell, Box((0,) * len(whole), whole))
+    mine = cells_of(kind.cell, box)
+    values = Holding(name, how.dtype, whole, box.offset, box.shape)
+    scales = Holding(
+        name + how.suffix,
+        "float32",
+        as_sent(how, grid.shape, 1),
+        as_sent(how, mine.offset, 0),
+        as_sent(how, mine.shape, 1),
+    )
+    return values, scales
 
 
 def _refusal(name: str, kind: Kind, tensor: torch.Tensor) -> str | None:

@@ -8,16 +8,17 @@ it has it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
+from msgspec.structs import replace
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgument, WeightsMismatch
 from kvxfer.layout import ITEM_BYTES
 from kvxfer.weights.holdings import Holding, Holdings
 from kvxfer.weights.quantize import Quantize
@@ -32,28 +33,63 @@ SentAs: TypeAlias = Callable[[str, str], str]
 
 _WRAPPERS: Final = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What torch.compile, FSDP and activation checkpointing add to names."""
+_NO_PLACE: Final = Holdings(())
 _EXTRA_STATE: Final = "_extra_state"
 
 
-class TrainingState:
-    """Of one rank. Any thread, one at a time.
+Rows: TypeAlias = dict[str, torch.Tensor]
+"""Parameters as training keeps them, by their names in the checkpoint."""
 
-    The memory of parameters is taken down once. What replaces it makes the state invalid:
-    `module.to()`, `load_state_dict(assign=True)`. Optimizers, and FSDP's forward and backward, keep
-    it.
+
+class _Kept(NamedTuple):
+    """What a rank has of its parameters."""
+
+    holdings: dict[str, Holding]
+    """Of what is sent without scales."""
+    boxes: dict[str, torch.Tensor]
+    """For each name of the holdings; of any strides, and in the dtype of training."""
+    quantized: list[Source]
+    tied: dict[str, str]
+
+
+class TrainingState:
+    """What one rank holds, and the memory that it is sent from. Any thread, one at a time.
+
+    Each `staged()` compares the memory that it reads with that of the parameters, and follows them
+    to other memory: after an assignment to `.data`, `load_state_dict(assign=True)`, or `to()` of
+    another device. What instances have planned with must stay: names, whole shapes, the boxes of
+    this rank, the dtypes that are sent, and which names are tied.
+
+    Until the next `staged()`, the state keeps memory alive that parameters have left.
     """
 
     def __init__(
         self,
-        holdings: Holdings,
-        tensors: dict[str, torch.Tensor],
-        copied: Mapping[str, torch.Tensor],
-        quantized: QuantizedCopies | None = None,
+        parameters: Callable[[], Rows],
+        keep: Callable[[Rows], _Kept],
+        group: Group | None,
+        scaled: bool,
+        place: Holdings,
     ) -> None:
-        self.holdings = holdings
-        self.tensors: Final = tensors
+        """`state_of()` makes it. scaled: whether there may be quantised parameters."""
+        self._parameters, self._keep = parameters, keep
+        try:
+            rows = parameters()
+            self._kept = keep(rows)
+        except Exception as error:
+            if scaled:  # the other ranks of the group wait
+                QuantizedCopies((), group, refused=str(error))
+            raise
+        self._marks = _marks(rows)
+        self._quantized = QuantizedCopies(self._kept.quantized, group) if scaled else None
+        scales = [] if self._quantized is None else self._quantized.holdings
+        self.holdings: Final = replace(
+            place, parameters=(*self._kept.holdings.values(), *scales), tied=self._kept.tied
+        )
+        self.tensors: Final[dict[str, torch.Tensor]] = {}
         """For each name of the holdings the box: contiguous, and read where it is."""
-        self._copied, self._quantized = copied, quantized
+        self._copied: dict[str, torch.Tensor] = {}
+        self._take()
 
     @property
     def copied(self) -> frozenset[str]:
@@ -64,18 +100,111 @@ class TrainingState:
 
     @torch.no_grad()
     def staged(self) -> dict[str, torch.Tensor]:
-        """`tensors`, once the copies are up to date: of each push, as Trainer's `tensors`. On a
-        GPU, once its current stream has come so far: engines read memory, and know no streams.
+        """`tensors`, once they are where the parameters are, and the copies are up to date: of each
+        push, as Trainer's `tensors`. On a GPU, once its current stream has come so far: engines
+        read memory, and know no streams.
 
-        With `quantize`, a collective of the group. Raises InvalidArgument at all its ranks, with
-        the name of a quantised parameter that has a NaN or an infinity.
+        Raises, with the parameter's name, WeightsMismatch where one is not what it was, and
+        InvalidArgument where one cannot be sent as it is kept now. With `quantize`, this is a
+        collective of the group and raises at all of its ranks, also InvalidArgument where a
+        quantised parameter has a NaN or an infinity.
         """
-        for name, source in self._copied.items():
-            self.tensors[name].copy_(source)
+        refused: Exception | None = None
+        try:
+            self._follow()
+            for name, source in self._copied.items():
+                self.tensors[name].copy_(source)
+        except Exception as error:
+            if self._quantized is None:
+                raise
+            refused = error
         if self._quantized is not None:
-            self._quantized.fill()
+            self._quantized.fill(refused)
         settle(self.tensors.values())
         return self.tensors
+
+    def _follow(self) -> None:
+        """Reads the parameters where they are now."""
+        rows = self._parameters()
+        marks = _marks(rows)
+        if marks == self._marks:
+            return
+        kept = self._keep(rows)
+        change = _change(self._kept, kept)
+        if change is not None:
+            raise WeightsMismatch(
+                f"{change} since this rank told what it holds; begin anew at all ranks: with "
+                "weights.forget(model) before push(), or with a new state and a new Trainer"
+            )
+        self._kept, self._marks = kept, marks
+        if self._quantized is not None:
+            self._quantized.take(kept.quantized)
+        self._take()
+
+    def _take(self) -> None:
+        copies = {name: self.tensors[name] for name in self._copied}
+        self._copied = {}
+        for name, holding in self._kept.holdings.items():
+            box, dtype = self._kept.boxes[name], getattr(torch, holding.dtype)
+            if box.dtype == dtype and box.is_contiguous():
+                self.tensors[name] = box
+                continue
+            self._copied[name] = box
+            copy = copies.get(name)
+            if copy is None or copy.device != box.device:
+                copy = torch.empty(holding.shape, dtype=dtype, device=box.device)
+            self.tensors[name] = copy
+        if self._quantized is not None:
+            self.tensors.update(self._quantized.tensors)
+
+
+def _marks(rows: Rows) -> dict[str, object]:
+    return {name: _mark(tensor) for name, tensor in rows.items()}
+
+
+def _mark(tensor: torch.Tensor) -> object:
+    """Differs where a parameter is in other memory, or is another part of a whole. None where that
+    cannot be said: `_local()` refuses such tensors."""
+    local, spec = tensor, None
+    if isinstance(tensor, DTensor):
+        local, spec = tensor._local_tensor, tensor._spec
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.elem
+    if not isinstance(local, torch.Tensor) or _is_opaque(local):
+        return None
+    return (local.data_ptr(), local.device, local.dtype, local.shape, local.stride(), spec)
+
+
+def _change(before: _Kept, now: _Kept) -> str | None:
+    """Says of the first name that is not as it was what has changed; None where all are."""
+    for name in sorted(before.tied.keys() | now.tied.keys()):
+        was, is_now = (_tied(kept, name) for kept in (before, now))
+        if was != is_now:
+            return f"{name} was {was}, and is {is_now}"
+    forms = [_forms(before), _forms(now)]
+    for name in sorted(forms[0].keys() | forms[1].keys()):
+        was, is_now = (of.get(name, "not there") for of in forms)
+        if was != is_now:
+            return f"{name} was {was}, and is {is_now}"
+    return None
+
+
+def _tied(kept: _Kept, name: str) -> str:
+    return f"tied to {kept.tied[name]}" if name in kept.tied else "not tied"
+
+
+def _forms(kept: _Kept) -> dict[str, str]:
+    """Words for how each parameter is sent."""
+    plain = {
+        name: _form(each.dtype, each.whole, Box(each.offset, each.shape))
+        for name, each in kept.holdings.items()
+    }
+    return plain | {each.name: _form(*each.kind) for each in kept.quantized}
+
+
+def _form(how: object, whole: tuple[int, ...], box: Box) -> str:
+    part = "" if box.shape == whole else f", box {list(box.shape)} at {list(box.offset)}"
+    return f"{how} of {list(whole)}{part}"
 
 
 def settle(tensors: Iterable[torch.Tensor]) -> None:
@@ -101,18 +230,56 @@ def state_of(
     Arguments:
         parameters: a module, whose parameters and persistent buffers are taken, or tensors by name.
             A tensor that is no DTensor is a whole parameter. A rank that has nothing of a
-            parameter, as of another stage or another expert, does not name it.
+            parameter, as of another stage or another expert, does not name it. The state keeps the
+            module or the mapping, and looks there at each push: give parameters themselves. A
+            detached tensor, as of `module.state_dict()`, stays in the memory that it was made in.
         rename: is told names without the prefixes of wrappers.
         sent_as: such as `lambda name, dtype: "bfloat16"`, for weights that are kept in float32.
         quantize: says which parameters are sent in 8 bits with scales, and how, such as
-            `linear_weights(FP8_BLOCKS)`. All ranks of the group then call this, and `staged()`.
+            `quantized_for_vllm(config)`. All ranks of the group then call this, and `staged()`.
         group: with `quantize`, all ranks that have a part of what is quantised. None for the
             default group, or for this rank alone where torch.distributed has none.
         host, zone, nics: as in Holdings.
 
     Raises InvalidArgument, with the parameter's name, for what cannot be sent as it is kept.
     """
-    rows: dict[str, torch.Tensor] = {}
+    return state_from(
+        lambda: parameters,
+        rename=rename,
+        sent_as=sent_as,
+        quantize=quantize,
+        group=group,
+        place=Holdings((), host=host, zone=zone, nics=nics),
+    )
+
+
+def state_from(
+    source: Callable[[], torch.nn.Module | Mapping[str, torch.Tensor] | None],
+    *,
+    rename: Rename,
+    sent_as: SentAs,
+    quantize: Quantize | None,
+    group: Group | None = None,
+    place: Holdings = _NO_PLACE,
+) -> TrainingState:
+    """As state_of(), of a source that need not keep the module alive."""
+
+    def parameters() -> Rows:
+        found = source()
+        if found is None:
+            raise InvalidArgument("the module of these weights is gone; keep it while it is pushed")
+        return _rows(found, rename)
+
+    def keep(rows: Rows) -> _Kept:
+        return _kept(rows, sent_as, quantize)
+
+    state = TrainingState(parameters, keep, group, quantize is not None, place)
+    state.staged()
+    return state
+
+
+def _rows(parameters: torch.nn.Module | Mapping[str, torch.Tensor], rename: Rename) -> Rows:
+    rows: Rows = {}
     for known, tensor in _named(parameters):
         name = rename(_without_wrappers(known))
         if name is None:
@@ -123,21 +290,20 @@ def state_of(
                 "one of them"
             )
         rows[name] = tensor
+    return rows
 
-    holdings: list[Holding] = []
-    tensors: dict[str, torch.Tensor] = {}
-    copied: dict[str, torch.Tensor] = {}
-    tied: dict[str, str] = {}
+
+def _kept(rows: Rows, sent_as: SentAs, quantize: Quantize | None) -> _Kept:
+    kept = _Kept({}, {}, [], {})
     first: dict[object, str] = {}
-    sources: list[Source] = []
     for name, tensor in rows.items():
         local, box, whole = _local(name, tensor)
         how = None if quantize is None else quantize(name, whole)
         same = first.setdefault((_identity(tensor, local, box), how), name)
         if same != name:
-            tied[name] = same
+            kept.tied[name] = same
             if how is not None:
-                tied[name + how.suffix] = same + how.suffix
+                kept.tied[name + how.suffix] = same + how.suffix
             continue
         if how is not None:
             if name + how.suffix in rows:
@@ -146,33 +312,14 @@ def state_of(
                     "rename or drop it"
                 )
             if box != NOTHING:
-                sources.append(Source(name, Kind(how, whole, box), local))
+                kept.quantized.append(Source(name, Kind(how, whole, box), local))
             continue
-        kept = _name_of(tensor.dtype)
-        dtype = _sendable(name, sent_as(name, kept))
+        dtype = _sendable(name, sent_as(name, _name_of(local.dtype)))
         if box == NOTHING:
             continue
-        source = local.reshape(box.shape) if local.dim() == 0 else local
-        if dtype == kept and source.is_contiguous():
-            tensors[name] = source
-        else:
-            copied[name] = source
-            tensors[name] = torch.empty(
-                box.shape, dtype=getattr(torch, dtype), device=source.device
-            )
-        holdings.append(Holding(name, dtype, whole, box.offset, box.shape))
-    quantized = None if quantize is None else QuantizedCopies(sources, group)
-    if quantized is not None:
-        holdings += quantized.holdings
-        tensors |= quantized.tensors
-    state = TrainingState(
-        Holdings(tuple(holdings), tied, nics=nics, host=host, zone=zone),
-        tensors,
-        copied,
-        quantized,
-    )
-    state.staged()
-    return state
+        kept.boxes[name] = local.reshape(box.shape) if local.dim() == 0 else local
+        kept.holdings[name] = Holding(name, dtype, whole, box.offset, box.shape)
+    return kept
 
 
 def _named(
@@ -224,15 +371,22 @@ def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Box, tuple[in
         if coordinate is not None:
             here = tuple(local.shape) or (1,)
             box = box_of(name, whole, tuple(mesh.shape), tuple(coordinate), placements, here)
-    wrapper: bool = is_traceable_wrapper_subclass(local)
-    if wrapper or local.layout is not torch.strided:
+    if _is_opaque(local):
         raise InvalidArgument(
             f"{name} is a {type(local).__name__} of the layout {local.layout}; give its plain "
             "tensors, by the names that the checkpoint has for them"
         )
     if local.is_meta:
         raise InvalidArgument(f"{name} is on the device 'meta', without memory; load it first")
+    if local.numel() and local.untyped_storage().nbytes() == 0:
+        raise InvalidArgument(f"{name} has no memory: it was freed; load it again before a push")
     return local, box, whole
+
+
+def _is_opaque(tensor: torch.Tensor) -> bool:
+    """Whether its elements are not in its memory."""
+    wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    return wrapper or tensor.layout is not torch.strided
 
 
 def _identity(tensor: torch.Tensor, local: torch.Tensor, box: Box) -> object:

@@ -64,8 +64,9 @@ class Push:
         """Once all instances that took part have answered. One that failed or was lost after the
         decision is named in the report, and out of service.
 
-        Raises WeightUpdateAborted where nothing is applied, PeerError where the coordinator was
-        lost, and DeadlineExceeded after `timeout` seconds.
+        Nothing is applied where it raises WeightUpdateAborted, after which the version can be
+        pushed again, or WeightsMismatch, after which it would be refused again. It raises PeerError
+        where the coordinator was lost, and DeadlineExceeded after `timeout` seconds.
         """
         return _result(self._report, timeout, f"the update to {self.version} has not ended")
 
@@ -133,19 +134,28 @@ class Trainer:
         return self._thread.coordinator
 
     def wait_for(self, instances: int, timeout: float) -> None:
-        """Of rank 0: returns when all training ranks and so many instances are connected. Raises
-        DeadlineExceeded."""
+        """Of rank 0: returns when all training ranks and so many instances are connected.
+
+        Raises DeadlineExceeded after `timeout` seconds, which names those that are missing and why
+        each address was not connected to; at once AuthenticationFailed where a receiver has another
+        cluster key, and other errors of connecting that would not pass.
+        """
         self._thread.run(self._thread.joined(instances, timeout), timeout + _CALL_SECONDS)
 
     def push(self, version: int) -> Push:
         """Begins an update once all training ranks have called this. The parameters must not be
-        changed until `Push.read()` has returned. Raises InvalidArgument."""
+        changed until `Push.read()` has returned. Raises InvalidArgument, and what `tensors` raises;
+        the pushes of all other ranks then fail with that reason."""
         # First: `tensors` may overwrite copies that the push before still sends.
         if self._push is not None and not self._push.done():
             raise InvalidArgument(
                 f"the push of version {self._push.version} has not ended; wait for its result"
             )
-        tensors = self._tensors()
+        try:
+            tensors = self._tensors()
+        except Exception as error:
+            self._thread.run(self._thread.refuse(version, error), _CALL_SECONDS)
+            raise
         self._push = self._thread.run(self._thread.push(version, tensors), _CALL_SECONDS)
         return self._push
 
@@ -221,6 +231,9 @@ class _TrainerThread(LoopThread):
     async def push(self, version: int, tensors: Mapping[str, Any]) -> Push:
         pushed = self._sender.push(version, tensors)
         return Push(version, _awaited(pushed.read), _awaited(pushed.report))
+
+    async def refuse(self, version: int, error: Exception) -> None:
+        self._sender.refuse(version, error)
 
     async def withdraw(self) -> None:
         await self._sender.withdraw(WeightUpdateAborted("this training rank has withdrawn it"))

@@ -141,6 +141,12 @@ def refusals() -> dict[str, str]:
         with torch.no_grad():
             local.copy_(before)
         state.staged()  # the next push has values again
+    storage = module.up.bias.to_local().untyped_storage()  # type: ignore[operator]
+    nbytes = storage.nbytes()
+    if rank == 1:
+        storage.resize_(0)
+    found["freed"] = _told(state.staged)
+    storage.resize_(nbytes)
     halves = [new_group([0, 1]), new_group([2, 3])]
     half = halves[rank // 2]
     found["half"] = _told(
@@ -151,6 +157,8 @@ def refusals() -> dict[str, str]:
         found["other half"] = _told(
             lambda: state_of({}, quantize=lambda *_: FP8_BLOCKS, group=halves[0])
         )
+    sparse = {"a.bias": torch.eye(2).to_sparse() if rank == 2 else torch.eye(2)}
+    found["sparse"] = _told(lambda: state_of(sparse, quantize=lambda *_: None))
     stages = {f"{rank}.bias": torch.ones(3)}
     found["vector"] = _told(lambda: state_of(stages, quantize=lambda *_: FP8_BLOCKS))
     wide = {f"{rank}.weight": torch.ones(3, 3, dtype=torch.uint8)}

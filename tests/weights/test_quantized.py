@@ -116,6 +116,8 @@ def test_a_rank_holds_the_scales_that_its_elements_have(ranks: Path) -> None:
     [
         ("nan", "down.weight has a NaN or an infinity"),
         ("infinity", "down.weight has a NaN or an infinity"),
+        ("freed", "up.bias has no memory: it was freed"),
+        ("sparse", "a.bias is a Tensor of the layout torch.sparse"),
         ("half", "weight has scales of elements that no rank of this process group has"),
         ("vector", "0.bias has the shape [3], and only matrices are quantised"),
         ("bytes", "0.weight is kept in torch.uint8"),

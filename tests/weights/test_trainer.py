@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
+import os
+import sys
 import threading
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +18,19 @@ import torch
 
 from kvxfer import weights
 from kvxfer.engine import Engine
-from kvxfer.errors import DeadlineExceeded, InvalidArgument, WeightUpdateAborted
+from kvxfer.errors import (
+    AuthenticationFailed,
+    ConnectFailed,
+    DeadlineExceeded,
+    InvalidArgument,
+    WeightsMismatch,
+    WeightUpdateAborted,
+)
+from kvxfer.weights import pushing
 from kvxfer.weights.holdings import Holdings
 from kvxfer.weights.trainer import Trainer
 from kvxfer.weights.transfer.receiver import WeightReceiver
+from verify.processes.process import ROOT, Process
 
 from .transfer.job import KEY, Instance, boxes, shards
 from .transfer.job import weights as version_weights
@@ -27,8 +42,11 @@ pytestmark = pytest.mark.native
 class _Serving:
     """An instance of one rank, on a loop in a thread."""
 
-    def __init__(self, coordinator: str = "", holdings: Holdings | None = None) -> None:
+    def __init__(
+        self, coordinator: str = "", holdings: Holdings | None = None, fabric: str = "local"
+    ) -> None:
         """Without a coordinator it is to be dialed, at `address`."""
+        self._fabric = fabric
         self.instance = Instance([])
         self.address = ""
         self._coordinator = coordinator
@@ -40,7 +58,7 @@ class _Serving:
 
     async def _run(self) -> None:
         async with (
-            Engine(cluster_key=KEY, fabrics=["local"]) as engine,
+            Engine(cluster_key=KEY, fabrics=[self._fabric]) as engine,
             WeightReceiver(
                 engine, self._holdings, instance_id="i0", commit=self.instance.commit
             ) as receiver,
@@ -169,6 +187,156 @@ def test_a_model_of_torch_is_pushed_by_one_call(monkeypatch: pytest.MonkeyPatch)
             for name, parameter in model.named_parameters():
                 np.testing.assert_array_equal(instance.serves[0][name], parameter.detach().numpy())
         weights.forget(model)
+
+
+def test_a_push_sends_what_parameters_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVXFER_CLUSTER_KEY", KEY)
+    model = torch.nn.Linear(40, 24)
+    serving = _Serving(holdings=weights.state_of(model).holdings)
+    with serving as instance:
+
+        def push(version: int) -> None:
+            pushed = weights.push(model, version, receivers=[serving.address], fabrics=["local"])
+            assert pushed.result(60).state == "committed"
+            for name, parameter in model.named_parameters():
+                np.testing.assert_array_equal(instance.serves[0][name], parameter.detach().numpy())
+
+        push(1)
+        model.weight.data = torch.full((24, 40), 7.0)
+        push(2)
+        model.load_state_dict({"weight": torch.ones(24, 40), "bias": torch.ones(24)}, assign=True)
+        push(3)
+        model.weight.data = model.weight.data.half()
+        with pytest.raises(WeightsMismatch, match=r"^weight was float32.* and is float16"):
+            weights.push(model, 4)
+        assert instance.ranks[0].version == 3
+        weights.forget(model)
+        model.float()
+        push(4)
+        weights.forget(model)
+
+
+def test_a_pushed_model_is_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVXFER_CLUSTER_KEY", KEY)
+    model = torch.nn.Linear(4, 2)
+    serving = _Serving(holdings=weights.state_of(model).holdings)
+    with serving:
+        weights.push(model, 1, receivers=[serving.address], fabrics=["local"]).result(60)
+        [trainer] = pushing._trainers.values()
+        known = weakref.ref(model)
+        del model
+        gc.collect()
+        assert known() is None
+        trainer.close()
+
+
+def test_a_rank_whose_parameters_changed_ends_the_push_of_the_other(
+    trainers: list[Trainer],
+) -> None:
+    def changed() -> dict[str, np.ndarray]:
+        raise WeightsMismatch("embed was 1, and is 2")
+
+    with _Serving(trainers[0].coordinator) as instance:
+        trainers[0].wait_for(instances=1, timeout=60)
+        tensors, trainers[1]._tensors = trainers[1]._tensors, changed
+        versions.append(1)
+        pushed = trainers[0].push(1)
+        with pytest.raises(WeightsMismatch, match="embed was 1, and is 2"):
+            trainers[1].push(1)
+        with pytest.raises(WeightsMismatch, match="training rank 1 cannot send it: embed was 1"):
+            pushed.result(60)
+        pushed.read(60)
+        assert instance.commits == 0
+        trainers[1]._tensors = tensors
+        for push in [each.push(1) for each in trainers]:
+            assert push.result(60).version == 1
+
+
+def test_ranks_push_together_and_fail_together(tmp_path: Path) -> None:
+    """pushing_ranks.py: two ranks over gloo, with FSDP."""
+    serving = _Serving(holdings=weights.state_of(torch.nn.Linear(6, 4)).holdings, fabric="tcp")
+    with serving as instance:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "KVXFER_CLUSTER_KEY": KEY,
+        }
+        command = (sys.executable, "-m", "tests.weights.pushing_ranks", tmp_path, serving.address)
+        with Process("ranks", *command, environment=environment) as process:
+            process.ends(seconds=200)
+        [zero, one] = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+        refusal = "value is a int; give tensors, or drop it"
+        assert zero["first"] == f"InvalidArgument: training rank 1: {refusal}"
+        assert one["first"] == f"InvalidArgument: {refusal}"
+        assert zero["sent"] == one["sent"] == ["committed", "committed"]
+        change = (
+            "bias was float32 of [4], box [2] at [2], and is float16 of [4], box [2] at [2] since"
+        )
+        assert one["changed"].startswith(f"WeightsMismatch: {change}")
+        assert zero["changed"].startswith("WeightsMismatch")
+        assert f"training rank 1 cannot send it: {change}" in zero["changed"]
+        assert instance.ranks[0].version == 3
+        assert instance.serves[0]["weight"].tolist() == zero["weights"]
+
+
+DEAD = "kvx://127.0.0.1:1/" + "0" * 32
+
+
+def test_a_push_says_why_no_instance_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVXFER_CLUSTER_KEY", KEY)
+    model = torch.nn.Linear(4, 2)
+    for _ in range(2):  # the second one begins anew, too
+        with pytest.raises(DeadlineExceeded) as failed:
+            weights.push(model, 1, receivers=[DEAD], wait_seconds=0.5, fabrics=["tcp"])
+        told = str(failed.value)
+        assert "after 0.5 s 0 of 1 instances are connected: " in told
+        assert "127.0.0.1:1" in told
+        assert "training ranks" not in told
+        assert isinstance(failed.value.__cause__, ConnectFailed)
+
+
+def test_another_cluster_key_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVXFER_CLUSTER_KEY", "x" * 32)
+    model = torch.nn.Linear(40, 24)
+    serving = _Serving(holdings=weights.state_of(model).holdings)
+    with serving, pytest.raises(AuthenticationFailed):
+        weights.push(model, 1, receivers=[serving.address], wait_seconds=1e6, fabrics=["local"])
+
+
+def test_a_receiver_with_another_key_does_not_wait_for_the_coordinator(
+    trainers: list[Trainer],
+) -> None:
+    async def join() -> None:
+        async with (
+            Engine(cluster_key="x" * 32, fabrics=["local"]) as engine,
+            WeightReceiver(engine, shards(0, 1), instance_id="i0") as receiver,
+        ):
+            await receiver.join(trainers[0].coordinator, timeout=1e6)
+
+    with pytest.raises(AuthenticationFailed):
+        asyncio.run(join())
+
+
+def test_a_wait_names_the_ranks_that_are_missing() -> None:
+    holdings = shards(0, 2)
+    with Trainer(holdings, dict, rank=0, world_size=3, cluster_key=KEY, fabrics=["local"]) as lead:
+
+        async def join() -> str:
+            async with (
+                Engine(cluster_key=KEY, fabrics=["local"]) as engine,
+                WeightReceiver(engine, holdings, instance_id="i0", rank=1, ranks=3) as receiver,
+            ):
+                await receiver.join(lead.coordinator)
+                with pytest.raises(DeadlineExceeded) as failed:
+                    await asyncio.to_thread(lead.wait_for, 2, 0.5)
+                return str(failed.value)
+
+        assert asyncio.run(join()) == (
+            "after 0.5 s 0 of 2 instances are connected: training rank 1 has not joined; training "
+            "rank 2 has not joined; 'i0' lacks of its 3 ranks 0, 2"
+        )
 
 
 def test_rank_0_hosts_the_coordinator() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
 from msgspec.structs import replace
@@ -12,6 +13,8 @@ from msgspec.structs import replace
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import (
     DeadlineExceeded,
+    InvalidArgument,
+    KvxferError,
     PeerError,
     PeerLost,
     ProtocolError,
@@ -20,9 +23,9 @@ from kvxfer.errors import (
 )
 from kvxfer.weights.report import InstanceReport, UpdateReport
 from kvxfer.weights.transfer.execution import ControlPath, Execution
-from kvxfer.weights.transfer.links import Links, logger
+from kvxfer.weights.transfer.links import LASTING, Links, logger
 from kvxfer.weights.transfer.member_plan import schedule_of, waves_in
-from kvxfer.weights.transfer.members import Members, TrainingRank
+from kvxfer.weights.transfer.members import InferenceRank, Members, TrainingRank
 from kvxfer.weights.transfer.messages import (
     VERSION,
     Abort,
@@ -97,8 +100,11 @@ class WeightCoordinator:
         self._left_pinned: str | None = None
         self._read = False
         """Whether the memory of training ranks may have changed since they pushed."""
+        self._dialed: dict[str, KvxferError | None] = dict.fromkeys(receivers)
+        """How the last attempt at each receiver's address ended."""
         for address in receivers:
-            self._links.spawn(self._links.keep_connected(address, self._invite))
+            told = partial(self._tried, address)
+            self._links.spawn(self._links.keep_connected(address, self._invite, told))
         self._links.spawn(self._lead())
 
     async def __aenter__(self) -> Self:
@@ -109,16 +115,37 @@ class WeightCoordinator:
 
     async def joined(self, instances: int, timeout: float) -> None:
         """Returns when all training ranks and so many instances are connected. Raises
-        DeadlineExceeded that names the missing ones."""
+        DeadlineExceeded that names the missing ones, with the last error of connecting as its
+        cause, and at once such an error that another attempt does not change."""
         try:
             async with asyncio.timeout(timeout):
                 while self._members.missing_trainers() or len(self._members.instances) < instances:
+                    for error in self._dialed.values():
+                        if isinstance(error, LASTING):
+                            raise error
                     await self._members.change()
         except TimeoutError:
+            failed = [error for error in self._dialed.values() if error is not None]
             raise DeadlineExceeded(
                 f"after {timeout:g} s {len(self._members.instances)} of {instances} instances are "
-                f"connected, and training ranks {self._members.missing_trainers()} are missing"
-            ) from None
+                f"connected: {'; '.join(self._absences()) or 'no other rank has joined'}"
+            ) from (failed[-1] if failed else None)
+
+    def _absences(self) -> Iterator[str]:
+        """What is missing, and what is known of it."""
+        for rank in self._members.missing_trainers():
+            yield f"training rank {rank} has not joined"
+        yield from self._members.incomplete()
+        joined = {each.joined.address for each in self._members if isinstance(each, InferenceRank)}
+        for address, error in self._dialed.items():
+            if error is not None:
+                yield str(error)
+            elif address not in joined:
+                yield f"no weight receiver has joined from {address}"
+
+    def _tried(self, address: str, error: KvxferError | None) -> None:
+        self._dialed[address] = error
+        self._members.stir()
 
     # --- messages
 
@@ -195,14 +222,15 @@ class WeightCoordinator:
                 pushes = self._readiness.pushes()
                 report = await self._carried_out(version, pushes)
             except Exception as error:  # no member has been told to begin
-                why = said(error)
-                report = UpdateReport("none", 0, "aborted", 0, error=why.text, code=why.code)
                 pushes = self._readiness.pushes()
+                version = max((each.weights for each in pushes.values()), default=0)
+                report = self._aborted(self._begun(version), error)
                 logger.warning("no weight update: %s", error)
             for each in self._members.training:
                 of_rank = pushes.get(each.joined.rank)
                 if of_rank is not None:
-                    self._links.send(each.peer, Settled(of_rank.serial, report))
+                    told = replace(report, version=of_rank.weights)
+                    self._links.send(each.peer, Settled(of_rank.serial, told))
             self._readiness.settle(pushes)
 
     async def _carried_out(self, version: int, pushes: dict[int, Ready]) -> UpdateReport:
@@ -216,9 +244,13 @@ class WeightCoordinator:
             report = await self._update(version, pushes)
         return report
 
-    async def _update(self, version: int, pushes: dict[int, Ready]) -> UpdateReport:
+    def _begun(self, version: int) -> UpdateReport:
         update_id = f"{version}-{secrets.token_hex(4)}"
-        report = UpdateReport(update_id, version, "aborted", 0, mode=self._settings.mode)
+        return UpdateReport(update_id, version, "aborted", 0, mode=self._settings.mode)
+
+    async def _update(self, version: int, pushes: dict[int, Ready]) -> UpdateReport:
+        report = self._begun(version)
+        update_id = report.update_id
         self._read = False
         try:
             await self._unpin_left()
@@ -296,7 +328,10 @@ class WeightCoordinator:
         plan_id = secrets.token_hex(8)
         generation = self._members.generation
         plan = self._members.plan(plan_id, self._settings)
-        nbytes = await asyncio.to_thread(_sent_bytes, plan)
+        try:
+            nbytes = await asyncio.to_thread(_sent_bytes, plan)
+        except InvalidArgument as error:  # the members' holdings are its arguments
+            raise WeightsMismatch(str(error)) from error
         if generation != self._members.generation:
             raise WeightUpdateAborted("a member was lost or came while the update was planned")
         self._planning = Round(plan_id, self._members.taking_part)

@@ -7,7 +7,15 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
-from kvxfer.errors import DeadlineExceeded, KvxferError, PeerError, ProtocolError
+from kvxfer.errors import (
+    AuthenticationFailed,
+    DeadlineExceeded,
+    InvalidArgument,
+    KvxferError,
+    PeerError,
+    PeerRestarted,
+    ProtocolError,
+)
 from kvxfer.weights.transfer.messages import Inbox, Message, encode
 
 if TYPE_CHECKING:
@@ -16,6 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvxfer.weights")
 
 JOIN_SECONDS: Final = 60.0
+LASTING: Final = (AuthenticationFailed, InvalidArgument, PeerRestarted, ProtocolError)
+"""Errors of connecting that another attempt does not change."""
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 1.0
 
@@ -72,30 +82,41 @@ class Links:
 
     async def join(self, coordinator: str, greet: Callable[[Peer], None], timeout: float) -> None:
         """keep_connected() in a task; returns once it has greeted for the first time. Raises
-        DeadlineExceeded."""
-        greeted = asyncio.Event()
-
-        def first(peer: Peer) -> None:
-            greet(peer)
-            greeted.set()
-
-        self.spawn(self.keep_connected(coordinator, first))
+        DeadlineExceeded, and at once an error that LASTING has; then it dials no more."""
+        heard: asyncio.Queue[KvxferError | None] = asyncio.Queue()
+        last: KvxferError | None = None
+        dialing = self.spawn(self.keep_connected(coordinator, greet, heard.put_nowait))
         try:
             async with asyncio.timeout(timeout):
-                await greeted.wait()
+                while (last := await heard.get()) is not None:
+                    if isinstance(last, LASTING):
+                        raise last
         except TimeoutError:
+            dialing.cancel()
+            why = "" if last is None else f": {last}"
             raise DeadlineExceeded(
                 f"no coordinator of weight updates answers at {coordinator} within {timeout:g} s"
-            ) from None
+                f"{why}"
+            ) from last
+        except BaseException:
+            dialing.cancel()
+            raise
 
-    async def keep_connected(self, address: str, greet: Callable[[Peer], None]) -> None:
-        """Dials until it is cancelled, and again whenever the peer is lost; greets it each time."""
+    async def keep_connected(
+        self,
+        address: str,
+        greet: Callable[[Peer], None],
+        tried: Callable[[KvxferError | None], None] = lambda _: None,
+    ) -> None:
+        """Dials until it is cancelled, and again whenever the peer is lost; greets it each time.
+        `tried` is told how each attempt ended: None where the peer was greeted."""
         pause = _FIRST_PAUSE
         said = ""
         while True:
             try:
                 peer = await self.engine.connect(address)
             except KvxferError as error:
+                tried(error)
                 if str(error) != said:
                     said = str(error)
                     logger.warning("%s; trying again", error)
@@ -106,6 +127,7 @@ class Links:
             lost = asyncio.Event()
             peer.on_lost(lambda _, lost=lost: lost.set())  # type: ignore[misc]
             greet(peer)
+            tried(None)
             await lost.wait()
             await asyncio.sleep(pause)
 

@@ -157,14 +157,26 @@ class Members:
             waves=waves,
         )
 
+    def incomplete(self) -> Iterator[str]:
+        """The instances that lack ranks, and which."""
+        for instance_id, ranks in sorted(self._inference.items()):
+            of = next(iter(ranks.values())).joined.ranks
+            lacking = ", ".join(str(rank) for rank in range(of) if rank not in ranks)
+            if lacking:
+                yield f"{instance_id!r} lacks of its {of} ranks {lacking}"
+
     async def change(self) -> None:
-        """Returns when the members have changed."""
+        """Returns when the members have changed, or after stir()."""
         await self._changed.wait()
+
+    def stir(self) -> None:
+        """Ends every change()."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _change(self) -> None:
         self.generation += 1
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self.stir()
 
 
 def _bounded(rank: InferenceRank) -> Bounded:

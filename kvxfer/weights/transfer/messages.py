@@ -131,11 +131,12 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """training rank → coordinator: my memory has this version, and may be read. `serial` rises
-    with each push of the rank."""
+    """training rank → coordinator: my memory has this version, and may be read; or I cannot send
+    it, and why. `serial` rises with each push of the rank."""
 
     weights: int
     serial: int
+    refused: Said | None = None
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):

@@ -1,4 +1,4 @@
-"""Which training ranks have pushed, and wait for the others."""
+"""Which training ranks have pushed, or cannot, and wait for the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 from kvxfer.errors import DeadlineExceeded, PeerError, WeightsMismatch, WeightUpdateAborted
 from kvxfer.weights.transfer.members import Members, TrainingRank
-from kvxfer.weights.transfer.messages import Ready, Withdraw
+from kvxfer.weights.transfer.messages import Ready, Said, Withdraw
 
 
 class Readiness:
@@ -15,7 +15,7 @@ class Readiness:
     def __init__(self, members: Members) -> None:
         self._members = members
         self._ready: dict[int, Ready] = {}
-        """By training rank."""
+        """By training rank: what it has said of its push."""
         self._lost: dict[int, PeerError] = {}
         """By training rank: those that have not joined again."""
         self._changed = asyncio.Event()
@@ -37,6 +37,8 @@ class Readiness:
         return True
 
     def lose(self, member: TrainingRank, error: PeerError) -> None:
+        if member.joined.rank in self._refusals():  # it may have ended for that
+            return
         self._ready.pop(member.joined.rank, None)
         self._lost[member.joined.rank] = type(error)(f"{member.name} was lost: {error}")
         self._changed.set()
@@ -59,7 +61,7 @@ class Readiness:
 
     async def all(self, seconds: float) -> int:
         """The version that all training ranks have. Raises the loss of one, DeadlineExceeded, and
-        WeightsMismatch where they have different ones."""
+        WeightsMismatch where they have different ones, or one cannot send it."""
         try:
             async with asyncio.timeout(seconds):
                 while missing := self.missing():
@@ -69,6 +71,8 @@ class Readiness:
             raise DeadlineExceeded(
                 f"training ranks {missing} have not pushed within {seconds:g} s of the first"
             ) from None
+        for rank, why in self._refusals().items():
+            raise WeightsMismatch(f"training rank {rank} cannot send it: {why.text}")
         versions = sorted({each.weights for each in self._ready.values()})
         if len(versions) > 1:
             raise WeightsMismatch(f"training ranks push the versions {versions}; push one")
@@ -82,4 +86,9 @@ class Readiness:
             raise type(error)(str(error))
         if not self._ready:  # the last one that was ready has withdrawn, or is lost
             raise WeightUpdateAborted("no training rank is ready any more")
-        return sorted(missing)
+        return sorted(missing - self._refusals().keys())
+
+    def _refusals(self) -> dict[int, Said]:
+        """By training rank."""
+        answers = sorted(self._ready.items())
+        return {rank: each.refused for rank, each in answers if each.refused is not None}

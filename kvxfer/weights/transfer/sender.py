@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from kvxfer.errors import (
     InvalidArgument,
     KvxferError,
+    OldVersion,
     PeerError,
     PeerLost,
     ProtocolError,
+    WeightsMismatch,
     WeightUpdateAborted,
+    WeightUpdateError,
 )
-from kvxfer.weights.holdings import Holdings
+from kvxfer.weights.holdings import Holding, Holdings
 from kvxfer.weights.report import UpdateReport
 from kvxfer.weights.transfer.endings import until_ended
 from kvxfer.weights.transfer.links import JOIN_SECONDS, Links
@@ -109,18 +112,28 @@ class WeightSender:
         tensors: by the names of the holdings, contiguous, the boxes that these describe. Memory
         that is where it was in the push before is not registered again.
         Raises InvalidArgument where another push is under way, and for a tensor that is missing or
-        has another size.
+        is no such box; then the pushes of all other ranks fail with that reason.
         """
         if self._push is not None:
             raise InvalidArgument(
                 f"the push of version {self._push.version} has not ended; wait for its result"
             )
-        self._register(tensors)
+        try:
+            self._register(tensors)
+        except Exception as error:
+            self.refuse(version, error)
+            raise
         self._serial += 1
         self._push = _Push(version, self._serial)
         if not self._links.send(self._coordinator, Ready(version, self._serial)):
             self._links.spawn(self._await_coordinator(self._push))
         return self._push.pushed
+
+    def refuse(self, version: int, error: BaseException) -> None:
+        """This rank cannot push the version: the pushes of all other ranks fail with this error,
+        and wait no longer."""
+        self._serial += 1
+        self._links.send(self._coordinator, Ready(version, self._serial, said(error)))
 
     async def withdraw(self, error: KvxferError) -> None:
         """Ends the push that is under way, for a caller that waits no longer."""
@@ -135,6 +148,7 @@ class WeightSender:
             if holding.name not in tensors:
                 raise InvalidArgument(f"{holding.name} is missing among the tensors of this push")
             tensor = tensors[holding.name]
+            _require_box(holding, tensor)
             known = self._regions.get(holding.name)
             address = _address_of(tensor)
             if known is not None and address is not None and known.address == address:
@@ -281,9 +295,10 @@ class WeightSender:
             if report.out_of_service:
                 names = ", ".join(map(repr, report.out_of_service))
                 what = f"and {names} is out of service until the next one"
-            error = WeightUpdateAborted(
-                f"the update to version {push.version} was aborted, {what}: {report.error}"
-            )
+            text = f"the update to version {push.version} was {{}}, {what}: {report.error}"
+            error: WeightUpdateError = WeightUpdateAborted(text.format("aborted"))
+            if report.code in (WeightsMismatch.code, OldVersion.code):  # it would be again
+                error = WeightsMismatch(text.format("refused"))
             error.report = report
             self._end(error)
             return
@@ -339,6 +354,21 @@ def _sent(plan: Plan) -> list[dict[int, Writes]]:
         }
         for wave in waves_in(plan)
     ]
+
+
+def _require_box(holding: Holding, tensor: Any) -> None:
+    """Raises InvalidArgument for a tensor of torch that is another box than the holding's."""
+    if not hasattr(tensor, "data_ptr"):
+        return
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape) or (1,)
+    if (dtype, shape) != (holding.dtype, holding.shape):
+        raise InvalidArgument(
+            f"{holding.name} is {dtype} of {list(shape)} in this push, and {holding.dtype} of "
+            f"{list(holding.shape)} among the holdings; pass a tensor like that, or make a new "
+            "Trainer at all ranks"
+        )
+    if not tensor.is_contiguous():
+        raise InvalidArgument(f"{holding.name} is not contiguous; pass tensor.contiguous()")
 
 
 def _address_of(tensor: Any) -> int | None:

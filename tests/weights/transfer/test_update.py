@@ -6,10 +6,13 @@ import asyncio
 
 import numpy as np
 import pytest
+import torch
 
-from kvxfer.errors import WeightUpdateAborted
+from kvxfer.errors import InvalidArgument, WeightsMismatch
+from kvxfer.weights.holdings import Holding, Holdings
 from kvxfer.weights.report import UpdateReport
 from kvxfer.weights.transfer.settings import UpdateSettings
+from verify.polling import eventually
 
 from .job import Job, boxes, job, shards, weights
 
@@ -62,8 +65,91 @@ async def test_instances_serve_what_the_training_ranks_have(fabric: str, digests
 async def test_a_version_that_is_not_greater_is_refused(fabric: str) -> None:
     async with job(fabric, train=[shards(0, 1)], infer=[[shards(0, 1)]]) as at:
         await push(at, 5)
-        with pytest.raises(WeightUpdateAborted, match="version 5 is pushed, and 5 is served"):
+        with pytest.raises(
+            WeightsMismatch, match="version 5 is pushed, and 5 is served"
+        ) as refused:
             await push(at, 5)
+        report = refused.value.report
+        assert isinstance(report, UpdateReport)
+        assert (report.version, report.state, report.code) == (5, "aborted", "weights-mismatch")
+        assert report.update_id.startswith("5-")
+        assert [(each.instance_id, each.version) for each in report.instances] == [("i0", 5)]
         assert_serves(at, 5)
         await push(at, 6)
         assert_serves(at, 6)
+
+
+async def test_parameters_that_do_not_fit_are_refused_as_such(fabric: str) -> None:
+    half = [
+        Holding(each.name, "bfloat16", each.whole, each.offset, each.shape)
+        for each in shards(0, 1).parameters
+    ]
+    async with job(fabric, train=[shards(0, 1)], infer=[[Holdings(tuple(half))]]) as at:
+        for _ in range(2):
+            with pytest.raises(WeightsMismatch, match="float32 at training and bfloat16 at") as why:
+                await push(at, 3)
+            assert isinstance(why.value.report, UpdateReport)
+            assert why.value.report.version == 3
+            assert why.value.report.update_id.startswith("3-")
+
+
+async def test_scales_without_a_home_are_refused_before_a_byte_is_sent(fabric: str) -> None:
+    """The trainer quantises what the instance keeps wide, and the reverse."""
+    wide = Holding("gate.weight", "bfloat16", (4, 8), (0, 0), (4, 8))
+    narrow = Holding("gate.weight", "float8_e4m3fn", (4, 8), (0, 0), (4, 8))
+    scale = Holding("gate.weight_scale_inv", "float32", (1, 1), (0, 0), (1, 1))
+    kinds = [Holdings((narrow, scale)), Holdings((wide,))]
+    for train, infer in (kinds, kinds[::-1]):
+        tensors = {each.name: np.zeros(each.nbytes, np.uint8) for each in train.parameters}
+        async with job(fabric, train=[train], infer=[[infer]]) as at:
+            pushed = at.senders[0].push(1, tensors)
+            with pytest.raises(WeightsMismatch, match=r"gate\.weight"):
+                await pushed.report
+            assert at.instances[0].commits == 0
+
+
+async def test_a_rank_that_cannot_push_ends_the_pushes_of_the_others(fabric: str) -> None:
+    train = [shards(number, 3) for number in range(3)]
+    async with job(fabric, train=train, infer=[[shards(0, 1)]]) as at:
+        whole = weights(1)
+        pushed = [each.push(1, boxes(each.holdings, whole)) for each in at.senders[:2]]
+        with pytest.raises(InvalidArgument, match="norm is missing"):
+            at.senders[2].push(1, {"embed": whole["embed"][64:]})
+        for each in pushed:
+            with pytest.raises(
+                WeightsMismatch, match="training rank 2 cannot send it: norm is missing"
+            ):
+                await each.report
+        # The same version is pushed once all can.
+        await push(at, 1)
+        assert_serves(at, 1)
+
+
+async def test_a_rank_that_ends_as_it_cannot_push_is_no_other_reason(fabric: str) -> None:
+    train = [shards(number, 2) for number in range(2)]
+    async with job(fabric, train=train, infer=[[shards(0, 1)]]) as at:
+        at.senders[1].refuse(1, WeightsMismatch("up.weight was 1, and is 2"))
+        await at.engines[-1].close()
+        await eventually(lambda: at.coordinator._members.missing_trainers() == [1])
+        pushed = at.senders[0].push(1, boxes(at.senders[0].holdings, weights(1)))
+        with pytest.raises(WeightsMismatch, match=r"training rank 1 cannot send it: up\.weight"):
+            await pushed.report
+
+
+async def test_tensors_of_another_kind_at_the_same_address_are_refused(fabric: str) -> None:
+    async with job(fabric, train=[shards(0, 1)], infer=[[shards(0, 1)]]) as at:
+        [sender] = at.senders
+        tensors = {
+            name: torch.from_numpy(each)
+            for name, each in boxes(sender.holdings, weights(1)).items()
+        }
+        await sender.push(1, tensors).report
+        embed = tensors["embed"]
+        for other, text in {
+            embed.view(torch.int32): r"embed is int32 of \[96, 40\]",
+            embed.view(40, 96): r"embed is float32 of \[40, 96\]",
+            embed.view(40, 96).t(): "embed is not contiguous",
+        }.items():
+            with pytest.raises(InvalidArgument, match=text):
+                sender.push(2, {**tensors, "embed": other})
+        await sender.push(2, tensors).report
