@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from msgspec import Meta, field
 
 from kvxfer.addresses import BOOTSTRAP_FORM, ENGINE_FORM, HTTP_FORM, require_address
+from kvxfer.kv_versions import UNTOLD, VERSIONS
 from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE
@@ -159,14 +160,22 @@ class InstanceSpec(Record, frozen=True, kw_only=True):
     for people."""
     identity: ModelIdentity | None = None
     """What its KV cache is of; None where the worker does not tell."""
-    kv_versions: tuple[_KvVersion, _KvVersion] = (7, 7)
-    """The oldest and the newest version of the KV protocol that it speaks; workers of version 7 do
-    not tell."""
+    kv_versions: tuple[_KvVersion, _KvVersion] = VERSIONS
+    """The oldest and the newest version of the KV protocol that it speaks: those of its
+    KvEndpoint."""
     aggregates: bool = False
     """Whether it serves requests without a ticket alone, from the prompt to the last token."""
 
 
-class RegisterInstance(InstanceSpec, frozen=True, kw_only=True):
+class ToldSpec(InstanceSpec, frozen=True, kw_only=True):
+    """A spec as it comes from another process, whose version of kvxfer may be an older one."""
+
+    kv_versions: tuple[_KvVersion, _KvVersion] = UNTOLD
+    """The oldest and the newest version of the KV protocol that it speaks; workers of version 7 do
+    not tell."""
+
+
+class RegisterInstance(ToldSpec, frozen=True, kw_only=True):
     """A worker that joins. Raises ValueError where the members do not go together."""
 
     state: Literal["joining", "ready"] = "joining"
@@ -202,7 +211,7 @@ class RegisterInstance(InstanceSpec, frozen=True, kw_only=True):
         return InstanceSpec(**_members(self))
 
 
-class Instance(InstanceSpec, frozen=True, kw_only=True):
+class Instance(ToldSpec, frozen=True, kw_only=True):
     """A registered worker. Times are seconds since the Unix epoch."""
 
     epoch: Epoch

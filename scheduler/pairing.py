@@ -10,8 +10,8 @@ from typing import Final, Literal
 
 from kvxfer.errors import LayoutMismatch, NoCapacity, NotAggregating, PromptTooLong
 from kvxfer.instances import Instance, InstanceState, Role
-from kvxfer.kv.messages import require_common_version
 from kvxfer.kv.ranks import require_mappable, sources, targets
+from kvxfer.kv_versions import UNTOLD, Versions, require_common_version
 from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity, require_same_model
 from kvxfer.scheduler.scoring import available_blocks, occupancy
@@ -44,7 +44,7 @@ class Kind:
     whole: bool = True
     """Whether all ranks are registered, and not `layout`'s alone."""
     identity: ModelIdentity | None = None
-    kv_versions: tuple[int, int] = (7, 7)
+    kv_versions: Versions = UNTOLD
     names: tuple[str, ...] = ()
     """Of aliases and adapters that requests may ask for beside the model."""
     aggregates: bool = False

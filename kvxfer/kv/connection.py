@@ -24,9 +24,10 @@ from kvxfer.errors import (
 from kvxfer.instances import Role
 from kvxfer.kv.blocks import by_group
 from kvxfer.kv.cache import REORDERS, permute_on_host
-from kvxfer.kv.messages import NEWEST, OLDEST, TELLS_MODEL, Hello, Message, encode
+from kvxfer.kv.messages import Hello, Message, encode
 from kvxfer.kv.plan import TransferPlan, plan_transfer
 from kvxfer.kv.plane_writes import PlaneArrival, PlaneWrite, bind_arrivals, bind_plan
+from kvxfer.kv_versions import NEWEST, OLDEST, TELLS_MODEL
 from kvxfer.model_identity import require_same_model
 
 if TYPE_CHECKING:

@@ -1,5 +1,4 @@
-"""What two KV endpoints say to each other, and in which versions: frozen typed values as tagged
-msgpack.
+"""What two KV endpoints say to each other: frozen typed values as tagged msgpack.
 
 Order per peer is the engine's; every message about a transfer names it. Writes are *not* ordered
 with messages: DONE carries the total, and the count decides.
@@ -11,28 +10,13 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from kvxfer.errors import LayoutMismatch, ProtocolError
+from kvxfer.errors import ProtocolError
+from kvxfer.kv_versions import Versions
 from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.record import Record, at_api
 from kvxfer.transfers import TransferId
 from kvxfer.unreadable import UNREADABLE
-
-Versions: TypeAlias = tuple[int, int]
-"""The oldest and the newest one that an endpoint speaks."""
-
-OLDEST: Final = 7
-NEWEST: Final = 8
-VERSIONS: Final[Versions] = (OLDEST, NEWEST)
-TELLS_MODEL: Final = 8
-"""Since this one HELLO tells the range of versions and the model, and OFFER the adapter."""
-
-
-def require_common_version(prefill: Versions, decode: Versions) -> None:
-    """Raises LayoutMismatch where no version is in both ranges."""
-    if min(prefill[1], decode[1]) < max(prefill[0], decode[0]):
-        raise LayoutMismatch("kv_versions", prefill, decode)
-
 
 # A message of the engine is at most 1 MiB; this leaves room for the rest of DONE.
 MAX_TAIL_BYTES: Final = (1 << 20) - 1024

@@ -20,6 +20,7 @@ from kvxfer.instances import (
     Load,
     Reserved,
     Role,
+    ToldSpec,
 )
 from kvxfer.kv.block_table import BlockTable
 from kvxfer.prefix_hashes import HASH_BYTES, unpack
@@ -59,7 +60,7 @@ class _Member(msgspec.Struct, frozen=True):
 
 
 _member = msgspec.msgpack.Decoder(_Member)
-_spec = msgspec.json.Decoder(InstanceSpec)
+_spec = msgspec.json.Decoder(ToldSpec)
 _transfer = msgspec.msgpack.Decoder(Transfer)
 _table = msgspec.msgpack.Decoder(BlockTable)
 _update = msgspec.msgpack.Decoder(WeightUpdate)

@@ -89,7 +89,7 @@ async def test_ranks_that_transfer_to_each_other_are_told(api):
         ("dtype", {"dtype": "bfloat16"}, "float32", "bfloat16"),
         ("model", {"model": "qwen"}, "llama", "qwen"),
         ("fabrics", {"fabrics": ["ofi"]}, ["local", "tcp"], ["ofi"]),
-        ("kv_versions", {"kv_versions": [9, 10]}, [7, 7], [9, 10]),
+        ("kv_versions", {"kv_versions": [9, 10]}, [7, 8], [9, 10]),
     ],
 )
 async def test_layouts_that_do_not_map_are_refused_by_the_field(

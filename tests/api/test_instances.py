@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from kvxfer.instances import InstanceList, Load
+from kvxfer.kv_versions import VERSIONS
 
 from .conftest import LEASE, join, problem, registration
 
@@ -58,6 +59,17 @@ async def test_least_registration_takes_defaults(api):
     told = (await api.get("/v1/instances/p")).json()
     assert (told["state"], told["fabrics"]) == ("joining", ["local", "tcp"])
     assert told["layout"] == registration("p")["layout"]
+
+
+async def test_kv_versions_are_the_librarys_and_those_before_of_a_worker_that_does_not_tell(api):
+    told = registration("p")
+    silent = registration("old")
+    del silent["kv_versions"]
+    for body in (told, silent):
+        assert (await api.post("/v1/instances", json=body)).status_code == 201
+    listed = (await api.get("/v1/instances")).json()["instances"]
+    versions = {each["instance_id"]: each["kv_versions"] for each in listed}
+    assert versions == {"p": list(VERSIONS), "old": [7, 7]}
 
 
 async def test_registration_of_a_newer_worker_is_taken_as_far_as_it_is_known(api):

@@ -12,9 +12,10 @@ import pytest
 
 from kvxfer.errors import InvalidArgument, LayoutMismatch
 from kvxfer.kv.connection import check_hello
-from kvxfer.kv.messages import NEWEST, Hello
+from kvxfer.kv.messages import Hello
 from kvxfer.kv.plan import plan_transfer
 from kvxfer.kv.ranks import bytes_per_token, layers_between, sources
+from kvxfer.kv_versions import NEWEST
 from kvxfer.layout import KvLayout, LayerShape
 
 from .workers import make_ticket, receive, send, worker

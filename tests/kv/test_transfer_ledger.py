@@ -4,7 +4,8 @@ import pytest
 
 from kvxfer.errors import TicketExpired, TicketInvalid, TransferCancelled
 from kvxfer.kv.admission import TransferLedger
-from kvxfer.kv.messages import OLDEST, Hello
+from kvxfer.kv.messages import Hello
+from kvxfer.kv_versions import OLDEST
 from kvxfer.layout import KvLayout
 from kvxfer.ticket import Ticket
 from tests.virtual_time import VirtualClock

@@ -387,11 +387,11 @@ def test_models_and_versions_that_differ_make_no_pair():
     ]
     assert chosen([prefill, decode, replace(D, instance_id="e", identity=one)]) == ("p", "e")
     assert chosen([prefill, D]) == ("p", "d"), "one that does not tell"
-    newer = replace(D, kv_versions=(8, 9))
+    newer = replace(D, kv_versions=(9, 10))
     with pytest.raises(NoCapacity) as refused:
         choose_pair([P, newer], TransferRequest())
-    assert "kv_versions is (7, 7) and (8, 9)" in refused.value.details["reasons"][0]
-    assert chosen([replace(P, kv_versions=(7, 8)), newer]) == ("p", "d")
+    assert "kv_versions is (7, 8) and (9, 10)" in refused.value.details["reasons"][0]
+    assert chosen([replace(P, kv_versions=(8, 9)), newer]) == ("p", "d")
 
 
 def test_check_pair_names_the_first_thing_that_differs():

@@ -28,8 +28,8 @@ WRONG: Final = 25
 LORA: Final = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
 # The module by which decode speaks version 7, as it was before: it is loaded at its start.
 _AS_BEFORE: Final = """
-from kvxfer.kv import messages
-messages.NEWEST, messages.VERSIONS = 7, (7, 7)
+from kvxfer import kv_versions
+kv_versions.NEWEST, kv_versions.VERSIONS = 7, (7, 7)
 from kvxfer.kv import connection
 told = connection.hello_from
 def hello_from(cache, identity, *, checksums=False):

@@ -16,7 +16,6 @@ import msgspec
 
 from kvxfer.engine import Engine, Peer
 from kvxfer.kv.messages import (
-    OLDEST,
     Cancel,
     Done,
     Expect,
@@ -27,6 +26,7 @@ from kvxfer.kv.messages import (
     decode,
     encode,
 )
+from kvxfer.kv_versions import OLDEST
 
 from .attack import Attack, Tried
 from .pair import Pair

@@ -36,7 +36,6 @@ from kvxfer.connectors.sglang.tables import Tables
 from kvxfer.connectors.transfer_engine import pci_address
 from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.instances import InstanceSpec, Role
-from kvxfer.kv.messages import VERSIONS
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.prompt_digest import prompt_digest
 
@@ -115,7 +114,6 @@ class KVManager(BaseKVManager):
             bootstrap_address=host_and_port(host, bootstrap_port) if is_prefill else "",
             labels={"host": socket.gethostname()},
             identity=model,
-            kv_versions=VERSIONS,
         )
 
     def register_to_bootstrap(self) -> None:

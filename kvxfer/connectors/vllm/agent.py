@@ -27,7 +27,6 @@ from kvxfer.errors import DeadlineExceeded, InvalidArgument, KvxferError
 from kvxfer.instances import InstanceSpec, InstanceState, Load, Role
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
-from kvxfer.kv.messages import VERSIONS
 from kvxfer.load_meter import LoadMeter
 from kvxfer.loop_thread import START_SECONDS, LoopThread
 from kvxfer.model_identity import ModelIdentity
@@ -277,7 +276,6 @@ class Agent(LoopThread):
             rank_addresses=addresses if len(addresses) > 1 else (),
             labels={"host": socket.gethostname(), **settings.labels},
             identity=self._model,
-            kv_versions=VERSIONS,
             aggregates=True,
         )
 

@@ -23,7 +23,6 @@ from kvxfer.engine.operator_options import engine_options
 from kvxfer.engine.options import DEFAULT_PEER_TIMEOUT
 from kvxfer.instances import InstanceSpec, InstanceState, Role
 from kvxfer.kv import BlockPool, KvCache, KvEndpoint, KvLayout, ModelIdentity
-from kvxfer.kv.messages import VERSIONS
 from kvxfer.reference.compute import ComputeThread
 from kvxfer.reference.config import LlamaConfig
 from kvxfer.reference.devices import device_of
@@ -162,7 +161,6 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
             fabrics=engine.fabrics,
             labels={"host": socket.gethostname(), **settings.labels},
             identity=identity,
-            kv_versions=VERSIONS,
         )
         registration = Registration(
             client,

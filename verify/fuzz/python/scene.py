@@ -22,7 +22,6 @@ from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.messages import (
-    OLDEST,
     Accepted,
     Cancel,
     Cancelled,
@@ -38,6 +37,7 @@ from kvxfer.kv.messages import (
     decode,
     encode,
 )
+from kvxfer.kv_versions import OLDEST
 from kvxfer.layout import KvLayout
 from kvxfer.ticket import Ticket, sign_ticket
 from verify.fuzz.python.choices import Choices

@@ -13,8 +13,6 @@ import msgspec
 from kvxfer.engine import pool_wire
 from kvxfer.kv.block_table import BlockTable, sign_block_table
 from kvxfer.kv.messages import (
-    NEWEST,
-    OLDEST,
     Accepted,
     Cancel,
     Cancelled,
@@ -29,6 +27,7 @@ from kvxfer.kv.messages import (
     Release,
     encode,
 )
+from kvxfer.kv_versions import NEWEST, OLDEST
 from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.ticket import Ticket, TicketKeys, sign_ticket
