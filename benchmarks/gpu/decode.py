@@ -57,9 +57,7 @@ async def _serve(pipe: Connection, fabric: str, key: str, settings: Settings) ->
 
 async def _decode(decode: Worker, ask: Ask, tokens: int) -> Told:
     blocks = -(-ask.length // BLOCK_SIZE)
-    async with await decode.endpoint.decode_session(
-        ask.ticket, ask.prefill_address, blocks
-    ) as session:
+    async with decode.endpoint.decode_session(ask.ticket, ask.prefill_address, blocks) as session:
         first = int.from_bytes(await session.wait(), "big")
         complete_at = SYSTEM_CLOCK.monotonic()
         received = session.take()

@@ -60,7 +60,7 @@ async def _apart(prefill: Worker, pipe: Connection, key: str, prompt: list[int])
     begun = SYSTEM_CLOCK.monotonic()
     pipe.send(Ask(ticket, prefill.engine.address, len(prompt)))
     with prefill.pool.hold(num_blocks) as hold:
-        async with await prefill.endpoint.prefill_session(ticket, hold) as session:
+        async with prefill.endpoint.prefill_session(ticket, hold) as session:
             first, computed_at = await prefill.compute.run(
                 lambda: _compute(prefill, prompt, hold.ids.tolist(), session)
             )

@@ -34,6 +34,7 @@ from kvxfer.instances import (
     Load,
     Role,
     Snapshot,
+    Traffic,
 )
 from kvxfer.transfers import OpenedTransfer, Transfer
 from kvxfer.weight_updates import Decision, PartReport, PartState, UpdatePolicy, WeightUpdate
@@ -59,6 +60,7 @@ __all__ = [
     "Role",
     "Snapshot",
     "SyncControlPlaneClient",
+    "Traffic",
     "Transfer",
     "UpdatePolicy",
     "WeightUpdate",

@@ -5,12 +5,12 @@ makes one `KvEndpoint` of both and its engine. A transfer is a session on each s
 ticket of the control plane:
 
     # decode
-    async with await endpoint.decode_session(ticket, prefill_address, num_blocks) as session:
+    async with endpoint.decode_session(ticket, prefill_address, num_blocks) as session:
         await session.wait()                     # every block is there, or a named error
         blocks = session.take()
 
     # prefill
-    async with await endpoint.prefill_session(ticket, blocks) as session:
+    async with endpoint.prefill_session(ticket, blocks) as session:
         for layer in range(num_layers):
             session.write_layer(layer)           # as soon as the layer is computed
         await session.finish()                   # every byte is delivered, or a named error
@@ -25,30 +25,59 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from kvxfer.kv.block_pool import BlockIds, BlockPool, BlockState
+    from kvxfer.clock import Clock
+    from kvxfer.kv.block_pool import (
+        BlockHold,
+        BlockIds,
+        BlockLease,
+        BlockPin,
+        BlockPool,
+        BlockState,
+    )
+    from kvxfer.kv.block_table import BlockTable
+    from kvxfer.kv.blocks import HeldBlocks, Pin, SourceBlocks, TargetBlocks
+    from kvxfer.kv.brokered import BlockTables
     from kvxfer.kv.cache import KvCache, KvPlane, Permute, permute_on_host
     from kvxfer.kv.decode_session import DecodeSession
     from kvxfer.kv.endpoint import KvEndpoint
+    from kvxfer.kv.opening import OpeningSession
     from kvxfer.kv.prefill_session import PrefillSession
-    from kvxfer.layout import KvLayout
+    from kvxfer.kv.session_state import DecodeState, PrefillState
+    from kvxfer.layout import KvLayout, LayerShape
     from kvxfer.model_identity import ModelIdentity
     from kvxfer.ticket import Ticket, TicketKeys, sign_ticket, verify_ticket, watch_ticket_keys
+    from kvxfer.watched_file import WatchedFile
 
 # Imported when they are used: the control plane needs records of KV transfers, and no engine.
 _HOMES: Final = {
+    "BlockHold": "kvxfer.kv.block_pool",
     "BlockIds": "kvxfer.kv.block_pool",
+    "BlockLease": "kvxfer.kv.block_pool",
+    "BlockPin": "kvxfer.kv.block_pool",
     "BlockPool": "kvxfer.kv.block_pool",
     "BlockState": "kvxfer.kv.block_pool",
+    "BlockTable": "kvxfer.kv.block_table",
+    "BlockTables": "kvxfer.kv.brokered",
+    "Clock": "kvxfer.clock",
     "DecodeSession": "kvxfer.kv.decode_session",
+    "DecodeState": "kvxfer.kv.session_state",
+    "HeldBlocks": "kvxfer.kv.blocks",
     "KvCache": "kvxfer.kv.cache",
     "KvEndpoint": "kvxfer.kv.endpoint",
     "KvLayout": "kvxfer.layout",
     "KvPlane": "kvxfer.kv.cache",
+    "LayerShape": "kvxfer.layout",
     "ModelIdentity": "kvxfer.model_identity",
+    "OpeningSession": "kvxfer.kv.opening",
     "Permute": "kvxfer.kv.cache",
+    "Pin": "kvxfer.kv.blocks",
     "PrefillSession": "kvxfer.kv.prefill_session",
+    "PrefillState": "kvxfer.kv.session_state",
+    "SourceBlocks": "kvxfer.kv.blocks",
+    "TargetBlocks": "kvxfer.kv.blocks",
     "Ticket": "kvxfer.ticket",
     "TicketKeys": "kvxfer.ticket",
+    "WatchedFile": "kvxfer.watched_file",
     "permute_on_host": "kvxfer.kv.cache",
     "sign_ticket": "kvxfer.ticket",
     "verify_ticket": "kvxfer.ticket",
@@ -56,19 +85,34 @@ _HOMES: Final = {
 }
 
 __all__ = [
+    "BlockHold",
     "BlockIds",
+    "BlockLease",
+    "BlockPin",
     "BlockPool",
     "BlockState",
+    "BlockTable",
+    "BlockTables",
+    "Clock",
     "DecodeSession",
+    "DecodeState",
+    "HeldBlocks",
     "KvCache",
     "KvEndpoint",
     "KvLayout",
     "KvPlane",
+    "LayerShape",
     "ModelIdentity",
+    "OpeningSession",
     "Permute",
+    "Pin",
     "PrefillSession",
+    "PrefillState",
+    "SourceBlocks",
+    "TargetBlocks",
     "Ticket",
     "TicketKeys",
+    "WatchedFile",
     "permute_on_host",
     "sign_ticket",
     "verify_ticket",

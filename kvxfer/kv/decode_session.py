@@ -11,6 +11,7 @@ import msgspec
 
 from kvxfer.clock import Clock
 from kvxfer.errors import (
+    BlockStateError,
     KvxferError,
     LeaseExpired,
     ProtocolError,
@@ -21,7 +22,7 @@ from kvxfer.kv.blocks import by_group, pack_block_table
 from kvxfer.kv.checksum import verify
 from kvxfer.kv.messages import Offer
 from kvxfer.kv.ranks import targets
-from kvxfer.kv.session_state import DecodeEvent, DecodeState, Lease, why_left
+from kvxfer.kv.session_state import DecodeEvent, DecodeState, Lease, when_done, why_left
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -83,9 +84,11 @@ class DecodeSession:
         self._span = span
         self._error: KvxferError | None = None
         self._still_writing = len(self._inbounds)
-        self._freed = asyncio.Event()  # the blocks of a transfer that failed
+        loop = asyncio.get_running_loop()
+        # Done when the blocks of a transfer that failed are free.
+        self._freed: asyncio.Future[None] = loop.create_future()
         self._arranging: asyncio.Future[None] | None = None
-        self._tail: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._tail: asyncio.Future[bytes] = loop.create_future()
         # If it is not awaited, a failure is not an unhandled error.
         self._tail.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._lease = Lease(lease_seconds, self._lease_over, clock)
@@ -154,23 +157,33 @@ class DecodeSession:
         return await asyncio.shield(self._tail)
 
     def take(self) -> HeldBlocks:
-        """Hands the complete blocks over; the session has ended then.
+        """Hands the complete blocks over, once; the session has ended then.
 
-        Raises BlockStateError before wait() has returned, and the transfer's error if it failed.
+        Raises BlockStateError before wait() has returned and the second time, and the transfer's
+        error if it failed.
         """
         if self._error is not None:
             raise self._error
+        if self.state is DecodeState.TAKEN:
+            raise BlockStateError(
+                self._says("its blocks were taken before; use what the first take() returned")
+            )
+        state = self._blocks.block_state()
+        if state is not BlockState.COMPLETE:
+            raise BlockStateError(
+                self._says(f"its blocks are {state.name.lower()}; take() them after wait()")
+            )
         hold = self._blocks.take()
         for inbound in self._inbounds:
             inbound.taken()
         return hold
 
-    async def cancel(self, reason: str) -> None:
-        """Gives the transfer up; the blocks are free when this returns. Any number of times."""
+    def cancel(self, reason: str) -> asyncio.Future[None]:
+        """Gives the transfer up now; `await` it to wait until the blocks are free. Any number of
+        times; does nothing after take()."""
         error = TransferCancelled(self._says(f"cancelled here: {reason}"))
         self.give_up(DecodeEvent.ABORT, error, reason)
-        if self._error is not None:
-            await self._freed.wait()
+        return when_done(self._tail if self._error is None else self._freed)
 
     def fail(self, error: KvxferError) -> None:
         """Gives the transfer up for a reason that was found here."""
@@ -243,7 +256,7 @@ class DecodeSession:
 
     def _end_if_over(self) -> None:
         """A session is over once its blocks have been handed on; until then it is awaited."""
-        gone = self._error is None or self._freed.is_set()
+        gone = self._error is None or self._freed.done()
         if gone and all(inbound.ended for inbound in self._inbounds):
             self._ended(self)
             if self._span is not None:
@@ -306,12 +319,13 @@ class DecodeSession:
 
     def _release_if_nobody_writes(self) -> None:
         """Gives the blocks of a failed transfer back, once nothing writes into them."""
-        if self._still_writing or (self._arranging is not None and not self._arranging.done()):
+        arranging = self._arranging is not None and not self._arranging.done()
+        if self._still_writing or arranging or self._freed.done():
             return
         self._blocks.release()
         if not self._tail.done() and self._error is not None:
             self._tail.set_exception(self._error)
-        self._freed.set()
+        self._freed.set_result(None)
         self._end_if_over()
 
     def _offer_to(self, inbound: Inbound) -> Offer:

@@ -25,6 +25,7 @@ from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.inbound import Inbound
 from kvxfer.kv.message_handler import MessageHandler
 from kvxfer.kv.messages import Keep, Release
+from kvxfer.kv.opening import opens
 from kvxfer.kv.prefill_side import OnOffer, PrefillSide
 from kvxfer.kv.ranks import sources, targets
 from kvxfer.kv.waiting import ExpectedOffers
@@ -274,6 +275,7 @@ class KvEndpoint:
         """
         return self._identity.side(self._verify(ticket))
 
+    @opens
     async def prefill_session(
         self,
         ticket: str,
@@ -321,6 +323,7 @@ class KvEndpoint:
         claims = self._verify_for(Role.PREFILL, ticket)
         self._prefill_side.decline(claims, reason)
 
+    @opens
     async def decode_session(
         self,
         ticket: str,

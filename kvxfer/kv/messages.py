@@ -45,7 +45,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     model: ModelIdentity | None = None
 
     @property
-    def versions(self) -> tuple[int, int]:
+    def versions(self) -> Versions:
         return self.version, max(self.version, self.newest)
 
 

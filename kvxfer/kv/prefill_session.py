@@ -34,6 +34,7 @@ from kvxfer.kv.session_state import (
     PrefillEvent,
     PrefillState,
     StateMachine,
+    when_done,
     why_left,
 )
 
@@ -237,15 +238,12 @@ class PrefillSession:
         """
         await asyncio.shield(self._ended)
 
-    async def cancel(self, reason: str) -> None:
-        """Gives the transfer up; nothing of it is under way when this returns. Any number of times.
-
-        Does nothing after finish() has returned.
-        """
+    def cancel(self, reason: str) -> asyncio.Future[None]:
+        """Gives the transfer up now; `await` it to wait until nothing of it is under way. Any
+        number of times; does nothing after finish() has returned."""
         error = TransferCancelled(self._says(f"cancelled here: {reason}"))
         self._give_up(PrefillEvent.ABORT, error, reason)
-        with contextlib.suppress(KvxferError):
-            await asyncio.shield(self._ended)
+        return when_done(self._ended)
 
     async def __aenter__(self) -> Self:
         return self

@@ -10,7 +10,7 @@ import asyncio
 import enum
 import math
 from collections.abc import Callable, Mapping
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from kvxfer.clock import Clock
 from kvxfer.errors import InvalidArgument, ProtocolError
@@ -156,6 +156,13 @@ def why_left(error: BaseException | None) -> str:
     if isinstance(error, asyncio.CancelledError):
         return "its request was cancelled"
     return f"its session was left by {type(error).__name__}: {error}"
+
+
+def when_done(future: asyncio.Future[Any]) -> asyncio.Future[None]:
+    """A future without an error that is done once `future` is. Cancelling it changes nothing."""
+    done: asyncio.Future[None] = future.get_loop().create_future()
+    future.add_done_callback(lambda _: None if done.done() else done.set_result(None))
+    return done
 
 
 class Lease:

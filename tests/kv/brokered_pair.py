@@ -69,7 +69,7 @@ class BrokeredPair:
     async def send(self, ticket: str, rng: random.Random, blocks: int = 3) -> list[bytes]:
         with self.prefill.pool.hold(blocks) as hold:
             self.prefill.fill(hold.ids.tolist(), rng)
-            async with await self.prefill.endpoint.prefill_session(
+            async with self.prefill.endpoint.prefill_session(
                 ticket, hold, decode_address=self.decode.engine.address
             ) as session:
                 for layer in range(LAYERS):

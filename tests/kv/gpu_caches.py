@@ -73,10 +73,8 @@ async def transfer(prefill: GpuWorker, decode: GpuWorker, rng: random.Random) ->
     with prefill.pool.hold(BLOCKS) as source:
         prefill.fill(source.ids.tolist(), rng)
         async with (
-            await prefill.endpoint.prefill_session(ticket, source) as sending,
-            await decode.endpoint.decode_session(
-                ticket, prefill.engine.address, BLOCKS
-            ) as receiving,
+            prefill.endpoint.prefill_session(ticket, source) as sending,
+            decode.endpoint.decode_session(ticket, prefill.engine.address, BLOCKS) as receiving,
         ):
             for layer in range(LAYOUT.num_layers):
                 sending.write_layer(layer)

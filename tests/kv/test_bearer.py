@@ -161,7 +161,7 @@ async def test_what_decode_has_kept_outlives_its_lease(
     ticket = bearer(prefill) if bears else make_ticket(prefill, decode)
     with prefill.pool.hold(2) as hold:
         prefill.fill(hold.ids.tolist(), rng)
-        async with await prefill.endpoint.prefill_session(ticket, hold, lease_seconds=60.0) as kept:
+        async with prefill.endpoint.prefill_session(ticket, hold, lease_seconds=60.0) as kept:
             for layer in range(LAYERS):
                 kept.write_layer(layer)
             await decode.endpoint.keep(ticket, prefill.engine.address)

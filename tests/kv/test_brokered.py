@@ -459,7 +459,7 @@ async def test_a_direct_offer_is_taken_by_a_prefill_worker_that_was_told_otherwi
     address = fleet.prefill.engine.address
 
     async def receive(ticket: str) -> list[bytes]:
-        async with await fleet.decode.endpoint.decode_session(ticket, address, 3) as receiver:
+        async with fleet.decode.endpoint.decode_session(ticket, address, 3) as receiver:
             await receiver.wait()
             with receiver.take() as hold:
                 return fleet.decode.contents(hold.ids.tolist())

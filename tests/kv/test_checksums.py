@@ -98,7 +98,7 @@ async def damaged(p: Worker, d: Worker, rng: random.Random, bit: int) -> BaseExc
     with p.pool.hold(4) as hold:
         p.fill(hold.ids.tolist(), rng)
         sending = await p.endpoint.prefill_session(ticket, hold)
-        async with await d.endpoint.decode_session(ticket, p.engine.address, 4) as session:
+        async with d.endpoint.decode_session(ticket, p.engine.address, 4) as session:
             await accepted(session)
             for layer in range(LAYERS):
                 sending.write_layer(layer)
@@ -155,7 +155,7 @@ async def test_a_checksum_that_cannot_be_is_refused(
     async with worker("p", fabric) as p, worker("d", fabric, checksums=True) as d:
         monkeypatch.setattr(Connection, "send", lie)
         ticket = make_ticket(p, d)
-        async with await d.endpoint.decode_session(ticket, p.engine.address, 3) as session:
+        async with d.endpoint.decode_session(ticket, p.engine.address, 3) as session:
             await send(p, ticket, 3, rng)
             with pytest.raises((ProtocolError, ChecksumMismatch), match=text):
                 await asyncio.wait_for(session.wait(), PATIENCE)

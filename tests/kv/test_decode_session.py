@@ -62,16 +62,20 @@ async def test_the_states_of_the_blocks_follow_the_transfer(
 ) -> None:
     prefill, decode = pair
     ticket = make_ticket(prefill, decode)
-    async with await decode.endpoint.decode_session(ticket, prefill.engine.address, 2) as receiver:
+    async with decode.endpoint.decode_session(ticket, prefill.engine.address, 2) as receiver:
         assert decode.pool.counts()[BlockState.OFFERED] == 2
-        with pytest.raises(BlockStateError, match="is offered and cannot become held"):
+        with pytest.raises(
+            BlockStateError, match="its blocks are offered; take\\(\\) them after wait"
+        ):
             receiver.take()
         with prefill.pool.hold(2) as hold:
-            async with await prefill.endpoint.prefill_session(ticket, hold) as sender:
+            async with prefill.endpoint.prefill_session(ticket, hold) as sender:
                 sender.write_layer(0)
                 await accepted(receiver)
                 assert decode.pool.counts()[BlockState.RECEIVING] == 2
-                with pytest.raises(BlockStateError, match="is receiving and cannot become held"):
+                with pytest.raises(
+                    BlockStateError, match="its blocks are receiving; take\\(\\) them after wait"
+                ):
                     receiver.take()
                 for layer in range(1, LAYERS):
                     sender.write_layer(layer)
@@ -133,8 +137,8 @@ async def test_decode_cancels_at_any_layer(pair: tuple[Worker, Worker], rng: ran
         layers = rng.randrange(LAYERS)
         with prefill.pool.hold(5) as hold:
             async with (
-                await decode.endpoint.decode_session(ticket, prefill.engine.address, 5) as receiver,
-                await prefill.endpoint.prefill_session(ticket, hold) as sender,
+                decode.endpoint.decode_session(ticket, prefill.engine.address, 5) as receiver,
+                prefill.endpoint.prefill_session(ticket, hold) as sender,
             ):
                 if rng.random() < 0.5:
                     await accepted(receiver)
@@ -211,7 +215,7 @@ async def test_a_cancelled_task_leaves_no_block_behind(
 
         async def half_a_prefill(ticket: str = ticket) -> None:
             with prefill.pool.hold(3) as hold:
-                async with await prefill.endpoint.prefill_session(ticket, hold) as session:
+                async with prefill.endpoint.prefill_session(ticket, hold) as session:
                     session.write_layer(0)
                     await asyncio.Event().wait()
 

@@ -44,7 +44,7 @@ async def transfer(
     before = decode.contents(everything)
     with prefill.scatter(rng, prefill.pool.num_blocks - 4), decode.scatter(rng, 12):
         sending = asyncio.create_task(sent_by(prefill, ticket, ours.blocks_for(tokens), rng))
-        async with await decode.endpoint.decode_session(
+        async with decode.endpoint.decode_session(
             ticket,
             prefill.engine.address,
             theirs.blocks_for(tokens) - first_block,
@@ -212,7 +212,7 @@ async def test_blocks_are_neither_taken_nor_freed_while_their_heads_are_reordere
             waiting = asyncio.create_task(receiver.wait())
             cancelling = None
             if end == "cancelled":
-                cancelling = asyncio.create_task(receiver.cancel("the user left"))
+                cancelling = receiver.cancel("the user left")
             elif end == "lease":
                 receiver._lease.renew(0.01)
                 await eventually(lambda: receiver.state is DecodeState.CANCELLED)

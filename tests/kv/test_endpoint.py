@@ -134,7 +134,7 @@ async def test_prefill_refuses_an_offer_whose_ticket_is_not_for_it(
     monkeypatch.undo()
     # What was refused has not used up the right ticket.
     with prefill.pool.hold(1) as hold:
-        async with await prefill.endpoint.prefill_session(sign_ticket(good, KEY), hold):
+        async with prefill.endpoint.prefill_session(sign_ticket(good, KEY), hold):
             pass
 
 

@@ -89,7 +89,7 @@ async def test_each_group_arrives_in_its_own_blocks(
         receiver = await decode.endpoint.decode_session(
             ticket, address, blocks(target), first_block=first
         )
-    async with await prefill.endpoint.prefill_session(ticket, ours) as session:
+    async with prefill.endpoint.prefill_session(ticket, ours) as session:
         for until in (1, whole):
             ours.fill([row[:until] for row in source])
             for layer in range(LAYERS):
@@ -187,7 +187,7 @@ async def test_heads_are_put_in_order_on_the_way(fabric: str, rng: random.Random
     ):
         prefill.fill(range(NUM_BLOCKS), rng)
         ticket = make_ticket(prefill, decode)
-        async with await prefill.endpoint.prefill_session(ticket, blocks([[3], [5]])) as session:
+        async with prefill.endpoint.prefill_session(ticket, blocks([[3], [5]])) as session:
             for layer in range(LAYERS):
                 session.write_layer(layer)
             receiver = await decode.endpoint.decode_session(

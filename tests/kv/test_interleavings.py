@@ -80,7 +80,7 @@ class Round:
                     plane = np.frombuffer(self.prefill.cache.buffer(layer, part), np.uint8)
                     plane[:] = np.frombuffer(self.rng.randbytes(len(plane)), np.uint8)
             self.sent = heads_by_token(self.prefill.cache, blocks).tobytes()
-            async with await self.prefill.endpoint.prefill_session(self.ticket, hold) as session:
+            async with self.prefill.endpoint.prefill_session(self.ticket, hold) as session:
                 self.prefill_session = session
                 if self.rng.random() < 0.5:
                     hold.release()  # takes effect when nothing is read any more

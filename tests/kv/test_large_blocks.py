@@ -62,8 +62,8 @@ async def test_each_group_arrives_in_its_own_blocks(
         ours = EngineBlocks(6, 3)
         theirs = EngineBlocks([row[first:] for row in TARGET])
         async with (
-            await prefill.endpoint.prefill_session(ticket, ours) as session,
-            await decode.endpoint.decode_session(
+            prefill.endpoint.prefill_session(ticket, ours) as session,
+            decode.endpoint.decode_session(
                 ticket, prefill.engine.address, theirs, first_block=first
             ) as receiver,
         ):

@@ -132,7 +132,7 @@ async def test_another_adapter_is_refused_before_a_byte_moves(
         sender.write_layer(0)
         kind: type[KvxferError] = LayoutMismatch if ticket else TransferRefused
         with pytest.raises(kind) as error:
-            async with await decode.endpoint.decode_session(
+            async with decode.endpoint.decode_session(
                 token, prefill.engine.address, 2, adapter=at_decode
             ) as receiver:
                 await receiver.wait()

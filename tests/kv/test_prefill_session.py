@@ -27,7 +27,7 @@ async def test_layers_that_are_written_before_the_offer_are_kept(
     ticket = make_ticket(prefill, decode)
     with prefill.pool.hold(3) as hold:
         prefill.fill(hold.ids.tolist(), rng)
-        async with await prefill.endpoint.prefill_session(ticket, hold) as session:
+        async with prefill.endpoint.prefill_session(ticket, hold) as session:
             for layer in range(LAYERS):
                 session.write_layer(layer)
             finishing = asyncio.create_task(session.finish(b"tail"))
@@ -50,7 +50,7 @@ async def test_layers_can_be_written_from_other_threads_while_the_offer_comes(
         ticket = make_ticket(prefill, decode)
         with prefill.pool.hold(4) as hold:
             prefill.fill(hold.ids.tolist(), rng)
-            async with await prefill.endpoint.prefill_session(ticket, hold) as session:
+            async with prefill.endpoint.prefill_session(ticket, hold) as session:
                 receiving = asyncio.create_task(receive(prefill, decode, ticket, 4))
                 await asyncio.gather(
                     *(asyncio.to_thread(session.write_layer, layer) for layer in range(LAYERS))
@@ -69,7 +69,7 @@ async def test_the_largest_tail_arrives_and_a_larger_one_is_refused(
     tail = rng.randbytes(MAX_TAIL_BYTES)
     receiving = asyncio.create_task(receive(prefill, decode, ticket, 1, tail))
     with prefill.pool.hold(1) as hold:
-        async with await prefill.endpoint.prefill_session(ticket, hold) as session:
+        async with prefill.endpoint.prefill_session(ticket, hold) as session:
             for layer in range(LAYERS):
                 session.write_layer(layer)
             with pytest.raises(MessageTooLarge, match=f"send at most {MAX_TAIL_BYTES}"):
@@ -122,9 +122,7 @@ async def test_a_lease_ends_the_wait_for_an_offer(pair: tuple[Worker, Worker]) -
 async def test_a_layer_is_written_once_and_has_to_exist(pair: tuple[Worker, Worker]) -> None:
     prefill, decode = pair
     with prefill.pool.hold(1) as hold:
-        async with await prefill.endpoint.prefill_session(
-            make_ticket(prefill, decode), hold
-        ) as session:
+        async with prefill.endpoint.prefill_session(make_ticket(prefill, decode), hold) as session:
             session.write_layer(0)
             with pytest.raises(InvalidArgument, match="layer 0 was written before"):
                 session.write_layer(0)

@@ -184,7 +184,7 @@ async def test_a_connection_that_was_lost_is_not_held_against_later_tickets(
     unknown, later = make_ticket(prefill, decode, issued_at=0.0), make_ticket(prefill, decode)
     with prefill.pool.hold(1) as hold:
         for ticket in (unknown, later):
-            async with await prefill.endpoint.prefill_session(ticket, hold) as session:
+            async with prefill.endpoint.prefill_session(ticket, hold) as session:
                 assert session.state is PrefillState.WAITING
         with pytest.raises(PeerLost):
             await prefill.endpoint.prefill_session(before, hold)
@@ -208,7 +208,7 @@ async def test_an_old_connection_that_is_lost_leaves_what_runs_over_a_newer_one(
         receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 2)
         with prefill.pool.hold(2) as hold:
             prefill.fill(hold.ids.tolist(), rng)
-            async with await prefill.endpoint.prefill_session(ticket, hold) as sender:
+            async with prefill.endpoint.prefill_session(ticket, hold) as sender:
                 await accepted(receiver)
                 [used] = sender.connections
                 [old] = [pair for pair in prefill.endpoint._connections if pair is not used]
@@ -228,7 +228,7 @@ async def test_an_offer_that_is_replayed_changes_nothing(
     receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 2)
     with prefill.pool.hold(2) as hold:
         prefill.fill(hold.ids.tolist(), rng)
-        async with await prefill.endpoint.prefill_session(ticket, hold) as sender:
+        async with prefill.endpoint.prefill_session(ticket, hold) as sender:
             await accepted(receiver)
             receiver.offer()
             for layer in range(LAYERS):

@@ -61,7 +61,7 @@ async def test_whatever_happens_to_a_rank_no_block_stays_taken_and_no_wrong_byte
             layout = rank.cache.layout
             with rank.pool.hold(layout.blocks_for(TOKENS)) as hold:
                 put(rank, hold.ids.tolist(), part_of(cache, layout))
-                async with await rank.endpoint.prefill_session(
+                async with rank.endpoint.prefill_session(
                     ticket, hold, lease_seconds=lease_seconds
                 ) as session:
                     sessions.append(session)
@@ -73,7 +73,7 @@ async def test_whatever_happens_to_a_rank_no_block_stays_taken_and_no_wrong_byte
         async def receive(rank: Worker) -> None:
             await pause()
             layout = rank.cache.layout
-            async with await rank.endpoint.decode_session(
+            async with rank.endpoint.decode_session(
                 ticket, ranks.addresses, layout.blocks_for(TOKENS), lease_seconds=lease_seconds
             ) as session:
                 sessions.append(session)

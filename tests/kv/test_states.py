@@ -90,7 +90,7 @@ async def test_the_last_block_has_the_state(
         ours, theirs = EngineBlocks(3, 2), EngineBlocks(3, 2)
         theirs.fill(target)
         receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, theirs)
-        async with await prefill.endpoint.prefill_session(ticket, ours) as session:
+        async with prefill.endpoint.prefill_session(ticket, ours) as session:
             for until in (1, 3):
                 ours.fill([row[:until] for row in source])
                 for layer in range(4):

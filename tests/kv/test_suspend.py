@@ -72,8 +72,8 @@ async def move(prefill: Sleeper, decode: Sleeper, rng: random.Random) -> None:
         sent = np.frombuffer(rng.randbytes(prefill.memory[:, ours.ids].size), np.uint8)
         prefill.memory[:, ours.ids] = sent.reshape(prefill.memory[:, ours.ids].shape)
         async with (
-            await prefill.endpoint.prefill_session(ticket, ours) as sending,
-            await decode.endpoint.decode_session(ticket, prefill.engine.address, 3) as receiving,
+            prefill.endpoint.prefill_session(ticket, ours) as sending,
+            decode.endpoint.decode_session(ticket, prefill.engine.address, 3) as receiving,
         ):
             for layer in range(LAYOUT.num_layers):
                 sending.write_layer(layer)

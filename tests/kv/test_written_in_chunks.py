@@ -26,7 +26,7 @@ async def test_chunks_arrive_whenever_the_offer_comes(
     ticket = make_ticket(prefill, decode)
     with prefill.pool.hold(7) as hold:
         prefill.fill(hold.ids.tolist(), rng)
-        async with await prefill.endpoint.prefill_session(ticket, hold) as session:
+        async with prefill.endpoint.prefill_session(ticket, hold) as session:
             receiving = None
             for until in (2, 3, 7):
                 if receiving is None and offered != "after" and (offered, until) != ("between", 2):
@@ -49,7 +49,7 @@ async def test_blocks_that_decode_has_are_left_out_of_every_chunk(
     ticket = make_ticket(prefill, decode)
     with prefill.pool.hold(6) as hold:
         prefill.fill(hold.ids.tolist(), rng)
-        async with await prefill.endpoint.prefill_session(ticket, hold) as session:
+        async with prefill.endpoint.prefill_session(ticket, hold) as session:
             receiver = await decode.endpoint.decode_session(
                 ticket, prefill.engine.address, 3, first_block=3
             )
@@ -69,7 +69,7 @@ async def test_a_chunk_is_refused_that_is_there_already_or_leaves_the_prompt(
     prefill, decode = pair
     with prefill.pool.hold(4) as hold:
         ticket = make_ticket(prefill, decode)
-        async with await prefill.endpoint.prefill_session(ticket, hold) as session:
+        async with prefill.endpoint.prefill_session(ticket, hold) as session:
             session.write_layer(0, 2)
             with pytest.raises(InvalidArgument, match="layer 0 was written before"):
                 session.write_layer(0, 2)
@@ -151,7 +151,7 @@ async def test_layers_that_are_written_beforehand_leave_when_they_are_computed(
         ticket = make_ticket(prefill, decode)
         with prefill.pool.hold(7) as hold:
             watcher = prefill.engine.watcher()
-            async with await prefill.endpoint.prefill_session(ticket, hold) as session:
+            async with prefill.endpoint.prefill_session(ticket, hold) as session:
                 receiving = None
                 if offered_first:
                     receiving = asyncio.create_task(receive(prefill, decode, ticket, 7))

@@ -204,7 +204,7 @@ async def send(
     with prefill.pool.hold(num_blocks) as hold:
         prefill.fill(hold.ids.tolist(), rng)
         sent = prefill.contents(hold.ids.tolist())
-        async with await prefill.endpoint.prefill_session(
+        async with prefill.endpoint.prefill_session(
             ticket, hold, lease_seconds=lease_seconds
         ) as session:
             layers = prefill.cache.layout.layers_per_rank
@@ -224,7 +224,7 @@ async def receive(
     lease_seconds: float | None = None,
 ) -> list[bytes]:
     """One whole decode side; returns what the blocks hold."""
-    async with await decode.endpoint.decode_session(
+    async with decode.endpoint.decode_session(
         ticket, prefill.engine.address, num_blocks, lease_seconds=lease_seconds
     ) as session:
         assert await session.wait() == tail

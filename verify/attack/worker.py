@@ -139,7 +139,7 @@ class Worker:
                     pages[block] = _value(plane, index)
             for ticket in tickets:
                 try:
-                    async with await self._endpoint.prefill_session(
+                    async with self._endpoint.prefill_session(
                         ticket, hold, lease_seconds=lease
                     ) as session:
                         for layer in range(LAYOUT.layers_per_rank):
@@ -159,7 +159,7 @@ class Worker:
         for ticket in tickets:
             begun = time.perf_counter()
             try:
-                async with await self._endpoint.decode_session(
+                async with self._endpoint.decode_session(
                     ticket, address, HONEST_BLOCKS, lease_seconds=lease
                 ) as session:
                     await session.wait()

@@ -103,7 +103,7 @@ class FaultWorker:
             ids = hold.ids.tolist()
             for plane, index in self._pages(blocks):
                 self._planes[plane][ids[index]] = self._page(seed, plane, index)
-            async with await self._endpoint.prefill_session(ticket, hold) as session:
+            async with self._endpoint.prefill_session(ticket, hold) as session:
                 self._session = session
                 report("ready-to-send")
                 last = LAYOUT.layers_per_rank - 1 if hold_back else LAYOUT.layers_per_rank
@@ -117,7 +117,7 @@ class FaultWorker:
         return 0
 
     async def _decode(self, ticket: str, address: str, seed: int, blocks: int) -> int:
-        async with await self._endpoint.decode_session(ticket, address, blocks) as session:
+        async with self._endpoint.decode_session(ticket, address, blocks) as session:
             self._session = session
             report("offered")
             await session.wait()
@@ -130,7 +130,7 @@ class FaultWorker:
 
     def _cancel(self) -> None:
         assert self._session is not None
-        self._start(self._session.cancel("the driver says so"))
+        self._session.cancel("the driver says so")
 
     def _reuse(self) -> None:
         """Gives every free block to another request, which writes its bytes into them."""

@@ -92,7 +92,7 @@ class Outgoing:
                     session.write_layer(layer, until)
         except InvalidArgument as error:
             logger.error("room %s: %s", session.request_id, error)
-            self._agent.spawn(session.cancel(str(error)))
+            self._agent.spawn(self._abort(str(error)))
         except KvxferError:
             pass  # the session tells its watchers
         else:

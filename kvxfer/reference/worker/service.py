@@ -205,7 +205,7 @@ class WorkerService:
         params = request.kv_transfer_params
         busy_before = self._engine.busy_seconds()
         with self._pool.hold(num_blocks) as hold:
-            async with await self._endpoint.prefill_session(
+            async with self._endpoint.prefill_session(
                 params.ticket, hold, decode_address=params.prefill_dials
             ) as session:
                 abandon = Abandon()
@@ -294,7 +294,7 @@ class WorkerService:
                 # Taken first: a request that has begun never runs out of blocks half-way.
                 output_blocks = blocks.enter_context(self._pool.hold(all_blocks - prompt_blocks))
                 table = output_blocks.ids.tolist()
-            async with await self._endpoint.decode_session(
+            async with self._endpoint.decode_session(
                 params.ticket, params.decode_dials, prompt_blocks
             ) as session:
                 data = await session.wait()

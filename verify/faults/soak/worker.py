@@ -84,10 +84,10 @@ class SoakWorker:
         with self._pool.hold(blocks) as hold:
             for plane in self._memory:
                 plane[hold.ids] = np.frombuffer(rng.randbytes(plane.shape[1]), np.uint8)
-            async with await self._endpoint.prefill_session(ticket, hold) as session:
+            async with self._endpoint.prefill_session(ticket, hold) as session:
                 if patience:
                     asyncio.get_running_loop().call_later(
-                        patience, lambda: self._start(session.cancel("its client has left"))
+                        patience, session.cancel, "its client has left"
                     )
                 for layer in rng.sample(range(LAYOUT.num_layers), LAYOUT.num_layers):
                     session.write_layer(layer)
@@ -98,10 +98,10 @@ class SoakWorker:
     async def _decode(
         self, number: int, ticket: str, address: str, blocks: int, patience: float
     ) -> dict[str, int]:
-        async with await self._endpoint.decode_session(ticket, address, blocks) as session:
+        async with self._endpoint.decode_session(ticket, address, blocks) as session:
             if patience:
                 asyncio.get_running_loop().call_later(
-                    patience, lambda: self._start(session.cancel("its client has left"))
+                    patience, session.cancel, "its client has left"
                 )
             await session.wait()
             session.take().release()
