@@ -54,7 +54,7 @@ EngineAddress: TypeAlias = Annotated[
     ),
 ]
 HttpAddress: TypeAlias = Annotated[
-    str, Meta(pattern=r"^https?://\S+$", max_length=512, examples=["http://10.0.0.5:8000"])
+    str, Meta(pattern=r"^(https?://\S+)?$", max_length=512, examples=["http://10.0.0.5:8000"])
 ]
 _Label: TypeAlias = Annotated[str, Meta(max_length=256)]
 _KvVersion: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -139,8 +139,10 @@ class InstanceSpec(Record, frozen=True, kw_only=True):
     """Only instances of one model make a pair."""
     engine_address: EngineAddress
     """Where its transfer engine listens, `kvx://HOST:PORT/ENGINE_ID`."""
-    http_address: HttpAddress
-    """Where its inference API listens, `http://HOST:PORT`; an IPv6 address is in brackets."""
+    http_address: HttpAddress = ""
+    """Where its inference API listens, `http://HOST:PORT`; an IPv6 address is in brackets. The
+    router needs it; empty for an engine without an HTTP API, which is for clients that open
+    transfers themselves."""
     layout: KvLayout
     num_blocks: Annotated[PositiveCount, Meta(examples=[4096])]
     """KV blocks of one layer in its pool."""
@@ -189,7 +191,8 @@ class RegisterInstance(ToldSpec, frozen=True, kw_only=True):
             raise ValueError(
                 "instance_id is 'watch', which is the name of a route; choose another one"
             )
-        require_address("http_address", self.http_address, HTTP_FORM)
+        if self.http_address:
+            require_address("http_address", self.http_address, HTTP_FORM)
         require_address("engine_address", self.engine_address, ENGINE_FORM)
         for rank, address in enumerate(self.rank_addresses):
             require_address(f"rank_addresses[{rank}]", address, ENGINE_FORM)

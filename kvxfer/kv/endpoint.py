@@ -63,6 +63,9 @@ class KvEndpoint:
     offers and prefill requests together, whichever comes first. Peers learn its layout and MR
     descriptors from it alone, over the authenticated connection.
 
+    `epoch` names this registration of the instance, or this start of its process; tickets name it
+    too. An instance that registers leaves it out and passes set_epoch() to its Registration.
+
     `pool` gives blocks to decode sessions; without it the caller brings the blocks of a session.
     `lease_seconds` is how long a side waits for the other where a session is not told otherwise.
 
@@ -93,7 +96,7 @@ class KvEndpoint:
         pool: BlockPool | None,
         *,
         instance_id: str,
-        epoch: int,
+        epoch: int = 0,
         ticket_key: bytes | str | WatchedFile[TicketKeys],
         lease_seconds: float = DEFAULT_LEASE_SECONDS,
         control_plane: BlockTables | None = None,

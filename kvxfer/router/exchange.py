@@ -14,6 +14,7 @@ import msgspec
 
 from kvxfer.errors import (
     ChecksumMismatch,
+    ConnectFailed,
     DeadlineExceeded,
     KvxferError,
     LeaseExpired,
@@ -263,6 +264,8 @@ class Exchange:
         return {"kv_transfer_params": params}
 
     async def _send(self, party: Party, content: bytes, asked: Span | None) -> httpx2.Response:
+        if not party.http_address:
+            raise _without_api(party)
         traced = {} if asked is None else {HEADER: asked.traceparent}
         url, headers = party.http_address + self._asked.path, {**self._headers, **traced}
         decode = party is self._transfer.decode
@@ -482,6 +485,14 @@ def _passed(response: httpx2.Response) -> dict[str, str]:
 
 def _passed_stream(response: httpx2.Response) -> dict[str, str]:
     return {**_passed(response), "cache-control": "no-cache"}
+
+
+def _without_api(party: Party) -> WorkerFailed:
+    error = ConnectFailed(
+        f"instance {party.instance_id!r} is registered without an http_address, so no router can "
+        "send it requests; register it with one, or keep its model out of the router's fleet"
+    )
+    return WorkerFailed(error, party.instance_id)
 
 
 def _lost(party: Party, error: Exception | None) -> WorkerFailed:

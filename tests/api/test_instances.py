@@ -135,6 +135,13 @@ async def test_same_incarnation_registers_again_with_a_new_epoch(api):
     assert second["epoch"] > first["epoch"]
 
 
+async def test_an_engine_without_an_http_api_is_paired(api):
+    await join(api, "p", http_address="")
+    await join(api, "d", "decode", http_address="")
+    opened = (await api.post("/v1/transfers", json={})).json()
+    assert [opened[side]["http_address"] for side in ("prefill", "decode")] == ["", ""]
+
+
 @pytest.mark.parametrize(
     ("change", "field", "words"),
     [

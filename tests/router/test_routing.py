@@ -11,11 +11,12 @@ from typing import Any
 import httpx2
 import pytest
 
-from kvxfer.instances import BlockUpdate, Role
+from kvxfer.instances import BlockUpdate, InstanceState, Role
 from kvxfer.prefix_hashes import prompt_hashes
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from tests.network import Answer, Network, Reply
 from tests.virtual_time import VirtualClock, passes
+from verify.control_plane import worker
 
 from .servers import DECODES, PREFILLS, answers, chunk, problem
 
@@ -134,6 +135,30 @@ async def test_what_another_pair_may_do_better_is_tried_on_another_pair(
         metrics = (await client.get("/metrics")).text
     assert f'kvxfer_router_retries_total{{code="{code}"}} 1.0' in metrics
     assert not await control_plane.transfers()
+
+
+async def test_an_instance_without_http_address_is_named_and_another_one_asked(
+    network: Network, control_plane: EmbeddedRegistry
+) -> None:
+    async with network.client() as workers:
+        for name, role in (("p1", Role.PREFILL), ("d", Role.DECODE)):
+            await workers.register(worker(name, role, http_address=""), state=InstanceState.READY)
+    fleet = NotedWorkers(network, p2=PREFILLS, d2=DECODES)
+    async with fleet.routed() as client:
+        answer = await client.post("/v1/completions", json=ASKED)
+        assert answer.status_code == 200, answer.text
+        cards = (await client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in cards] == ["llama"]
+        metrics = (await client.get("/metrics")).text
+        assert 'kvxfer_router_retries_total{code="connect-failed"}' in metrics
+        async with network.client() as workers:
+            for name in ("p2", "d2"):
+                epoch = (await workers.instance(name)).epoch
+                await workers.deregister(name, epoch)
+        answer = await client.post("/v1/completions", json=ASKED)
+    assert answer.status_code == 502
+    assert "' is registered without an http_address" in answer.json()["error"]["message"]
+    assert {*fleet.asked} <= {"p2", "d2"}
 
 
 async def test_an_error_about_the_other_side_blames_the_other_side(
