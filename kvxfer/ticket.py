@@ -140,8 +140,9 @@ def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
     """The ticket as a token, a JWT of at most 4,096 characters, signed with the first of `keys`. A
     cluster key may stand for the key that follows from it.
 
-    The control plane does this for every transfer that it opens. A worker does it only for a bearer
-    ticket of a prompt that it keeps to be fetched.
+    The control plane does this for every transfer that it opens. Without a control plane, the
+    program that sends a request to both workers does it, with their ids and epochs. A prefill
+    worker does it for a prompt that it keeps to be fetched (a bearer ticket).
     """
     keys = as_ticket_keys(keys)
     claims = _Claims(

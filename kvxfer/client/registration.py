@@ -41,9 +41,11 @@ _JITTER: Final = 0.1
 class Registration:
     """Registers on entry, renews the lease in a task, deregisters on exit. One event loop.
 
+    `spec` names the instance as its KvEndpoint does, and says where its Engine listens.
     `load` is called before each heartbeat. `on_epoch` is called with the epoch of each
     registration: the first one, and each later one after a lease was lost, which happens when this
-    process was frozen for longer than its lease or the control plane forgot it. `on_role` is called
+    process was frozen for longer than its lease or the control plane forgot it. It is the
+    `set_epoch` of the KvEndpoint, whose tickets name that epoch. `on_role` is called
     with the role that an operator gives this instance; it keeps that role over a lost lease.
     What `cached` has to tell is published after each heartbeat.
 

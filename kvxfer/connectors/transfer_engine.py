@@ -25,8 +25,7 @@ from kvxfer.engine.options import DEFAULT_PEER_TIMEOUT
 from kvxfer.instances import InstanceSpec, InstanceState, Load
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
-from kvxfer.kv.prefill_side import OnOffer
-from kvxfer.ticket import TicketKeys, as_ticket_keys
+from kvxfer.ticket import Ticket, TicketKeys, as_ticket_keys
 from kvxfer.watched_file import WatchedFile
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ async def transfer_engine(
     root: Path = Path("/"),
     log: logging.Logger = logger,
     model: ModelIdentity | None = None,
-    on_offer: OnOffer | None = None,
+    on_offer: Callable[[Ticket], None] | None = None,
     tracer: Tracer | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> AsyncIterator[tuple[Engine, KvCache, KvEndpoint]]:

@@ -1,8 +1,8 @@
 """KV cache transfer between two workers, on top of `kvxfer.Engine`.
 
-A worker says how its cache lies in memory (`KvLayout`), registers that memory (`KvCache`), and
-makes one `KvEndpoint` of both and its engine. A transfer is a session on each side, under one
-ticket of the control plane:
+A worker says how its cache lies in memory (`KvLayout`), registers that memory (`KvCache`), gives
+out its blocks (`BlockPool`), and makes one `KvEndpoint` of these and its engine. A transfer is a
+session on each side, under one ticket, of the control plane or signed by `sign_ticket()`:
 
     # decode
     async with endpoint.decode_session(ticket, prefill_address, num_blocks) as session:
@@ -16,7 +16,9 @@ ticket of the control plane:
         await session.finish()                   # every byte is delivered, or a named error
 
 Either side may begin. A session that is left before its end is cancelled on both sides, and no byte
-lands in its blocks afterwards. `kvxfer.reference.worker` is the worked example.
+lands in its blocks afterwards. docs/own-engine.md explains the rest; examples/python/kv_transfer.py
+and kv_fleet.py are programs to copy. A worker registers with a control plane by
+`kvxfer.client.Registration`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from kvxfer.kv.opening import OpeningSession
     from kvxfer.kv.prefill_session import PrefillSession
     from kvxfer.kv.session_state import DecodeState, PrefillState
-    from kvxfer.layout import KvLayout, LayerShape
+    from kvxfer.layout import KvLayout, LayerShape, Packing
     from kvxfer.model_identity import ModelIdentity
     from kvxfer.ticket import Ticket, TicketKeys, sign_ticket, verify_ticket, watch_ticket_keys
     from kvxfer.watched_file import WatchedFile
@@ -69,6 +71,7 @@ _HOMES: Final = {
     "LayerShape": "kvxfer.layout",
     "ModelIdentity": "kvxfer.model_identity",
     "OpeningSession": "kvxfer.kv.opening",
+    "Packing": "kvxfer.layout",
     "Permute": "kvxfer.kv.cache",
     "Pin": "kvxfer.kv.blocks",
     "PrefillSession": "kvxfer.kv.prefill_session",
@@ -104,6 +107,7 @@ __all__ = [
     "LayerShape",
     "ModelIdentity",
     "OpeningSession",
+    "Packing",
     "Permute",
     "Pin",
     "PrefillSession",

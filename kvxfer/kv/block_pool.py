@@ -58,6 +58,9 @@ _REMEDY: Final[Mapping[BlockState, str]] = {
     BlockState.HELD: "release() the hold first",
 }
 
+_RELEASED: Final = f"it was released; {_REMEDY[BlockState.FREE]}"
+_TAKEN: Final = "take() has handed it over; use the hold that it returned"
+
 # _ALLOWED[from, to], so that one lookup checks any number of blocks.
 _ALLOWED: Final = np.array(
     [[to in TRANSITIONS[state] for to in BlockState] for state in BlockState], dtype=np.bool_
@@ -236,6 +239,7 @@ class _Owner(ABC):
         self._pool = pool
         self._ids = ids
         self._ended = False
+        self._end = _RELEASED
 
     @property
     def ids(self) -> BlockIds:
@@ -272,12 +276,7 @@ class _Owner(ABC):
 
     def _require_live(self) -> None:
         if self._ended:
-            block = int(self._ids[0])
-            state = self._pool.state(block)
-            raise BlockStateError(
-                f"block {block} is no longer owned here (it is {state.name.lower()} now); "
-                f"{_REMEDY[BlockState.FREE]}"
-            )
+            raise BlockStateError(f"block {int(self._ids[0])} is no longer owned here: {self._end}")
 
 
 class BlockLease(_Owner):
@@ -305,6 +304,7 @@ class BlockLease(_Owner):
             hold = BlockHold(self._pool, self._ids)
             self._pool._owners.add(hold)
             self._ended = True
+            self._end = _TAKEN
             self._pool._owners.discard(self)
             return hold
 

@@ -68,9 +68,10 @@ def unpack_block_table(table: bytes, num_blocks: int, layout: KvLayout) -> Block
 
 
 class Pin(Protocol):
-    """Keeps blocks from being reused."""
+    """Keeps blocks from being reused. `BlockPin` is one."""
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """They may be reused, as far as this pin is concerned. Any number of times."""
 
 
 class SourceBlocks(Protocol):
@@ -101,12 +102,17 @@ class HeldBlocks(SourceBlocks, Protocol):
 
 
 class TargetBlocks(Protocol):
-    """Blocks that decode receives into. `BlockLease` is one."""
+    """Blocks that decode receives into. `BlockLease` is one.
+
+    A session calls receive(), complete() and take() in this order, or release() in place of any.
+    """
 
     @property
-    def ids(self) -> BlockIds: ...
+    def ids(self) -> BlockIds:
+        """In the order of the prompt."""
 
-    def block_state(self) -> BlockState: ...
+    def block_state(self) -> BlockState:
+        """OFFERED at first, RECEIVING after receive(), COMPLETE after complete()."""
 
     def receive(self) -> None:
         """Prefill has accepted the offer."""

@@ -118,25 +118,25 @@ class Brokered:
         try:
             await work()
         except UnknownTransfer as ended:
-            session.fail(
+            session._fail(
                 TransferCancelled(
                     f"transfer {session.transfer_id}: it has ended at the control plane: {ended}"
                 )
             )
         except KvxferError as error:
-            session.fail(error)
+            session._fail(error)
 
     async def _publish(self, session: DecodeSession, ticket: Ticket) -> None:
-        table = sign_block_table(session.message(), ticket, self._identity.keys)
+        table = sign_block_table(session._message(), ticket, self._identity.keys)
         deadline = _PATIENCE * session.lease_remaining
         await self.require().put_block_table(table, deadline=deadline)
 
     async def _fetch(self, session: PrefillSession, ticket: Ticket, decode_address: str) -> None:
         connection = await self._connections.meet(decode_address)
         require_peer(ticket, Role.DECODE, connection.hello, f"at {decode_address} is")
-        if session.connections:
+        if session._met:
             return  # decode has sent its OFFER itself
-        session.meet(connection)
+        session._meet(connection)
         connection.send(Expect(ticket.transfer_id, ticket.token))
         table = await self._ask(session)
         made_under = verify_block_table(table, self._identity.keys, now=self._clock.unix())

@@ -103,7 +103,7 @@ _MOST_RATES: Final = 64
 class Sender(Protocol):
     """A transfer that is under way, such as a PrefillSession."""
 
-    def delivered(self) -> Iterator[tuple[str, str, int]]:
+    def _delivered(self) -> Iterator[tuple[str, str, int]]:
         """Instance, fabric, and bytes so far."""
 
 
@@ -146,7 +146,7 @@ class TrafficMeter:
 
     def _look(self, sender: Sender) -> None:
         now: Counter[tuple[str, str]] = Counter()
-        for to, fabric, nbytes in sender.delivered():
+        for to, fabric, nbytes in sender._delivered():
             now[to, fabric] += nbytes
         self._fresh.update(now - self._seen.get(sender, Counter()))
         self._seen[sender] = now

@@ -126,7 +126,7 @@ class DecodeSession:
         )
 
     @property
-    def is_of_several(self) -> bool:
+    def _is_of_several(self) -> bool:
         """Whether other ranks of decode take part in the transfer."""
         ours = self._cache.layout
         return any(len(targets(one.connection.hello.layout, ours)) > 1 for one in self._inbounds)
@@ -136,12 +136,12 @@ class DecodeSession:
         """Seconds until the transfer ends."""
         return self._lease.remaining()
 
-    def message(self) -> Offer:
+    def _message(self) -> Offer:
         """The OFFER of the blocks to the one prefill rank that they come from."""
         [inbound] = self._inbounds
         return self._offer_to(inbound)
 
-    def offer(self) -> None:
+    def _offer(self) -> None:
         """Sends an OFFER to each prefill rank. Raises EngineError; the caller then cancels."""
         for inbound in self._inbounds:
             inbound.connection.send(self._offer_to(inbound))
@@ -182,12 +182,12 @@ class DecodeSession:
         """Gives the transfer up now; `await` it to wait until the blocks are free. Any number of
         times; does nothing after take()."""
         error = TransferCancelled(self._says(f"cancelled here: {reason}"))
-        self.give_up(DecodeEvent.ABORT, error, reason)
+        self._give_up(DecodeEvent.ABORT, error, reason)
         return when_done(self._tail if self._error is None else self._freed)
 
-    def fail(self, error: KvxferError) -> None:
+    def _fail(self, error: KvxferError) -> None:
         """Gives the transfer up for a reason that was found here."""
-        self.give_up(DecodeEvent.ABORT, error)
+        self._give_up(DecodeEvent.ABORT, error)
 
     async def __aenter__(self) -> Self:
         return self
@@ -202,13 +202,13 @@ class DecodeSession:
 
     # What the inbounds say.
 
-    def accepted(self) -> None:
+    def _accepted(self) -> None:
         """A prefill rank may write into the blocks now."""
         if self._blocks.block_state() is BlockState.OFFERED:
             self._blocks.receive()
             self._happened("accepted")
 
-    def counted(self) -> None:
+    def _counted(self) -> None:
         """A prefill rank's part is there."""
         if any(inbound.state is not DecodeState.COMPLETE for inbound in self._inbounds):
             return
@@ -220,7 +220,7 @@ class DecodeSession:
         self._arranging = asyncio.get_running_loop().run_in_executor(None, self._arrange)
         self._arranging.add_done_callback(self._arranged)
 
-    def give_up(
+    def _give_up(
         self,
         event: DecodeEvent,
         error: KvxferError,
@@ -244,12 +244,12 @@ class DecodeSession:
             for inbound in self._inbounds:
                 inbound.give_up(DecodeEvent.ABORT, str(error))
 
-    def revoked(self) -> None:
+    def _revoked(self) -> None:
         """No write of one of the prefill ranks can land any more."""
         self._still_writing -= 1
         self._release_if_nobody_writes()
 
-    def inbound_ended(self) -> None:
+    def _inbound_ended(self) -> None:
         if all(inbound.ended for inbound in self._inbounds):
             self._lease.end()
             self._end_if_over()
@@ -276,7 +276,7 @@ class DecodeSession:
         else:
             what = "prefill did not take the blocks"
         what = f"{what} within {self._lease.seconds:g} s"
-        self.give_up(DecodeEvent.LEASE_OVER, LeaseExpired(self._says(what)), what)
+        self._give_up(DecodeEvent.LEASE_OVER, LeaseExpired(self._says(what)), what)
 
     @property
     def _permutes(self) -> bool:
@@ -304,10 +304,10 @@ class DecodeSession:
         if self._error is not None:
             self._release_if_nobody_writes()
         elif isinstance(problem, KvxferError):
-            self.fail(type(problem)(self._says(str(problem))))
+            self._fail(type(problem)(self._says(str(problem))))
         elif problem is not None:
             what = f"its blocks could not be checked and put in order: {problem!r}"
-            self.fail(ProtocolError(self._says(what)))
+            self._fail(ProtocolError(self._says(what)))
         else:
             self._complete()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvxfer.clock import SYSTEM_CLOCK, Clock
@@ -26,7 +26,7 @@ from kvxfer.kv.inbound import Inbound
 from kvxfer.kv.message_handler import MessageHandler
 from kvxfer.kv.messages import Keep, Release
 from kvxfer.kv.opening import opens
-from kvxfer.kv.prefill_side import OnOffer, PrefillSide
+from kvxfer.kv.prefill_side import PrefillSide
 from kvxfer.kv.ranks import sources, targets
 from kvxfer.kv.waiting import ExpectedOffers
 from kvxfer.tracing.span import child
@@ -102,7 +102,7 @@ class KvEndpoint:
         control_plane: BlockTables | None = None,
         connect_timeout: float = 2.0,
         max_early_offers_per_peer: int = MAX_EARLY_OFFERS_PER_PEER,
-        on_offer: OnOffer | None = None,
+        on_offer: Callable[[Ticket], None] | None = None,
         checksums: bool = False,
         tracer: Tracer | None = None,
         model: ModelIdentity | None = None,
@@ -387,7 +387,7 @@ class KvEndpoint:
             if prefill_address is None:
                 self._brokered.publish(session, claims)
             else:
-                session.offer()
+                session._offer()
         except BaseException as error:
             await session.cancel(repr(error))
             raise

@@ -38,22 +38,22 @@ class Receiving(Protocol):
     ticket: Ticket
 
     @property
-    def is_of_several(self) -> bool: ...
+    def _is_of_several(self) -> bool: ...
 
     @property
     def lease_remaining(self) -> float: ...
 
-    def accepted(self) -> None: ...
+    def _accepted(self) -> None: ...
 
-    def counted(self) -> None: ...
+    def _counted(self) -> None: ...
 
-    def revoked(self) -> None: ...
+    def _revoked(self) -> None: ...
 
-    def inbound_ended(self) -> None: ...
+    def _inbound_ended(self) -> None: ...
 
-    def fail(self, error: KvxferError) -> None: ...
+    def _fail(self, error: KvxferError) -> None: ...
 
-    def give_up(self, event: DecodeEvent, error: KvxferError, *, of: Inbound) -> None: ...
+    def _give_up(self, event: DecodeEvent, error: KvxferError, *, of: Inbound) -> None: ...
 
 
 class Inbound:
@@ -108,7 +108,7 @@ class Inbound:
     def accepted(self) -> None:
         self.answered = True
         if self._machine.advance(DecodeEvent.ACCEPTED) is DecodeState.RECEIVING:
-            self._session.accepted()
+            self._session._accepted()
 
     def done(self, done: Done) -> None:
         if self._machine.advance(DecodeEvent.DONE) is not DecodeState.COUNTING:
@@ -120,18 +120,18 @@ class Inbound:
         self._counting = asyncio.get_running_loop().create_task(self._count(done.total))
 
     def refused(self, error: KvxferError) -> None:
-        self._session.give_up(DecodeEvent.REFUSED, error, of=self)
+        self._session._give_up(DecodeEvent.REFUSED, error, of=self)
 
     def cancelled_by_peer(self, reason: str) -> None:
         error = TransferCancelled(self._says(f"cancelled by {self.peer_name}: {reason}"))
-        self._session.give_up(DecodeEvent.PEER_CANCEL, error, of=self)
+        self._session._give_up(DecodeEvent.PEER_CANCEL, error, of=self)
 
     def cancel_answered(self) -> None:
         error = TransferCancelled(self._says("cancelled"))
-        self._session.give_up(DecodeEvent.PEER_CANCELLED, error, of=self)
+        self._session._give_up(DecodeEvent.PEER_CANCELLED, error, of=self)
 
     def peer_lost(self, error: KvxferError) -> None:
-        self._session.give_up(DecodeEvent.PEER_LOST, error, of=self)
+        self._session._give_up(DecodeEvent.PEER_LOST, error, of=self)
 
     # What the session says.
 
@@ -158,11 +158,11 @@ class Inbound:
         after = self._machine.advance(event)
         if failing:
             # With this rank complete, prefill may still wait for the offers of the others.
-            if after is DecodeState.CANCELLING or (complete and self._session.is_of_several):
+            if after is DecodeState.CANCELLING or (complete and self._session._is_of_several):
                 # First, so that prefill hears the reason before its writes are refused.
                 with contextlib.suppress(EngineError):
                     self.connection.send(Cancel(self._transfer_id, reason))
-            self.counter.revoke(self._session.revoked)
+            self.counter.revoke(self._session._revoked)
         if after in ENDED:
             self._end()
 
@@ -175,7 +175,7 @@ class Inbound:
         except DeadlineExceeded:
             return  # the lease is over now, too, and says so
         except EngineError as error:
-            self._session.fail(error)
+            self._session._fail(error)
         else:
             self._complete(total)
 
@@ -185,15 +185,15 @@ class Inbound:
         arrived = self.counter.value
         if arrived != total:
             problem = f"{arrived} immediates arrived, {self.peer_name} announced {total}"
-            self._session.fail(ProtocolError(self._says(problem)))
+            self._session._fail(ProtocolError(self._says(problem)))
             return
         self.counter.release()  # afterwards no write of this rank can land
         self._machine.advance(DecodeEvent.COUNTED)
-        self._session.counted()
+        self._session._counted()
 
     def _end(self) -> None:
         self.connection.decodes.pop(self._transfer_id, None)
-        self._session.inbound_ended()
+        self._session._inbound_ended()
 
     def _says(self, what: str) -> str:
         return f"transfer {self._transfer_id}: {what}"

@@ -137,7 +137,7 @@ class PrefillSession:
         return self._error
 
     @property
-    def connections(self) -> tuple[Connection, ...]:
+    def _met(self) -> tuple[Connection, ...]:
         """The connections to decode's ranks, as far as they are known."""
         return tuple(self._connections.values())
 
@@ -163,7 +163,7 @@ class PrefillSession:
         with self._lock:
             return sum(operation.writes for operation in self._operations())
 
-    def delivered(self) -> Iterator[tuple[str, str, int]]:
+    def _delivered(self) -> Iterator[tuple[str, str, int]]:
         """For each decode rank: its instance, the fabric, and the bytes delivered so far."""
         for outbound in self._outbounds.values():
             ended = [each for each in list(outbound.operations) if each.done()]
@@ -258,30 +258,30 @@ class PrefillSession:
 
     # What the endpoint hears from decode.
 
-    def meet(self, connection: Connection) -> None:
+    def _meet(self, connection: Connection) -> None:
         """A decode rank is connected; from now on each side is told of the other's end."""
         self._connections[connection.hello.layout.rank] = connection
 
-    def awaits(self, connection: Connection) -> bool:
+    def _awaits(self, connection: Connection) -> bool:
         """Whether nothing has come yet of the decode rank that a connection is to."""
         return (
             self.decode == connection.named
             and connection.hello.layout.rank not in self._connections
         )
 
-    def offer_refused(self, connection: Connection, error: KvxferError) -> None:
+    def _offer_refused(self, connection: Connection, error: KvxferError) -> None:
         """The OFFER of a connected worker was not taken: if it is the awaited one, none will
         come."""
         if self.decode == connection.named and connection.hello.layout.rank not in self._outbounds:
-            self.fail(error)
+            self._fail(error)
 
-    def keep(self, connection: Connection, lease_seconds: float) -> None:
+    def _keep(self, connection: Connection, lease_seconds: float) -> None:
         """The OFFER of a decode rank has at least so long from now. Raises InvalidArgument."""
         if self._machine.state is PrefillState.WAITING and self._awaited is None:
             self._lease.renew(max(lease_seconds, self._lease.remaining()))
-            self.meet(connection)
+            self._meet(connection)
 
-    def accept(
+    def _accept(
         self,
         connection: Connection,
         offer: Offer,
@@ -303,7 +303,7 @@ class PrefillSession:
         if self._spans is not None:
             self._spans.accepted()
         self._lease.renew(lease_seconds)
-        self.meet(connection)
+        self._meet(connection)
         try:
             with self._lock:
                 if self._awaited is None:
@@ -319,14 +319,14 @@ class PrefillSession:
         except EngineError as error:
             self._give_up(PrefillEvent.ABORT, error)
 
-    def cancelled_by_peer(self, connection: Connection, reason: str) -> None:
+    def _cancelled_by_peer(self, connection: Connection, reason: str) -> None:
         error = TransferCancelled(self._says(f"cancelled by {self._peer_name}: {reason}"))
         self._peer_left(connection, PrefillEvent.PEER_CANCEL, error)
 
-    def peer_lost(self, connection: Connection, error: KvxferError) -> None:
+    def _peer_lost(self, connection: Connection, error: KvxferError) -> None:
         self._peer_left(connection, PrefillEvent.PEER_LOST, error)
 
-    def fail(self, error: KvxferError) -> None:
+    def _fail(self, error: KvxferError) -> None:
         self._give_up(PrefillEvent.ABORT, error)
 
     def _check_layer(self, layer: int, end: int) -> None:

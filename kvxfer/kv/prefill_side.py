@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from kvxfer.clock import Clock
 from kvxfer.errors import (
@@ -36,9 +36,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_IMM: Final = 2**32 - 1
 
-OnOffer: TypeAlias = "Callable[[Ticket], None]"
-"""Told of the ticket of an OFFER that waits for its prefill request."""
-
 
 class PrefillSide:
     """The prefill side of an endpoint: sessions that wait, and offers that wait. Loop only.
@@ -57,7 +54,7 @@ class PrefillSide:
         ended: Callable[[PrefillSession], None],
         refusals: Refusals,
         loss_of_decode: Callable[[Ticket], KvxferError | None],
-        on_offer: OnOffer | None = None,
+        on_offer: Callable[[Ticket], None] | None = None,
         clock: Clock,
     ) -> None:
         self._instance_id = instance_id
@@ -126,7 +123,7 @@ class PrefillSide:
         for index, one in enumerate(early):
             one.end()
             try:
-                session.accept(one.connection, one.offer, one.blocks, one.lease.remaining())
+                session._accept(one.connection, one.offer, one.blocks, one.lease.remaining())
             except KvxferError as error:
                 self._abandon(transfer_id, error, early[index:])
                 await session.cancel(str(error))
@@ -181,19 +178,19 @@ class PrefillSide:
                 if self._on_offer is not None:
                     self._on_offer(ticket)
             else:
-                session.accept(connection, offer, blocks, offer.lease_seconds)
+                session._accept(connection, offer, blocks, offer.lease_seconds)
         except KvxferError as error:
             self._refuse(connection, ticket.transfer_id, error)
             if session is None:
                 self._abandon(ticket.transfer_id, error, self._early.take(ticket.transfer_id))
             else:
-                session.fail(error)
+                session._fail(error)
 
     def offer_refused(self, connection: Connection, transfer_id: str, error: KvxferError) -> None:
         """An OFFER came whose ticket is not good here: it is not awaited any longer."""
         session = self._sessions.get(transfer_id)
         if session is not None:
-            session.offer_refused(connection, error)
+            session._offer_refused(connection, error)
 
     def release(self, connection: Connection, ticket: Ticket, reason: str) -> None:
         """Decode says that no OFFER will come. Raises TicketInvalid where one has come, unless the
@@ -210,7 +207,7 @@ class PrefillSide:
         if session is None:
             self._abandon(transfer_id, error, self._early.take(transfer_id))
         else:
-            session.fail(error)
+            session._fail(error)
 
     def keep(self, connection: Connection, ticket: Ticket, lease_seconds: float) -> None:
         """Decode says that its OFFER will come later. Raises TicketInvalid where the ticket is
@@ -218,13 +215,13 @@ class PrefillSide:
         session = self._sessions.get(ticket.transfer_id)
         if session is not None:
             self._ledger.bind(ticket, connection.hello)
-            session.keep(connection, min(lease_seconds, ticket.expires_at - self._clock.unix()))
+            session._keep(connection, min(lease_seconds, ticket.expires_at - self._clock.unix()))
 
     def cancel(self, connection: Connection, transfer_id: str, reason: str) -> None:
         """Decode gives a transfer up."""
         session = self._sessions.get(transfer_id)
-        if session is not None and connection in session.connections:
-            session.cancelled_by_peer(connection, reason)
+        if session is not None and connection in session._met:
+            session._cancelled_by_peer(connection, reason)
             return
         if self._early.has(transfer_id, connection):  # a peer cancels its own offers only
             early = self._early.take(transfer_id)
@@ -248,8 +245,8 @@ class PrefillSide:
             self._abandon(transfer_id, error, self._early.take(transfer_id))
         for session in list(self._sessions.values()):
             # Also one that its OFFER has not reached: there will be none.
-            if connection in session.connections or session.awaits(connection):
-                session.peer_lost(connection, error)
+            if connection in session._met or session._awaits(connection):
+                session._peer_lost(connection, error)
 
     async def close(self, reason: str) -> None:
         """Cancels every session and offer; nothing of them is under way when this returns."""

@@ -179,7 +179,7 @@ async def test_what_is_kept_for_a_decode_worker_that_dies_is_free_at_once(fabric
             kept = await prefill.endpoint.prefill_session(ticket, hold)
         async with worker("d", fabric) as decode:
             await decode.endpoint.keep(ticket, prefill.engine.address)
-            await eventually(lambda: kept.connections)
+            await eventually(lambda: kept._met)
             await decode.engine.close()
         with pytest.raises(PeerLost):
             await asyncio.wait_for(kept.wait(), PATIENCE)
@@ -196,11 +196,11 @@ async def test_what_is_kept_for_one_decode_worker_is_not_for_another(fabric: str
         with prefill.pool.hold(1) as hold:
             kept = await prefill.endpoint.prefill_session(ticket, hold)
         await decode.endpoint.keep(ticket, prefill.engine.address)
-        await eventually(lambda: kept.connections)
+        await eventually(lambda: kept._met)
         await other.endpoint.keep(ticket, prefill.engine.address)
         with pytest.raises(TicketInvalid, match="already used by decode worker 'd'"):
             await receive(prefill, other, ticket, 1)
-        assert [pair.hello.instance_id for pair in kept.connections] == ["d"]
+        assert [pair.hello.instance_id for pair in kept._met] == ["d"]
         await kept.cancel("the test is over")
 
 

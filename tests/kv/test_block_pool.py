@@ -164,7 +164,7 @@ def test_released_blocks_cannot_be_used_and_release_again_does_nothing() -> None
     for owner in (lease, hold):
         owner.release()
         owner.release()
-        with pytest.raises(BlockStateError, match="no longer owned here"):
+        with pytest.raises(BlockStateError, match="no longer owned here: it was released; take blocks out"):
             _ = owner.ids
     with pytest.raises(BlockStateError):
         lease.receive()
@@ -173,6 +173,18 @@ def test_released_blocks_cannot_be_used_and_release_again_does_nothing() -> None
     with pytest.raises(BlockStateError):
         hold.pin("reader")
     assert pool.num_free == 4
+    pool.check()
+
+
+def test_blocks_that_were_taken_are_in_the_hold_that_has_them() -> None:
+    pool = BlockPool(4)
+    lease = pool.offer(1)
+    lease.receive()
+    lease.complete()
+    with lease.take():
+        with pytest.raises(BlockStateError, match=r"use the hold that it returned$"):
+            lease.take()
+        assert pool.num_free == 3
     pool.check()
 
 

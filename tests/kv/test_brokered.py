@@ -69,7 +69,7 @@ async def waits(fleet: BrokeredPair, side: str, ticket: str) -> None:
 
 async def met(session: PrefillSession) -> None:
     """Waits until prefill knows its decode worker, and so asks for the table."""
-    await eventually(lambda: bool(session.connections))
+    await eventually(lambda: bool(session._met))
 
 
 @pytest_asyncio.fixture

@@ -117,14 +117,14 @@ async def test_prefill_refuses_an_offer_whose_ticket_is_not_for_it(
 ) -> None:
     prefill, decode = pair
     good = Ticket(uuid.uuid4().hex, "request", "p", 1, "d", 1, SYSTEM_CLOCK.unix() + 20 * PATIENCE)
-    offer = DecodeSession.offer
+    offer = DecodeSession._offer
 
     def offer_with_a_bad_ticket(session: DecodeSession) -> None:
         token = sign_ticket(dataclasses.replace(good, **change), key)
         session.ticket = dataclasses.replace(session.ticket, token=token)
         offer(session)
 
-    monkeypatch.setattr(DecodeSession, "offer", offer_with_a_bad_ticket)
+    monkeypatch.setattr(DecodeSession, "_offer", offer_with_a_bad_ticket)
     receiver = await decode.endpoint.decode_session(
         sign_ticket(good, KEY), prefill.engine.address, 2
     )

@@ -210,7 +210,7 @@ async def test_an_old_connection_that_is_lost_leaves_what_runs_over_a_newer_one(
             prefill.fill(hold.ids.tolist(), rng)
             async with prefill.endpoint.prefill_session(ticket, hold) as sender:
                 await accepted(receiver)
-                [used] = sender.connections
+                [used] = sender._met
                 [old] = [pair for pair in prefill.endpoint._connections if pair is not used]
                 prefill.endpoint._handler.drop(old, PeerLost("the test says so"))
                 for layer in range(LAYERS):
@@ -230,7 +230,7 @@ async def test_an_offer_that_is_replayed_changes_nothing(
         prefill.fill(hold.ids.tolist(), rng)
         async with prefill.endpoint.prefill_session(ticket, hold) as sender:
             await accepted(receiver)
-            receiver.offer()
+            receiver._offer()
             for layer in range(LAYERS):
                 sender.write_layer(layer)
             await sender.finish()

@@ -13,7 +13,7 @@ class Moving:
     def __init__(self, **delivered: int) -> None:
         self.to = delivered
 
-    def delivered(self):
+    def _delivered(self):
         for to, nbytes in self.to.items():
             yield to, "tcp", nbytes
 
@@ -54,7 +54,7 @@ def test_ranks_of_one_instance_are_one_and_the_most_comes_first():
     meter = TrafficMeter(seconds=10, clock=VirtualClock())
 
     class Ranks:
-        def delivered(self):
+        def _delivered(self):
             yield "d", "verbs", 4
             yield "d", "verbs", 6
             yield "e", "tcp", 50

@@ -39,7 +39,7 @@ def _patch(owner: type, name: str, replacement: Callable[..., Any]) -> Defects:
     return replace(NONE, patches=((owner, name, replacement),))
 
 
-_give_up_decode = DecodeSession.give_up
+_give_up_decode = DecodeSession._give_up
 
 
 def _frees_target_at_once(session: DecodeSession, *arguments: Any, **named: Any) -> None:
@@ -61,7 +61,7 @@ async def _does_not_count(inbound: Inbound, total: int) -> None:
     if inbound._machine.allows(DecodeEvent.COUNTED):
         inbound.counter.release()
         inbound._machine.advance(DecodeEvent.COUNTED)
-        inbound._session.counted()
+        inbound._session._counted()
 
 
 def _cancels_silently(rendezvous: PrefillSide, pair: Any, transfer_id: str, reason: str) -> None:
@@ -86,7 +86,7 @@ DEFECTS: Final[dict[str, Defects]] = {
     "groups split over two queue pairs": Defects(splits_groups=True),
     "copies of a GPU not waited for": Defects(forgets_copies=True),
     "epoch not checked": _patch(Identity, "require", _does_nothing),
-    "target blocks freed at cancel": _patch(DecodeSession, "give_up", _frees_target_at_once),
+    "target blocks freed at cancel": _patch(DecodeSession, "_give_up", _frees_target_at_once),
     "source blocks freed at cancel": _patch(PrefillSession, "_give_up", _frees_source_at_once),
     "count ignored": _patch(Inbound, "_count", _does_not_count),
     "CANCEL ignored": _patch(PrefillSide, "cancel", _cancels_silently),

@@ -109,7 +109,7 @@ class Part:
         if prefill.session is None or decode.session is None:
             return False
         pairs = (
-            prefill.session.connections
+            prefill.session._met
             if self.request.brokered
             else [outbound.connection for outbound in prefill.session._outbounds.values()]
         )
