@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable
+from contextvars import Context
 from typing import Any, Final
 
 import httpx2
@@ -129,7 +130,8 @@ class FleetModels:
         if self._fleet is not None and self._fleet[0] > self._clock.monotonic():
             return self._fleet[1]
         if self._asking is None:
-            self._asking = asyncio.create_task(self._ask())
+            # Many requests wait for it, so that it belongs into the trace of none.
+            self._asking = asyncio.create_task(self._ask(), context=Context())
             self._asking.add_done_callback(self._asked)
         return await asyncio.shield(self._asking)
 

@@ -255,7 +255,10 @@ async def test_a_router_is_told_the_tokens_of_a_prompt(
     ("body", "detail"),
     [
         ({}, "give prompt or messages"),
-        ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "give prompt or messages"),
+        (
+            {"prompt": "x", "messages": [{"role": "user", "content": "x"}]},
+            "give prompt or messages",
+        ),
         ({"prompt": "x", "tools": []}, "tools: "),
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": "x", "model": "huge"}, "runs the model 'tiny', not 'huge'"),

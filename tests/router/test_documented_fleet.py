@@ -1,5 +1,5 @@
-"""The fleet of the tutorial and of the runbooks, with fewer blocks: its router is told nothing of the
-engine, and what it is asked at once is answered in turn."""
+"""The fleet of the tutorial and of the runbooks, with fewer blocks: its router is told nothing of
+the engine, and what it is asked at once is answered in turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verify.processes.fleet import Fleet
 pytestmark = pytest.mark.native
 
 REQUESTS = 6
-# As many tokens as bytes: one prompt fits the blocks and two do not, and all six would at four bytes
+# As many tokens as bytes: one prompt fits the blocks and two do not. All six would, at four bytes
 # for a token.
 BLOCKS = 48
 PROMPT = "All that is asked at once. " * 18

@@ -74,6 +74,12 @@ async def test_two_routers_never_overbook_the_only_pair_and_both_answer(
             def waiting() -> float:
                 return sum(cluster.metric("kvxfer_router_waiting", one.url) for one in routers)
 
+            # The first prompts tell both routers how long a text is; the worker will not answer.
+            for number, router in enumerate(routers):
+                asked_worker = 'kvxfer_router_tokenized_total{outcome="asked"}'
+                while not await asyncio.to_thread(cluster.metric, asked_worker, router.url):
+                    await ask(number)
+            await until(cluster.idle)
             with cluster.frozen("prefill-0"):
                 answers = asyncio.gather(*(ask(number) for number in range(REQUESTS)))
                 # All have asked for a pair by then, and go on asking.
