@@ -109,10 +109,10 @@ class Load(Record, frozen=True, kw_only=True):
     """Whether a request for which there are no free blocks waits there. Otherwise the worker
     refuses it, and is not chosen for it."""
     requests_per_second: Measured = None
-    """Requests that arrive, over the last minute or so. This one and those below feed the
-    autoscaler; None where the worker does not measure them."""
+    """Requests that arrive and are not refused, over the last minute or so. This one and those
+    below feed the autoscaler; None where the worker does not measure them."""
     tokens_per_second: Measured = None
-    """Tokens of prompts that arrive at prefill, of output that decode emits."""
+    """Tokens of these prompts at prefill, of output that decode emits."""
     ttft_p90: Measured = None
     """90th percentile of the seconds to the first token."""
     itl_p90: Measured = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from kvxfer.clock import SYSTEM_CLOCK, Clock
@@ -27,17 +29,25 @@ class LoadMeter:
         self._ttft: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
         self._itl: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
 
-    def request(self, tokens: int = 0) -> None:
-        """A request arrived, with so many tokens of its prompt."""
+    @contextmanager
+    def request(self, tokens: int = 0) -> Iterator[None]:
+        """Counts a request, with so many tokens of its prompt, while it is computed and from then
+        on; not if it fails meanwhile."""
         self.requests(1)
         self.tokens(tokens)
+        try:
+            yield
+        except BaseException:
+            self.requests(-1)
+            self.tokens(-tokens)
+            raise
 
     def requests(self, count: int) -> None:
-        """Requests arrived."""
+        """Requests arrived; fewer than none: some that had arrived were not computed."""
         self._count(self._requests, count)
 
     def tokens(self, count: int) -> None:
-        """Tokens came in, or were emitted."""
+        """Tokens came in, or were emitted; fewer than none: some that came were not computed."""
         self._count(self._tokens, count)
 
     def first_token(self, seconds: float) -> None:
@@ -77,7 +87,8 @@ class LoadMeter:
         self._forget(samples)
         # A worker that has just begun has no whole window yet; one second keeps it from infinity.
         watched = min(self._clock.monotonic() - self._began, self._seconds)
-        return sum(value for _, value in samples) / max(watched, 1.0)
+        # What is taken back may have been forgotten before.
+        return max(sum(value for _, value in samples), 0.0) / max(watched, 1.0)
 
     def _p90(self, samples: deque[tuple[float, float]]) -> float | None:
         """The smallest value that at least nine of ten do not exceed; None without any."""

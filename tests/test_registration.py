@@ -289,6 +289,28 @@ async def test_registration_whose_answer_was_lost_is_repeated(client, registered
 # --- what fails in the worker ----------------------------------------------------------------
 
 
+async def test_a_load_that_has_changed_is_told_at_once_and_not_too_often(client, registered, clock):
+    beats: list[float] = []
+
+    def load() -> Load:
+        beats.append(clock.monotonic())
+        return Load(free_blocks=len(beats))
+
+    async with registered(load=load) as registration:
+        began = clock.monotonic()
+        await passes(1.0)
+        assert (await client.instance("p")).load.free_blocks == 1, "it is told after registration"
+        changed = clock.monotonic()
+        for _ in range(10):
+            registration.load_changed()
+            await passes(0.05)
+        await passes(1.0)
+        assert (await client.instance("p")).load.free_blocks == len(beats) == 4
+    first, *others = beats
+    assert first - began <= 0.25 + SLACK
+    assert others == pytest.approx([changed, changed + 0.25, changed + 0.5])
+
+
 async def test_load_that_cannot_be_read_costs_no_lease(client, registered, caplog):
     def broken() -> Load:
         raise RuntimeError("no such counter")

@@ -84,6 +84,7 @@ class Registration:
         self._epoch = 0
         self._interval = _RETRY_SECONDS
         self._step = asyncio.Lock()
+        self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._trouble: str | None = None
         self._drain_deadline: float | None = None
@@ -123,6 +124,8 @@ class Registration:
 
     async def __aenter__(self) -> Self:
         await self._join()
+        if self._load is not None:
+            self.load_changed()
         self._task = asyncio.create_task(self._keep(), name=f"heartbeats of {self.instance_id}")
         return self
 
@@ -167,6 +170,12 @@ class Registration:
             self._spec = replace(self._spec, identity=model)
             self._lease = None
         await self.heartbeat()
+
+    def load_changed(self) -> None:
+        """Has the next heartbeat come at once, for a worker that refuses what it has no blocks for:
+        until it is told that blocks are free, it gets nothing that needs them. Heartbeats keep a
+        quarter of a second between them."""
+        self._changed.set()
 
     async def heartbeat(self) -> None:
         """Renews the lease now, or registers again where it was lost.
@@ -230,7 +239,11 @@ class Registration:
         while True:
             # From the beginning of the last one: one that hung must not put off the next.
             due = began + self._interval * (1 - random.uniform(0, _JITTER))  # noqa: S311
-            await asyncio.sleep(due - clock())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(due - clock()):
+                    await self._changed.wait()
+                    await asyncio.sleep(began + _RETRY_SECONDS - clock())
+            self._changed.clear()
             began = clock()
             try:
                 await self.heartbeat()

@@ -81,7 +81,6 @@ def create_app(
                     for name in settings.forward_headers
                     if name in request.headers
                 },
-                bytes_per_token=settings.bytes_per_token,
                 arrived=clock.monotonic(),
             )
             rename_request(request.scope, asked.request_id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -43,7 +42,9 @@ class Asked:
     streams: bool
     """Whether the client wants a stream."""
     prompt_tokens: int | None = None
-    """As far as it is known."""
+    """As far as it is known; an estimate where a text was not tokenized in time."""
+    text_bytes: int = 0
+    """Of the prompt's text, whose tokens are not among them yet."""
     ids: list[int] | None = None
     """The prompt's tokens, where the client sent them."""
     prefix: AskedHashes = NO_HASHES
@@ -73,7 +74,6 @@ def read_request(
     method: str = "POST",
     content_type: str = _JSON,
     headers: Mapping[str, str] | None = None,
-    bytes_per_token: float = 4.0,
     arrived: float = 0.0,
 ) -> Asked:
     """Raises InvalidRequest for a body that no worker may see.
@@ -94,9 +94,6 @@ def read_request(
         request_id = own_id
     lacks = dialect.lacks(read)
     prompt = dialect.prompt(members)
-    tokens = math.ceil(prompt.nbytes / bytes_per_token)
-    if prompt.ids is not None:
-        tokens = len(prompt.ids)
     return Asked(
         request_id=request_id,
         dialect=dialect,
@@ -110,7 +107,8 @@ def read_request(
         alone=lacks or dialect.alone(members),
         lacks=lacks,
         streams=is_on(value_of(members, "stream")),
-        prompt_tokens=tokens + prompt.more or None,
+        prompt_tokens=len(prompt.ids or ()) + prompt.more or None,
+        text_bytes=prompt.nbytes if prompt.ids is None else 0,
         ids=prompt.ids,
         headers=headers or {},
         arrived=arrived,

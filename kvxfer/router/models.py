@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable
+from contextvars import Context
 from typing import Any, Final
 
 import httpx2
@@ -12,8 +13,8 @@ import msgspec
 
 from kvxfer.client import ControlPlaneClient
 from kvxfer.clock import Clock
-from kvxfer.errors import ControlPlaneUnavailable
-from kvxfer.instances import Instance, InstanceState
+from kvxfer.errors import ControlPlaneUnavailable, KvxferError
+from kvxfer.instances import Instance, InstanceState, Role
 from kvxfer.router.connections import WorkerConnections
 from kvxfer.router.errors import InvalidRequest, UnknownModel
 from kvxfer.router.settings import RouterSettings
@@ -45,6 +46,16 @@ class FleetModels:
     def seen(self, model: str) -> None:
         """A pair was reserved for the model."""
         self._seen.add(model)
+
+    async def prefill_worker(self, model: str) -> str | None:
+        """The address of one that has the model and is ready; None where there is none, or the
+        control plane does not say."""
+        with contextlib.suppress(KvxferError):
+            for each in await self._instances():
+                ready = each.state is InstanceState.READY and each.role is Role.PREFILL
+                if ready and model in _names(each):
+                    return each.http_address
+        return None
 
     async def only(self) -> str | None:
         """The model of a request that names none; None where no instance is registered. Raises
@@ -119,7 +130,8 @@ class FleetModels:
         if self._fleet is not None and self._fleet[0] > self._clock.monotonic():
             return self._fleet[1]
         if self._asking is None:
-            self._asking = asyncio.create_task(self._ask())
+            # Many requests wait for it, so that it belongs into the trace of none.
+            self._asking = asyncio.create_task(self._ask(), context=Context())
             self._asking.add_done_callback(self._asked)
         return await asyncio.shield(self._asking)
 

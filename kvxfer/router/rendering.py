@@ -5,16 +5,19 @@ A chat is rendered once, by `/v1/chat/completions/render` of a prefill worker (v
 two versions of one, would make two prompts of it. Where no worker renders, each of the two does.
 
 Tokens also tell where a prompt's beginning is cached, and how many blocks it needs. That need not
-be known: a text whose tokens would take longer goes by load, with an estimate of its length.
+be known: a text whose tokens would take longer goes by load, with an estimate of its length by the
+texts of its model before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import hashlib
+import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, NamedTuple
 
 import httpx2
@@ -26,6 +29,7 @@ from kvxfer.router.asked import Asked
 from kvxfer.router.bodies import as_raw
 from kvxfer.router.connections import WorkerConnections
 from kvxfer.router.metrics import Metrics
+from kvxfer.router.models import FleetModels
 from kvxfer.router.settings import RouterSettings
 from kvxfer.transfers import OpenedTransfer
 
@@ -38,6 +42,8 @@ _MOST_UNDER_WAY: Final = 64
 _GIVE_UP_SECONDS: Final = 10.0
 # A model whose worker could not say is left alone for so long.
 _PAUSE_SECONDS: Final = 10.0
+# Of a text of a model that has had none yet.
+_BYTES_PER_TOKEN: Final = 4.0
 # Answers of a worker that does not render: vLLM's without --enable-scale-out is 403.
 _NOT_THERE: Final = frozenset({403, 404, 405, 501})
 # Of images only the places in the prompt are wanted.
@@ -61,17 +67,32 @@ class _Prompt(NamedTuple):
     prefix: AskedHashes
 
 
+@dataclass(slots=True)
+class _Texts:
+    """All texts of a model that a worker has tokenized."""
+
+    nbytes: int = 0
+    tokens: int = 0
+
+
 class Rendering:
     """What is known of the prompts of one router. Loop only; close() it."""
 
     def __init__(
-        self, http: WorkerConnections, settings: RouterSettings, metrics: Metrics, clock: Clock
+        self,
+        http: WorkerConnections,
+        models: FleetModels,
+        settings: RouterSettings,
+        metrics: Metrics,
+        clock: Clock,
     ) -> None:
         self._http = http
+        self._models = models
         self._settings = settings
         self._metrics = metrics
         self._clock = clock
         self._workers: collections.OrderedDict[str, str] = collections.OrderedDict()
+        self._texts: dict[str, _Texts] = {}
         self._pauses: dict[tuple[str, str], float] = {}  # by route and model: until when
         self._known: collections.OrderedDict[bytes, _Prompt] = collections.OrderedDict()
         self._asked: dict[bytes, asyncio.Task[_Prompt | None]] = {}
@@ -88,23 +109,37 @@ class Rendering:
         self._workers.move_to_end(model)
         if len(self._workers) > _MOST_MODELS:
             gone, _ = self._workers.popitem(last=False)
+            self._texts.pop(gone, None)
             for route in ("render", "tokenize"):
                 self._pauses.pop((route, gone), None)
 
     async def prepared(self, asked: Asked) -> Asked:
-        """The request with its prompt rendered, or its tokens counted, where a worker is known."""
+        """The request with its prompt rendered, or its tokens counted, or an estimate of them."""
         model = asked.model
         if asked.ids is not None:
             return replace(asked, prefix=asked_hashes(asked.ids, model or ""))
-        if asked.alone or model is None or (worker := self._workers.get(model)) is None:
-            return asked
-        rendered = await self.rendered(asked, worker)
-        if rendered.rendered is not None:
-            return rendered
-        content = self._text(asked)
-        if len(content) < _LEAST_BYTES or (prompt := await self._counted(model, content)) is None:
-            return asked
-        return replace(asked, prompt_tokens=prompt.tokens or None, prefix=prompt.prefix)
+        if not asked.alone and model is not None:
+            content = self._text(asked)
+            useful = len(content) >= _LEAST_BYTES or asked.dialect.renders(asked.members)
+            if useful and (worker := await self._worker(model)):
+                rendered = await self.rendered(asked, worker)
+                if rendered.rendered is not None:
+                    return rendered
+                if (prompt := await self._counted(asked, model, worker, content)) is not None:
+                    return replace(asked, prompt_tokens=prompt.tokens or None, prefix=prompt.prefix)
+        texts = self._texts.get(model or "")
+        per_token = _BYTES_PER_TOKEN if texts is None else texts.nbytes / texts.tokens
+        estimate = math.ceil(asked.text_bytes / per_token)
+        return replace(asked, prompt_tokens=(asked.prompt_tokens or 0) + estimate or None)
+
+    async def _worker(self, model: str) -> str | None:
+        """A prefill worker that has the model, if one is known within the time for a tokenizer."""
+        if (known := self._workers.get(model)) is not None:
+            return known
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.tokenize_seconds):
+                return await self._models.prefill_worker(model)
+        return None
 
     async def rendered(self, asked: Asked, worker: str) -> Asked:
         """The request with its prompt as this worker renders it, where it does. Workers refuse a
@@ -155,7 +190,11 @@ class Rendering:
         members = {k: v for k, v in asked.members.items() if k in dialect.tokenized}
         return msgspec.json.encode(members)
 
-    async def _counted(self, model: str, content: bytes) -> _Prompt | None:
+    async def _counted(
+        self, asked: Asked, model: str, worker: str, content: bytes
+    ) -> _Prompt | None:
+        if len(content) < _LEAST_BYTES:
+            return None
         key = hashlib.blake2b(content, digest_size=16).digest()
         if (known := self._known.get(key)) is not None:
             self._known.move_to_end(key)
@@ -165,7 +204,7 @@ class Rendering:
             most = len(self._asked) >= _MOST_UNDER_WAY
             if self._settings.tokenize_seconds <= 0 or most or not self._may_ask("tokenize", model):
                 return None
-            asking = asyncio.create_task(self._tokenize(key, model, content))
+            asking = asyncio.create_task(self._tokenize(key, asked, model, worker, content))
             self._asked[key] = asking
             asking.add_done_callback(lambda _: self._asked.pop(key, None))
         # It goes on where the request does not wait for it: the next one like it finds the answer.
@@ -175,10 +214,15 @@ class Rendering:
             return None
         return asking.result()
 
-    async def _tokenize(self, key: bytes, model: str, content: bytes) -> _Prompt | None:
+    async def _tokenize(
+        self, key: bytes, asked: Asked, model: str, worker: str, content: bytes
+    ) -> _Prompt | None:
         try:
             async with asyncio.timeout(_GIVE_UP_SECONDS):
-                answer = await self._post(self._workers[model] + "/tokenize", content)
+                answer = await self._post(worker + "/tokenize", content)
+            if answer.is_client_error and answer.status_code not in _NOT_THERE:
+                self._count("failed")  # the prompt's fault, of which a worker will tell
+                return None
             answer.raise_for_status()
             tokens = msgspec.json.decode(answer.content, type=_Tokenized).tokens
             prompt = _Prompt(len(tokens), asked_hashes(tokens, model))
@@ -188,6 +232,11 @@ class Rendering:
             return None
         self._count("asked")
         self._known[key] = prompt
+        # A chat has more tokens than those of its text: a template's, and those of its tools.
+        if prompt.tokens and not asked.dialect.renders(asked.members):
+            texts = self._texts.setdefault(model, _Texts())
+            texts.nbytes += asked.text_bytes
+            texts.tokens += prompt.tokens
         if len(self._known) > _MOST_PROMPTS:
             self._known.popitem(last=False)
         return prompt

@@ -18,6 +18,7 @@ from kvxfer.client import ControlPlaneClient, calls
 from kvxfer.client.calls import Call
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import (
+    BlockPoolExhausted,
     ControlPlaneUnavailable,
     InvalidArgument,
     KvxferError,
@@ -50,6 +51,10 @@ _TRIED_ELSEWHERE: Final = frozenset(
 )
 # Between two questions for a pair while there is none: full jitter below this.
 _PAUSE_SECONDS: Final = 0.2
+# The longest before a worker that has failed a request is asked again.
+_LONGEST_PAUSE_SECONDS: Final = 0.8
+# That POST /v1/transfers takes.
+_MOST_AVOIDED: Final = 64
 
 
 class Router:
@@ -70,8 +75,8 @@ class Router:
         self._metrics = metrics
         self._clock = clock
         self._http = WorkerConnections(workers)
-        self._prompts = Rendering(self._http, settings, metrics, clock)
         self.models = FleetModels(control_plane, self._http, settings, clock)
+        self._prompts = Rendering(self._http, self.models, settings, metrics, clock)
         self._running = 0
         self._releases: set[asyncio.Task[None]] = set()
 
@@ -124,44 +129,47 @@ class Router:
         self, asked: Asked, attempts: _Attempts, client: Downstream
     ) -> AsyncIterator[Exchange]:
         """An exchange whose answer may begin."""
-        transfer = await self._pair(asked, attempts)
-        if attempts.knows(transfer):
-            await asyncio.sleep(attempts.pause())
-        asked = await self._prompts.rendered(asked, transfer.prefill.http_address)
-        inter_token = self._metrics.inter_token.observe
-        async with Exchange(
-            *(self._http, transfer, asked, self._settings),
-            last=attempts.last,
-            inter_token=inter_token,
-        ) as exchange:
-            try:
+        async with contextlib.AsyncExitStack() as under_way:
+            async with self._pair(asked, attempts) as transfer:
+                asked = await self._prompts.rendered(asked, transfer.prefill.http_address)
+                exchange = await under_way.enter_async_context(
+                    Exchange(
+                        *(self._http, transfer, asked, self._settings),
+                        last=attempts.last,
+                        inter_token=self._metrics.inter_token.observe,
+                    )
+                )
                 await exchange.begin(client, attempts.seconds_left())
-            finally:
-                # From here on the worker's own load counts the request.
-                self._release(transfer)
+            # From here on the worker's own load counts the request.
             if asked.streams:
                 self._metrics.first_token.observe(self._clock.monotonic() - asked.arrived)
             yield exchange
 
-    async def _pair(self, asked: Asked, attempts: _Attempts) -> OpenedTransfer:
-        """Raises NoCapacity or ControlPlaneUnavailable once the wait for a pair is over."""
-        give_up = self._clock.monotonic() + min(
-            self._settings.capacity_seconds, attempts.seconds_left()
-        )
-        with self._metrics.waiting.track_inprogress(), span("ticket") as waiting:
-            transfer = await self._pair_before(give_up, asked, attempts)
-            if waiting is not None:
-                waiting.set(
-                    transfer_id=transfer.transfer_id,
-                    prefill_id=transfer.prefill.instance_id,
-                    decode_id=transfer.decode.instance_id,
-                )
-            return transfer
+    @asynccontextmanager
+    async def _pair(self, asked: Asked, attempts: _Attempts) -> AsyncIterator[OpenedTransfer]:
+        """A pair, reserved until this is left. Raises NoCapacity or ControlPlaneUnavailable once
+        the wait for it is over."""
+        with contextlib.ExitStack() as reserved:
+            with (
+                attempts.waiting() as give_up,
+                self._metrics.waiting.track_inprogress(),
+                span("ticket") as waiting,
+            ):
+                transfer = await self._pair_before(give_up, asked, attempts)
+                reserved.callback(self._release, transfer)
+                if waiting is not None:
+                    waiting.set(
+                        transfer_id=transfer.transfer_id,
+                        prefill_id=transfer.prefill.instance_id,
+                        decode_id=transfer.decode.instance_id,
+                    )
+                await asyncio.sleep(attempts.pause(transfer, give_up))
+            yield transfer
 
     async def _pair_before(
         self, give_up: float, asked: Asked, attempts: _Attempts
     ) -> OpenedTransfer:
-        said: NoCapacity | ControlPlaneUnavailable | None = None
+        said: NoCapacity | ControlPlaneUnavailable | None = attempts.no_room
         while True:
             try:
                 call = calls.open_transfer(
@@ -243,7 +251,11 @@ class Router:
 
 
 class _Attempts:
-    """How often a request was tried, on whom, and until when it may be."""
+    """How often a request was tried, on whom, and until when it may be.
+
+    A worker without free blocks costs no attempt: the request waits for room as it waits for a
+    pair, for both together as long as `capacity_seconds` say. Another failure begins a new wait.
+    """
 
     def __init__(
         self, asked: Asked, settings: RouterSettings, metrics: Metrics, clock: Clock
@@ -251,10 +263,18 @@ class _Attempts:
         self._clock = clock
         self._left = settings.attempts
         self._deadline = asked.arrived + settings.first_token_seconds
+        self._capacity_seconds = self._patience = settings.capacity_seconds
         self._metrics = metrics
         self._failed = 0
         self._server_errors = 0
-        self.avoid: set[str] = set()
+        self._avoid: dict[str, None] = {}
+        self.no_room: NoCapacity | None = None
+        """What a request ends with that has waited for room in vain."""
+
+    @property
+    def avoid(self) -> list[str]:
+        """The workers that have failed the request, as many as a pair may be asked for without."""
+        return list(self._avoid)[-_MOST_AVOIDED:]
 
     @property
     def last(self) -> bool:
@@ -264,22 +284,36 @@ class _Attempts:
     def seconds_left(self) -> float:
         return max(self._deadline - self._clock.monotonic(), 0.0)
 
-    def knows(self, transfer: OpenedTransfer) -> bool:
-        """Whether a worker of the pair has failed this request before: there was no other."""
-        return not self.avoid.isdisjoint(
-            (transfer.prefill.instance_id, transfer.decode.instance_id)
-        )
+    @contextmanager
+    def waiting(self) -> Iterator[float]:
+        """Counts the time inside as waited for a pair; gives the end of the wait."""
+        began = self._clock.monotonic()
+        try:
+            yield began + min(self._patience, self.seconds_left())
+        finally:
+            self._patience -= self._clock.monotonic() - began
 
-    def pause(self) -> float:
-        """Seconds to give a worker that has failed before the request comes to it again: full
-        jitter, twice as long after each failure."""
-        most = _PAUSE_SECONDS * 2 ** (self._failed - 1)
-        return random.uniform(0, min(most, self.seconds_left()))  # noqa: S311 (no secret)
+    def pause(self, transfer: OpenedTransfer, give_up: float) -> float:
+        """Seconds to give a worker that has failed the request before it comes to it again, as
+        there is no other: full jitter, twice as long after each failure."""
+        pair = (transfer.prefill.instance_id, transfer.decode.instance_id)
+        if self._avoid.keys().isdisjoint(pair):
+            return 0.0
+        most = min(_PAUSE_SECONDS * 2 ** (self._failed - 1), _LONGEST_PAUSE_SECONDS)
+        left = max(give_up - self._clock.monotonic(), 0.0)
+        return min(random.uniform(0, most), left)  # noqa: S311 (no secret)
 
     def failed(self, failure: WorkerFailed) -> None:
         """Returns where another attempt may be made; raises the error otherwise."""
-        self._left -= 1
         error = failure.error
+        if isinstance(error, BlockPoolExhausted):
+            waited = f"no worker had room for the request within {self._capacity_seconds:g} s"
+            self.no_room = NoCapacity(waited, reasons=[str(error)])
+            if self._patience <= 0:
+                raise self.no_room from failure
+        else:
+            self._left -= 1
+            self._patience = self._capacity_seconds
         final = isinstance(error, _FINAL) or is_refusal(error)
         if isinstance(error, WorkerError) and error.status not in _TRIED_ELSEWHERE:
             # Perhaps this worker's fault, perhaps the request's: once more tells.
@@ -288,5 +322,6 @@ class _Attempts:
         if final or not self._left or not self.seconds_left():
             raise error from failure
         self._failed += 1
-        self.avoid.add(failure.instance_id)
-        self._metrics.retries.labels(failure.error.code).inc()
+        self._avoid.pop(failure.instance_id, None)
+        self._avoid[failure.instance_id] = None
+        self._metrics.retries.labels(error.code).inc()

@@ -56,8 +56,8 @@ class RouterSettings:
     """Pairs that a request may be tried on."""
     first_token_seconds: Seconds = 30.0
     """From a request's arrival to its first token, with all attempts."""
-    capacity_seconds: Seconds = 5.0
-    """A request waits so long for a pair before it is a 503."""
+    capacity_seconds: Seconds = 30.0
+    """A request waits so long in all for a pair with room before it is a 503."""
     token_seconds: Seconds = 30.0
     """A stream whose worker sends nothing for so long is given up. A worker that computes an answer
     in one piece is asked as often whether it is alive."""
@@ -71,8 +71,6 @@ class RouterSettings:
     """Under way at once; the next one is a 503."""
     max_body_bytes: Annotated[int, Meta(ge=1)] = 4 << 20
     """Of a request."""
-    bytes_per_token: Annotated[float, Meta(gt=0)] = 4.0
-    """Of a text prompt whose tokens are not known in time, to reserve blocks by."""
     tokenize_seconds: Annotated[float, Meta(ge=0)] = 0.05
     """A text prompt waits so long for a worker to say its tokens, which tell where they are cached;
     0 asks no worker."""

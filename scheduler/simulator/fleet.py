@@ -129,7 +129,8 @@ class SimulatedFleet(Members):
         request.decode = self.decode[transfer.decode.instance_id]
         request.decode.incoming += 1
         if prefill.meter is not None:
-            prefill.meter.request(request.prompt)
+            prefill.meter.requests(1)
+            prefill.meter.tokens(request.prompt)
         if prefill.current is None:
             self._compute(prefill, request)
         else:
@@ -221,7 +222,7 @@ class SimulatedFleet(Members):
         ttft = request.first_token - request.arrived
         meter = worker.meter
         if meter is not None:
-            meter.request()
+            meter.requests(1)
             meter.first_token(ttft)
         if not request.counted:
             return

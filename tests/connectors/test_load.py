@@ -47,6 +47,17 @@ def test_requests_are_counted_from_their_arrival_to_their_end() -> None:
     assert counter.told
 
 
+def test_a_request_that_ends_before_its_prompt_is_computed_is_no_load() -> None:
+    counter = RequestCounter()
+    for name in ("refused", "left", "computed"):
+        counter.arrived(name, 100)
+    counter.step([scheduled("left", 0, 60), scheduled("computed", 0, 100)], ())
+    for name in ("refused", "left", "computed"):
+        counter.ended(name)
+    told = counter.step((), ())
+    assert (told.requests, told.prompt_tokens) == (1, 100)
+
+
 @pytest.mark.parametrize(
     ("histogram", "expected"),
     [

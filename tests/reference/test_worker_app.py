@@ -227,6 +227,53 @@ async def test_an_error_before_the_first_token_is_no_stream(
     assert "stream from decode" in answer.json()["detail"]
 
 
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        ({"prompt": "hé"}, list("hé".encode())),
+        ({"model": "tiny", "prompt": "x"}, [ord("x")]),
+        (
+            {"messages": [{"role": "user", "content": "hi"}]},
+            list(b"<|user|>\nhi\n<|assistant|>\n"),
+        ),
+    ],
+)
+async def test_a_router_is_told_the_tokens_of_a_prompt(
+    body: dict[str, Any],
+    tokens: list[int],
+    workers: WorkerPair,
+    clients: tuple[httpx2.AsyncClient, httpx2.AsyncClient],
+) -> None:
+    for client in clients:
+        answer = await client.post("/tokenize", json=body)
+        limit = workers.prefill.service.runner.config.max_position
+        told = {"tokens": tokens, "count": len(tokens), "max_model_len": limit}
+        assert answer.json() == told
+
+
+@pytest.mark.parametrize(
+    ("body", "detail"),
+    [
+        ({}, "give prompt or messages"),
+        (
+            {"prompt": "x", "messages": [{"role": "user", "content": "x"}]},
+            "give prompt or messages",
+        ),
+        ({"prompt": "x", "tools": []}, "tools: "),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": "x", "model": "huge"}, "runs the model 'tiny', not 'huge'"),
+    ],
+)
+async def test_a_prompt_that_cannot_be_tokenized_gets_a_problem_document(
+    body: dict[str, Any],
+    detail: str,
+    clients: tuple[httpx2.AsyncClient, httpx2.AsyncClient],
+) -> None:
+    answer = await clients[0].post("/tokenize", json=body)
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid-argument")
+    assert detail in answer.json()["detail"]
+
+
 async def test_health_counts_blocks_and_requests(
     workers: WorkerPair, clients: tuple[httpx2.AsyncClient, httpx2.AsyncClient]
 ) -> None:

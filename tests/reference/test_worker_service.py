@@ -97,6 +97,20 @@ async def test_load_has_what_was_measured_of_requests(workers: WorkerPair) -> No
     assert load.ttft_p90 is None, "decode is where the first token shows"
 
 
+async def test_a_refused_request_is_no_load(workers: WorkerPair) -> None:
+    forged = workers.request(PROMPT)
+    forged.kv_transfer_params.ticket = forged.kv_transfer_params.ticket[:-4] + "AAAA"
+    for worker in (workers.prefill, workers.decode):
+        with pytest.raises(PromptTooLong):
+            await worker.service.complete(workers.request([1] * 129, max_tokens=1))
+        with pytest.raises(TicketInvalid):
+            await worker.service.complete(forged)
+        with worker.pool.hold(BLOCKS - 3), pytest.raises(BlockPoolExhausted):
+            await worker.service.complete(workers.request(PROMPT, max_tokens=8))
+        load = worker.service.load()
+        assert (load.requests_per_second, load.tokens_per_second) == (0, 0)
+
+
 async def test_prefill_says_exactly_what_moved(workers: WorkerPair) -> None:
     prefill, decode = await complete(workers, workers.request(PROMPT, max_tokens=2))
     blocks = -(-len(PROMPT) // 4)

@@ -32,7 +32,7 @@ class Cluster(Fleet):
         self.start_control_plane("--lease-seconds", _LEASE_SECONDS, *self._serve)
         if self._traced:
             self.variables["OTEL_EXPORTER_OTLP_ENDPOINT"] = self.url
-        self.start_router("--bytes-per-token", "1")
+        self.start_router()
         self.brokering = self.start_router("--handshake", "brokered", name="brokering")
 
     def start_workers(self, *names: str) -> None:

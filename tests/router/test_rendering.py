@@ -86,10 +86,9 @@ async def test_a_prompt_goes_where_its_tokens_are_cached_and_is_tokenized_once(
         for _ in range(4):
             await ask(client, path, body)
         counted = (await client.get("/metrics")).text
-    # No worker is known before the first request, which went by load.
-    assert fleet.prefilled[1:] == ["p2"] * 3
+    assert fleet.prefilled == ["p2"] * 4
     assert fleet.tokenized == [{name: body[name] for name in members}]
-    assert 'kvxfer_router_tokenized_total{outcome="cached"} 2.0' in counted
+    assert 'kvxfer_router_tokenized_total{outcome="cached"} 3.0' in counted
     assert 'kvxfer_router_tokenized_total{outcome="asked"} 1.0' in counted
 
 
@@ -104,7 +103,6 @@ async def test_a_worker_that_is_late_holds_up_no_request_and_its_answer_serves_t
 
     fleet.tokenize = late
     async with network.routed(tokenize_seconds=0.2) as client:
-        await ask(client, *COMPLETION)
         before = clock.monotonic()
         await ask(client, *COMPLETION)
         assert clock.monotonic() - before == pytest.approx(0.2)
@@ -115,6 +113,53 @@ async def test_a_worker_that_is_late_holds_up_no_request_and_its_answer_serves_t
         assert len(fleet.tokenized) == 1
         counted = (await client.get("/metrics")).text
     assert 'kvxfer_router_tokenized_total{outcome="late"} 1.0' in counted
+
+
+async def test_what_is_reserved_is_what_is_known_of_the_tokens(
+    network: Network,
+    control_plane: EmbeddedRegistry,
+    fleet: Fleet,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A text whose tokens come too late has as many bytes for each as texts before."""
+    reserve, reserved = control_plane.reserve, list[int]()
+
+    async def noted(request: Any, *arguments: Any, **options: Any) -> Any:
+        reserved.append(request.prompt_tokens)
+        return await reserve(request, *arguments, **options)
+
+    async def never(_body: dict[str, Any], _reply: Reply) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(control_plane, "reserve", noted)
+    path, body = COMPLETION
+    async with network.routed() as client:
+        fleet.tokenize = never
+        await ask(client, path, body)
+        fleet.tokenize = fleet.tokens
+        await ask(client, path, {**body, "prompt": TEXT[::-1]})
+        fleet.tokenize = never
+        await ask(client, path, {**body, "prompt": "é" * 100})
+        await ask(client, path, {**body, "prompt": "short"})
+        # Which tells nothing of the length of a text.
+        fleet.tokenize = fleet.tokens
+        await ask(client, CHAT[0], {**CHAT[1], "messages": [{"role": "user", "content": "hi"}]})
+        await ask(client, path, {**body, "prompt": "short"})
+    assert len(TEXT) == len(TOKENS) == 295
+    assert reserved == [74, 295, 200, 5, 295, 5]
+
+
+@pytest.mark.parametrize("status", [400, 422])
+async def test_a_prompt_that_a_tokenizer_refuses_is_no_reason_not_to_ask_for_the_next(
+    network: Network, fleet: Fleet, status: int
+) -> None:
+    fleet.tokenize = answers(status, "application/json", b"{}")
+    async with network.routed() as client:
+        await ask(client, *COMPLETION)
+        fleet.tokenize = fleet.tokens
+        await ask(client, *COMPLETION)
+    assert len(fleet.tokenized) == 2
+    assert fleet.prefilled[-1] == "p2"
 
 
 @pytest.mark.parametrize(

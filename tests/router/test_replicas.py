@@ -36,11 +36,10 @@ async def test_two_routers_never_overbook_the_only_pair_and_both_answer(
 ) -> None:
     serve = ("serve", "--port", "0", "--registry", empty_redis.url, "--lease-seconds", "60")
     replicas = [cluster.url, *(cluster.start(f"replica-{n}", *serve).url for n in (1, 2))]
-    # So much is reserved for a prompt that two fit and a third does not; it takes half of it.
-    options = ("router", "--port", "0", "--bytes-per-token", "0.5", "--capacity-seconds", "100")
-    options = (*options, "--first-token-seconds", "200")
-    prompts = ["".join(chr(97 + (n + k) % 26) for k in range(1500)) for n in range(REQUESTS)]
-    each = 2 * 1500 // 16 + 1
+    # So much is reserved for a prompt that two fit and a third does not.
+    options = ("router", "--port", "0", "--capacity-seconds", "100", "--first-token-seconds", "200")
+    prompts = ["".join(chr(97 + (n + k) % 26) for k in range(3000)) for n in range(REQUESTS)]
+    each = 3000 // 16 + 1
     assert 2 * each <= BLOCKS < 3 * each
 
     with Balancer(urlsplit(url).port or 0 for url in replicas) as balancer:
@@ -75,6 +74,12 @@ async def test_two_routers_never_overbook_the_only_pair_and_both_answer(
             def waiting() -> float:
                 return sum(cluster.metric("kvxfer_router_waiting", one.url) for one in routers)
 
+            # The first prompts tell both routers how long a text is; the worker will not answer.
+            for number, router in enumerate(routers):
+                asked_worker = 'kvxfer_router_tokenized_total{outcome="asked"}'
+                while not await asyncio.to_thread(cluster.metric, asked_worker, router.url):
+                    await ask(number)
+            await until(cluster.idle)
             with cluster.frozen("prefill-0"):
                 answers = asyncio.gather(*(ask(number) for number in range(REQUESTS)))
                 # All have asked for a pair by then, and go on asking.

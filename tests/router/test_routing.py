@@ -239,12 +239,106 @@ async def test_what_the_only_pair_says_in_the_end_is_what_the_client_is_told(
 
 
 async def test_attempts_are_bounded(network: Network, control_plane: EmbeddedRegistry) -> None:
-    bad = problem(503, "block-pool-exhausted")
+    bad = problem(503, "request-aborted")
     fleet = NotedWorkers(network, p1=waits, d1=bad, d2=bad, d3=bad, d4=DECODES)
     async with fleet.routed(attempts=3) as client:
         answer = await client.post("/v1/completions", json=ASKED)
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "request-aborted")
     assert [name for name in fleet.asked if name[0] == "d"] == ["d1", "d2", "d3"]
+
+
+FULL = problem(503, "block-pool-exhausted")
+
+
+@pytest.mark.parametrize("side", ["p", "d"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_room_at_a_worker_is_waited_for_and_costs_no_attempt(
+    network: Network,
+    control_plane: EmbeddedRegistry,
+    clock: VirtualClock,
+    side: str,
+    stream: bool,
+) -> None:
+    room_at = clock.monotonic() + 4.5
+
+    async def full_at_first(body: dict[str, Any], reply: Reply) -> None:
+        full = clock.monotonic() < room_at
+        await (FULL if full else {"p": PREFILLS, "d": DECODES}[side])(body, reply)
+
+    async def decodes_in_time(body: dict[str, Any], reply: Reply) -> None:
+        """It cannot be faster than a prefill worker that has no room."""
+        await (waits if clock.monotonic() < room_at else DECODES)(body, reply)
+
+    other = {"d1": decodes_in_time} if side == "p" else {"p1": PREFILLS}
+    fleet = NotedWorkers(network, **{f"{side}1": full_at_first}, **other)
+    async with fleet.routed(attempts=1, capacity_seconds=5) as client:
+        answer = await client.post("/v1/completions", json={**ASKED, "stream": stream})
+        counted = (await client.get("/metrics")).text
+    assert answer.status_code == 200, answer.text
+    assert room_at <= clock.monotonic() <= room_at + 0.8
+    # It is not hammered: 0.8 s at most between two, after the first few half of that on average.
+    asked = fleet.asked.count(f"{side}1")
+    assert 6 <= asked <= 40
+    assert f'kvxfer_router_retries_total{{code="block-pool-exhausted"}} {asked - 1:.1f}' in counted
+    assert not await control_plane.transfers()
+
+
+@pytest.mark.parametrize("side", ["p", "d"])
+async def test_a_fleet_without_room_is_a_503_when_the_wait_for_it_ends(
+    network: Network, control_plane: EmbeddedRegistry, clock: VirtualClock, side: str
+) -> None:
+    workers = {"p1": waits, "d1": waits, f"{side}1": FULL, f"{side}2": FULL}
+    fleet = NotedWorkers(network, **workers)
+    async with fleet.routed(attempts=1, capacity_seconds=5, tokenize_seconds=0) as client:
+        came = clock.monotonic()
+        answer = await client.post("/v1/completions", json=ASKED)
+        assert clock.monotonic() - came == pytest.approx(5)
+    error = answer.json()["error"]
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert error["code"] == "no-capacity"
+    assert error["message"] == (
+        "no worker had room for the request within 5 s: this is block-pool-exhausted"
+    )
+    # The other worker is tried without a pause.
+    assert {f"{side}1", f"{side}2"} <= set(fleet.asked[:4])
+
+
+async def test_a_pair_is_waited_for_no_longer_than_in_all(
+    network: Network, control_plane: EmbeddedRegistry, clock: VirtualClock
+) -> None:
+    """With room at a worker, which drains then, and so for a pair."""
+    drains = asyncio.Event()
+
+    async def drained(body: dict[str, Any], reply: Reply) -> None:
+        drains.set()
+        await FULL(body, reply)
+
+    fleet = NotedWorkers(network, p1=waits, d1=drained)
+    async with fleet.routed(capacity_seconds=5, tokenize_seconds=0) as client:
+        came = clock.monotonic()
+        request = asyncio.create_task(client.post("/v1/completions", json=ASKED))
+        await drains.wait()
+        async with network.client() as operator:
+            await operator.drain("d1")
+        answer = await request
+        # The last question of a wait for a pair comes up to a pause before its end.
+        assert 5 - 0.2 <= clock.monotonic() - came <= 5
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no-capacity")
+
+
+async def test_a_client_that_leaves_while_a_worker_is_given_time_leaves_no_reservation(
+    network: Network, control_plane: EmbeddedRegistry, clock: VirtualClock
+) -> None:
+    fleet = NotedWorkers(network, p1=waits, d1=FULL)
+    async with fleet.routed() as client:
+        request = asyncio.create_task(client.post("/v1/completions", json=ASKED))
+        # In a pause after one of its questions.
+        while fleet.asked.count("d1") < 4 or not await control_plane.transfers():
+            await passes(0.001)
+        request.cancel()
+        await asyncio.wait([request])
+        await passes(0.01)
+        assert not await control_plane.transfers()
 
 
 async def test_no_token_within_the_deadline_is_a_504(
@@ -306,7 +400,7 @@ async def test_no_attempt_begins_after_the_deadline(
 ) -> None:
     async def fails_later(body: dict[str, Any], reply: Reply) -> None:
         await passes(0.7)
-        await problem(503, "block-pool-exhausted")(body, reply)
+        await problem(502, "peer-lost")(body, reply)
 
     fleet = NotedWorkers(network, p1=waits, **{f"d{n}": fails_later for n in range(4)})
     async with fleet.routed(first_token_seconds=2) as client:

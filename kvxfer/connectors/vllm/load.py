@@ -18,6 +18,7 @@ class RequestCounter:
         self._blocks: Callable[[], tuple[int, int]] | None = None
         self._prompts: dict[str, int] = {}
         self._running: set[str] = set()
+        self._uncomputed: set[str] = set()
         self._requests = self._prompt_tokens = self._output_tokens = 0
         self._told: Counted | None = None
 
@@ -27,11 +28,16 @@ class RequestCounter:
 
     def arrived(self, request_id: str, prompt_tokens: int) -> None:
         self._prompts[request_id] = prompt_tokens
+        self._uncomputed.add(request_id)
         self._requests += 1
         self._prompt_tokens += prompt_tokens
 
     def ended(self, request_id: str) -> None:
-        self._prompts.pop(request_id, None)
+        prompt = self._prompts.pop(request_id, 0)
+        if request_id in self._uncomputed:  # refused, or its client left
+            self._uncomputed.remove(request_id)
+            self._requests -= 1
+            self._prompt_tokens -= prompt
         self._running.discard(request_id)
 
     def step(self, scheduled: Sequence[Scheduled], preempted: Collection[str]) -> Counted:
@@ -41,7 +47,9 @@ class RequestCounter:
             prompt = self._prompts.get(one.request_id)
             if prompt is not None:
                 self._running.add(one.request_id)
-                self._output_tokens += one.computed_tokens + one.step_tokens >= prompt
+                if one.computed_tokens + one.step_tokens >= prompt:
+                    self._output_tokens += 1
+                    self._uncomputed.discard(one.request_id)
         self._told = self._now()
         return self._told
 

@@ -20,6 +20,7 @@ from kvxfer.reference.worker.completions import (
     PrefillCompletion,
 )
 from kvxfer.reference.worker.service import WorkerService
+from kvxfer.reference.worker.tokenization import Tokenized, TokenizeRequest
 from kvxfer.tracing.asgi import TraceRequests
 from kvxfer.web.answer import DONE, EventStream, data_event, while_connected
 
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 
 def make_app(service: WorkerService, tracer: Tracer | None = None) -> FastAPI:
-    """`POST /v1/completions`, `POST /v1/chat/completions`, `GET /healthz` and `GET /metrics` of one
-    worker. Requests that bring a trace have spans, where there is a tracer."""
+    """`POST /v1/completions`, `/v1/chat/completions` and `/tokenize`, `GET /healthz` and `/metrics`
+    of one worker. Requests that bring a trace have spans, where there is a tracer."""
     app = FastAPI(title="kvxfer worker")
     problems.install(app)
 
@@ -46,6 +47,10 @@ def make_app(service: WorkerService, tracer: Tracer | None = None) -> FastAPI:
             return EventStream(_events(service.stream(asked), ChatChunks().turn))
         answer = await while_connected(request.receive, service.complete(asked))
         return chat_completion(answer.model_dump())
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Tokenized:
+        return service.tokenize(body)
 
     @app.get("/healthz")
     async def health() -> Health:

@@ -173,6 +173,7 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
         try:
             async with registration:
                 updates.registration = registration
+                service.on_end = registration.load_changed
                 announce(ready)
                 ends = (
                     asyncio.create_task(registration.drained()),

@@ -8,7 +8,7 @@ its cancellation, gives every block back, and never before computation and trans
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,6 +40,7 @@ from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.stream_order import StreamOrder
 from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail
 from kvxfer.reference.worker.text_stream import TextStream
+from kvxfer.reference.worker.tokenization import Tokenized, TokenizeRequest
 from kvxfer.tracing.span import span
 from kvxfer.worker_metrics import WorkerMetrics
 
@@ -101,6 +102,8 @@ class WorkerService:
         self._requests = 0
         self._clock = endpoint.clock
         self._meter = LoadMeter(clock=self._clock)
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when a request has ended, and its blocks are free."""
 
     def load(self) -> Load:
         """What the control plane hears of this worker."""
@@ -112,6 +115,14 @@ class WorkerService:
             ttft_p90=self._meter.ttft_p90,
             itl_p90=self._meter.itl_p90,
             sent=self._endpoint.traffic(),
+        )
+
+    def tokenize(self, request: TokenizeRequest) -> Tokenized:
+        """The tokens of a prompt. Raises InvalidArgument."""
+        self._require_model(request.model)
+        tokens = self.runner.encode(request.text())
+        return Tokenized(
+            tokens=tokens, count=len(tokens), max_model_len=self.runner.config.max_position
         )
 
     def take_role(self, role: Role) -> None:
@@ -185,9 +196,7 @@ class WorkerService:
     @contextlib.asynccontextmanager
     async def _serving(self, request: CompletionRequest) -> AsyncIterator[tuple[Role, Admission]]:
         """The side that a request is for, once no update keeps it waiting; counts it meanwhile."""
-        model = self.runner.config.name
-        if request.model not in (None, model):
-            raise InvalidArgument(f"this worker runs the model {model!r}, not {request.model!r}")
+        self._require_model(request.model)
         self._requests += 1
         try:
             async with self._gate.admit(request.weights_version) as admission:
@@ -197,10 +206,15 @@ class WorkerService:
                 )
         finally:
             self._requests -= 1
+            self.on_end()
+
+    def _require_model(self, asked: str | None) -> None:
+        model = self.runner.config.name
+        if asked not in (None, model):
+            raise InvalidArgument(f"this worker runs the model {model!r}, not {asked!r}")
 
     async def _prefill(self, request: CompletionRequest, admission: Admission) -> PrefillCompletion:
         tokens = self.runner.encode(request.prompt)
-        self._meter.request(len(tokens))
         num_blocks = self.runner.blocks_for(len(tokens), max_tokens=1)
         params = request.kv_transfer_params
         busy_before = self._engine.busy_seconds()
@@ -209,7 +223,10 @@ class WorkerService:
                 params.ticket, hold, decode_address=params.prefill_dials
             ) as session:
                 abandon = Abandon()
-                with span("prefill.compute", prompt_tokens=len(tokens)):
+                with (
+                    self._meter.request(len(tokens)),
+                    span("prefill.compute", prompt_tokens=len(tokens)),
+                ):
                     tail = await self._compute.run(
                         lambda: self._compute_prompt(
                             tokens, hold.ids.tolist(), session, abandon, admission
@@ -283,7 +300,6 @@ class WorkerService:
         self, request: CompletionRequest, run: _Decoding
     ) -> AsyncGenerator[int, None]:
         """The output tokens, the first of them prefill's; fills in `run` before that one."""
-        self._meter.request()
         tokens = self.runner.encode(request.prompt)
         all_blocks = self.runner.blocks_for(len(tokens), request.max_tokens)
         prompt_blocks = self._layout.blocks_for(len(tokens))
@@ -297,7 +313,8 @@ class WorkerService:
             async with self._endpoint.decode_session(
                 params.ticket, params.decode_dials, prompt_blocks
             ) as session:
-                data = await session.wait()
+                with self._meter.request():
+                    data = await session.wait()
                 complete_at, run.first_token_at = self._clock.unix(), self._clock.monotonic()
                 self._meter.first_token(run.first_token_at - run.arrived)
                 received = blocks.enter_context(session.take())
