@@ -28,19 +28,21 @@ if TYPE_CHECKING:
         FP8_TENSOR,
         INT8_CHANNELS,
         Quantization,
-        linear_weights,
     )
     from kvxfer.weights.report import InstanceReport, UpdateReport
     from kvxfer.weights.torch_state import TrainingState, state_of
     from kvxfer.weights.trainer import Push, Trainer
+    from kvxfer.weights.transfer.arena import Arena, Place
     from kvxfer.weights.transfer.coordinator import WeightCoordinator
     from kvxfer.weights.transfer.receiver import WeightReceiver
     from kvxfer.weights.transfer.sender import WeightSender
     from kvxfer.weights.transfer.settings import UpdateSettings
     from kvxfer.weights.transfer.staged import Staged
+    from kvxfer.weights.vllm_quantization import quantized_for_vllm
 
 # Imported when they are used: the command line needs the plan alone, and no torch.
 _HOMES: Final = {
+    "Arena": "kvxfer.weights.transfer.arena",
     "FP8_BLOCKS": "kvxfer.weights.quantize",
     "FP8_CHANNELS": "kvxfer.weights.quantize",
     "FP8_TENSOR": "kvxfer.weights.quantize",
@@ -50,6 +52,7 @@ _HOMES: Final = {
     "InstanceReport": "kvxfer.weights.report",
     "Parameters": "kvxfer.weights.maps",
     "Part": "kvxfer.weights.maps",
+    "Place": "kvxfer.weights.transfer.arena",
     "Push": "kvxfer.weights.trainer",
     "Quantization": "kvxfer.weights.quantize",
     "ScheduleSettings": "kvxfer.weights.plan.settings",
@@ -64,10 +67,10 @@ _HOMES: Final = {
     "WeightReceiver": "kvxfer.weights.transfer.receiver",
     "WeightSender": "kvxfer.weights.transfer.sender",
     "forget": "kvxfer.weights.pushing",
-    "linear_weights": "kvxfer.weights.quantize",
     "map_of": "kvxfer.weights.holdings",
     "plan_weights": "kvxfer.weights.plan.schedule",
     "push": "kvxfer.weights.pushing",
+    "quantized_for_vllm": "kvxfer.weights.vllm_quantization",
     "state_of": "kvxfer.weights.torch_state",
 }
 
@@ -76,11 +79,13 @@ __all__ = [
     "FP8_CHANNELS",
     "FP8_TENSOR",
     "INT8_CHANNELS",
+    "Arena",
     "Holding",
     "Holdings",
     "InstanceReport",
     "Parameters",
     "Part",
+    "Place",
     "Push",
     "Quantization",
     "ScheduleSettings",
@@ -95,10 +100,10 @@ __all__ = [
     "WeightReceiver",
     "WeightSender",
     "forget",
-    "linear_weights",
     "map_of",
     "plan_weights",
     "push",
+    "quantized_for_vllm",
     "state_of",
 ]
 

@@ -43,18 +43,6 @@ _SMALLEST_SCALE: Final = torch.finfo(torch.float32).tiny
 _SLAB: Final = 1 << 24
 """Elements that are computed on at a time, in float32."""
 _SLAB_OF_CPU: Final = 1 << 19  # stays in the cache, and in memory that was used before
-_NOT_LINEAR: Final = ("embed", "wte.", "wpe.", "norm", "lm_head.", ".gate.weight")
-
-
-def linear_weights(how: Quantization) -> Quantize:
-    """Of matrices named `…weight`, but not embeddings, output heads, norms and routers
-    (`mlp.gate`): what DeepSeek's checkpoints have in 8 bits. Told by name."""
-
-    def chosen(name: str, whole: tuple[int, ...]) -> Quantization | None:
-        linear = name.endswith("weight") and not any(part in name for part in _NOT_LINEAR)
-        return how if linear and len(whole) > 1 else None
-
-    return chosen
 
 
 def cell_of(how: Quantization, whole: tuple[int, ...]) -> tuple[int, ...]:

@@ -201,6 +201,12 @@ class _Wanted(_Parameter):
                 return value._view
             return _without_memory(value)
 
+        for value in written_by(func, args, kwargs):
+            if self.dtype in _SCALED and value.dtype.itemsize > 1:
+                raise WeightsMismatch(
+                    f"{self.name} is sent in {self.dtype}, and the model keeps it in "
+                    f"{value.dtype}, without scales; have `quantize` say None for it"
+                )
         try:
             made = _deep(note, (args, kwargs), lambda args, kwargs: func(*args, **kwargs))
         except (NotImplementedError, RuntimeError) as error:
@@ -274,6 +280,8 @@ class _Staged(_Parameter):
         )
 
 
+_SCALED: Final = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+"""Dtypes of values that are nothing without their scales."""
 _META: Final = torch.device("meta")
 _LOOKS: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 

@@ -1,10 +1,11 @@
 """What each rank of a live vLLM wants of another checkpoint, and what it computes after having
 loaded just that: `python reload_probe.py MODEL OTHER RANKS`, in vLLM's environment.
 
-Prints a record: `boxes` of each rank, what it said to a trainer that lacks a parameter (`lacking`),
-and why the model cannot be reloaded, or "" (`refused`); whether addresses were the same after
-recording and loading; and tokens of prompts: `before`, after recording (`recorded`), after loading
-(`loaded`), and of the other checkpoint loaded afresh (`afresh`).
+Prints a record: `boxes` of each rank; what it said to a trainer that lacks a parameter, that has
+scales which the model has not, and that has a parameter in 8 bits (`lacking`); why the model cannot
+be reloaded, or "" (`refused`); whether addresses were the same after recording and loading; and
+tokens of prompts: `before`, after recording (`recorded`), after loading (`loaded`), and of the
+other checkpoint loaded afresh (`afresh`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ class Probe:
         named = [*model.named_parameters(), *model.named_buffers()]
         return {name: tensor.data_ptr() for name, tensor in named}
 
-    def record(self: Any, folder: str) -> tuple[list[Any], str, str]:
+    def record(self: Any, folder: str) -> tuple[list[Any], list[str], str]:
         model = self.model_runner.get_model()
         listed = [
             ParamMeta(name, tensor.dtype, tuple(tensor.shape))
@@ -52,7 +54,17 @@ class Probe:
         self.shapes = {each.name: each.shape for each in listed}
         with set_current_vllm_config(self.vllm_config):
             self.wanted = record_wants(model, [*listed, IGNORED])
-            lacking = refusal(record_wants, model, [e for e in listed if e.name != LACKING])
+            lacking = [
+                refusal(record_wants, model, each)
+                for each in (
+                    [e for e in listed if e.name != LACKING],
+                    [*listed, ParamMeta(f"{LACKING}_scale_inv", torch.float32, (1, 1))],
+                    [
+                        replace(e, dtype=torch.float8_e4m3fn) if e.name == LACKING else e
+                        for e in listed
+                    ],
+                )
+            ]
         boxes = [(e.name, e.dtype, e.whole, e.offset, e.shape) for e in self.wanted]
         return boxes, lacking, refusal(check_reloadable, model)
 

@@ -106,7 +106,10 @@ def test_each_rank_wants_its_shards_and_serves_what_was_staged(folder: Path, ran
         found = {name: tuple(box) for name, _, *box in boxes}
         assert found == llama_boxes(rank, ranks)
         assert {dtype for _, dtype, *_ in boxes} == {"float32"}
-    assert "model.layers.1.self_attn.qkv_proj.weight" in told["lacking"]
+    missing, scales, narrow = told["lacking"]
+    assert "model.layers.1.self_attn.qkv_proj.weight" in missing
+    assert "model.layers.1.self_attn.k_proj.weight_scale_inv" in scales
+    assert "model.layers.1.self_attn.k_proj.weight is sent in torch.float8_e4m3fn" in narrow
     assert told["loaded"] == told["afresh"] != told["before"]
 
 

@@ -19,7 +19,6 @@ from kvxfer.weights.quantize import (
     as_sent,
     cell_of,
     cells_of,
-    linear_weights,
     make_scales,
     quantize_box,
     take_maxima,
@@ -252,23 +251,3 @@ def test_ranks_that_quantise_differently_are_refused() -> None:
     kind = Kind(FP8_BLOCKS, (4, 4), Box((0, 0), (4, 4)))
     with pytest.raises(WeightsMismatch, match=r"a\.weight.*at another"):
         exchange_of([{kind: ["a.weight"]}, {kind._replace(how=FP8_TENSOR): ["a.weight"]}], 0)
-
-
-def test_linear_weights_are_told_by_name() -> None:
-    chosen = linear_weights(FP8_BLOCKS)
-    names = {
-        "model.layers.0.self_attn.q_proj.weight": (8, 8),
-        "model.layers.0.mlp.gate_proj.weight": (8, 8),
-        "model.layers.0.mlp.experts.3.down_proj.weight": (8, 8),
-        "model.layers.0.mlp.gate.weight": (8, 8),
-        "model.layers.0.input_layernorm.weight": (8,),
-        "model.layers.0.self_attn.q_proj.bias": (8,),
-        "model.embed_tokens.weight": (8, 8),
-        "lm_head.weight": (8, 8),
-    }
-    found = [name.split(".", 3)[-1] for name, whole in names.items() if chosen(name, whole)]
-    assert found == [
-        "self_attn.q_proj.weight",
-        "mlp.gate_proj.weight",
-        "mlp.experts.3.down_proj.weight",
-    ]

@@ -156,7 +156,10 @@ def test_a_push_that_is_refused_leaves_copies_as_they_are() -> None:
 def test_a_model_of_torch_is_sent_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVXFER_CLUSTER_KEY", KEY)
     model = torch.nn.Linear(140, 130)
-    chosen = weights.linear_weights(weights.FP8_BLOCKS)
+
+    def chosen(name: str, _: tuple[int, ...]) -> weights.Quantization | None:
+        return weights.FP8_BLOCKS if name == "weight" else None
+
     serving = _Serving(holdings=weights.state_of(model, quantize=chosen).holdings)
     with serving as instance:
         for version in (1, 2):

@@ -139,6 +139,16 @@ def test_a_loader_that_looks_at_values_is_refused_while_recording() -> None:
             wanted(look, 8, 6)
 
 
+def test_values_without_their_scales_are_refused_while_recording() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        wide, narrow = torch.empty(4, 2, device="meta"), torch.empty(4, 2, dtype=dtype)
+        window = Wants().window("router.weight", dtype, (8, 2))
+        with pytest.raises(WeightsMismatch, match=r"router\.weight is sent in .*without scales"):
+            wide.copy_(window.narrow(0, 4, 4))
+        narrow.to("meta").copy_(window.narrow(0, 4, 4))
+        Wants().window("a.weight_scale", torch.float32, (1,))
+
+
 def test_a_window_is_read_only() -> None:
     holding = Holding(NAME, "float32", (8, 6), (0, 0), (8, 6))
     memory = numbered(8, 6)

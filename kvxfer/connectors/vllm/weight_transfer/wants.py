@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_MODULES
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors, get_tensor_load_numel
 
-from kvxfer.errors import WeightsMismatch
+from kvxfer.errors import KvxferError, WeightsMismatch
 from kvxfer.weights.holdings import Holding
 from kvxfer.weights.window import Wants, written_by
 
@@ -25,16 +25,36 @@ def record_wants(model: torch.nn.Module, checkpoint: Sequence[ParamMeta]) -> tup
     """The boxes that the model's own `load_weights` reads of a checkpoint, sorted by name. What it
     ignores is not wanted. The model serves afterwards as before.
 
-    Raises WeightsMismatch where a parameter of the model would not be filled.
+    Raises WeightsMismatch where a parameter of the model would not be filled, where the model has
+    no place for a name, such as one of scales, and where it would take 8 bits without their scales.
     """
     wants = Wants()
-    loading: Any = model  # each of vLLM's models has load_weights()
-    windows = ((each.name, wants.window(each.name, each.dtype, each.shape)) for each in checkpoint)
+    given: list[str] = []
+
+    def windows() -> Iterator[tuple[str, torch.Tensor]]:
+        for each in checkpoint:
+            given.append(each.name)
+            yield each.name, wants.window(each.name, each.dtype, each.shape)
+
     with torch.no_grad(), _in_checkpoint_format(model):
         with _Writes(model) as writes:
-            loading.load_weights(windows)
+            _load(model, windows(), given)
         _check_filled(model, writes)
     return wants.holdings()
+
+
+def _load(model: Any, windows: Iterator[tuple[str, torch.Tensor]], given: list[str]) -> None:
+    try:
+        model.load_weights(windows)
+    except KvxferError:
+        raise
+    except Exception as error:  # each of vLLM's models has another for a name that it lacks
+        name = given[-1] if given else "no parameter"
+        raise WeightsMismatch(
+            f"vLLM's {type(model).__name__} refuses {name}: {type(error).__name__}: {error}. Pass "
+            "the names of the checkpoint that it loads, and scales of what it has in 8 bits "
+            "(kvxfer.weights.quantized_for_vllm)"
+        ) from error
 
 
 @contextlib.contextmanager
