@@ -144,11 +144,9 @@ void ImmCounters::complete_if_reached(Imm imm, Slot& slot) {
   slot.complete = slot.exact && slot.count == *slot.total;
   if (slot.exact && slot.count > *slot.total) {
     completion.code = Errc::protocol_error;
-    completion.text =
-        "counter " + std::to_string(imm) + " stands at " + std::to_string(slot.count) +
-        " immediates, but " + std::to_string(*slot.total) +
-        " were announced; wait for the sum of `immediates` of all operations, or for at "
-        "least so many (wait_at_least)";
+    completion.text = "counter " + std::to_string(imm) + " stands at " +
+                      std::to_string(slot.count) + " immediates, but " +
+                      std::to_string(*slot.total) + " were announced";
   }
   slot.total.reset();
   slot.reported = true;

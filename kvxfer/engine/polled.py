@@ -11,7 +11,7 @@ from kvxfer.engine.counter import Counter
 from kvxfer.engine.native import translated
 from kvxfer.engine.options import EngineOptions
 from kvxfer.engine.peer import Peer
-from kvxfer.errors import DeadlineExceeded, EngineClosed, PeerLost, ProtocolError, StaleCounter
+from kvxfer.errors import DeadlineExceeded, EngineClosed, EngineError, PeerLost, StaleCounter
 
 # In native code between two looks at the clock, and at Ctrl-C.
 _TURN_SECONDS: Final = 0.01
@@ -97,9 +97,8 @@ class PolledEngine(EngineCore):
                     f"after {timeout} s"
                 )
         if value > total:
-            raise ProtocolError(
-                f"counter {counter.imm} stands at {value} immediates, but {total} were announced; "
-                "wait for the sum of `immediates` of all operations"
+            raise EngineError(
+                f"counter {counter.imm} stands at {value} immediates, but {total} were announced"
             )
 
     def _connect_ended(self, ident: int, peer_id: int, error: Exception | None) -> None:
