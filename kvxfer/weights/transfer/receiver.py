@@ -152,8 +152,16 @@ class WeightReceiver:
 
     async def join(self, coordinator: str, timeout: float = JOIN_SECONDS) -> None:
         """Dials a coordinator, and again whenever it is lost. Not needed by a rank that the
-        coordinator dials. Raises DeadlineExceeded."""
+        coordinator dials.
+
+        Raises DeadlineExceeded, with the last error of connecting as its cause, and at once an
+        error that another attempt would not change, such as AuthenticationFailed.
+        """
         await self._links.join(coordinator, self._join, timeout)
+
+    def dial(self, coordinator: str) -> None:
+        """Dials a coordinator until this is closed, whatever fails: it need not be there yet."""
+        self._links.spawn(self._links.keep_connected(coordinator, self._join))
 
     @property
     def version(self) -> int:
