@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar
@@ -147,16 +146,10 @@ class ReceiverThread(LoopThread):
             ) as self._receiver,
         ):
             self._address = engine.address
-            dialing: asyncio.Task[None] | None = None
             if made.coordinator is not None:
-                # Dials again and again; what it waits for at first need not be there.
-                dialing = asyncio.create_task(
-                    self._receiver.join(made.coordinator, timeout=math.inf)
-                )
+                self._receiver.dial(made.coordinator)
             self._started.set_result(None)
             await self._closing.wait()
-            if dialing is not None:
-                dialing.cancel()
 
 
 async def _awaited(commit: Commit, staged: Staged) -> float | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar, Unpack
+from collections.abc import Sequence
+from typing import Any, Final, Unpack
 
 import torch
 from torch import nn
@@ -15,10 +15,8 @@ from kvxfer.engine import EngineOptions
 from kvxfer.weights.quantize import Quantize
 from kvxfer.weights.torch_state import Rename, SentAs, TrainingState, state_from
 from kvxfer.weights.trainer import Push, Trainer
-from kvxfer.weights.transfer.messages import Said, said
+from kvxfer.weights.training_ranks import at_all_ranks
 from kvxfer.weights.transfer.settings import UpdateSettings
-
-T = TypeVar("T")
 
 _lock: Final = threading.Lock()
 _trainers: Final[weakref.WeakKeyDictionary[nn.Module, Trainer]] = weakref.WeakKeyDictionary()
@@ -121,33 +119,13 @@ def _begun(
         return trainer.coordinator
 
     try:
-        _together(hold)
-        coordinator = _together(lambda: begin() if rank == 0 else "")[0]
+        at_all_ranks(hold)
+        coordinator = at_all_ranks(lambda: begin() if rank == 0 else "")[0]
         options["receivers"] = ()
-        _together(lambda: begin(coordinator) if rank else "")
-        _together(lambda: None if rank else trainers[0].wait_for(instances, wait_seconds))
+        at_all_ranks(lambda: begin(coordinator) if rank else "")
+        at_all_ranks(lambda: None if rank else trainers[0].wait_for(instances, wait_seconds))
     except BaseException:
         for trainer in trainers:
             trainer.close()
         raise
     return trainers[0]
-
-
-def _together(step: Callable[[], T]) -> list[T]:
-    """What the step gives at each rank. Raises at all ranks if it raises at one."""
-    told: list[tuple[T | None, Said | None]] = []
-    error: Exception | None = None
-    try:
-        told.append((step(), None))
-    except Exception as failed:
-        error = failed
-        told.append((None, said(failed)))
-    if torch.distributed.is_initialized():
-        told *= torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(told, told[0])
-    if error is not None:
-        raise error
-    for rank, (_, why) in enumerate(told):
-        if why is not None:
-            raise Said(why.code, f"training rank {rank}: {why.text}").error()
-    return [given for given, _ in told]  # type: ignore[misc]

@@ -58,18 +58,17 @@ class WorkerUpdates:
     ) -> AsyncIterator[WeightReceiver]:
         """Takes updates of this type over an engine that is used for nothing else; dials the
         coordinator where one is given."""
-        async with (
-            WeightReceiver(
-                engine,
-                holdings_of(self._model.config, WHOLE, dtype),
-                instance_id=self._endpoint.instance_id,
-                commit=self.commit,
-                decided=None if self._control_plane is None else self._decided,
-                version=self._gate.version,
-                arena_bytes=arena_bytes,
-            ) as self._receiver,
-            _dialing(self._receiver, coordinator),
-        ):
+        async with WeightReceiver(
+            engine,
+            holdings_of(self._model.config, WHOLE, dtype),
+            instance_id=self._endpoint.instance_id,
+            commit=self.commit,
+            decided=None if self._control_plane is None else self._decided,
+            version=self._gate.version,
+            arena_bytes=arena_bytes,
+        ) as self._receiver:
+            if coordinator is not None:
+                self._receiver.dial(coordinator)
             yield self._receiver
 
     async def failed(self) -> None:
@@ -111,16 +110,3 @@ class WorkerUpdates:
         if staged.last and self.registration is not None and self._endpoint.model is not None:
             await self.registration.take_model(self._endpoint.model)
         return pause
-
-
-@contextlib.asynccontextmanager
-async def _dialing(receiver: WeightReceiver, coordinator: str | None) -> AsyncIterator[None]:
-    """Dials again and again: the coordinator need not be there yet."""
-    if coordinator is None:
-        yield
-        return
-    dialing = asyncio.create_task(receiver.join(coordinator, timeout=float("inf")))
-    try:
-        yield
-    finally:
-        dialing.cancel()

@@ -11,9 +11,10 @@ ALIGNMENT: Final = 256
 
 
 class Place(NamedTuple):
-    """Of one box, whose elements are contiguous, the last dimension fastest."""
+    """Where a box is in an arena. Its elements are contiguous, the last dimension fastest."""
 
     holding: Holding
+    """The box: its parameter, dtype and shape."""
     offset: int
     """Bytes from the begin of the arena."""
     nbytes: int
@@ -25,9 +26,11 @@ class Place(NamedTuple):
 
 
 class Arena(NamedTuple):
-    """Equal holdings have equal arenas, so senders know them without being told."""
+    """Where an inference rank stages what it wants (`WeightReceiver.arena`). Equal holdings have
+    equal arenas, so senders know them without being told."""
 
     places: dict[str, Place]
+    """By the names of parameters. What is tied to another one has no place."""
     nbytes: int
 
 

@@ -64,13 +64,29 @@ class _Update:
 class WeightReceiver:
     """One inference rank: one engine that is used for nothing else, and an arena.
 
-    Everything but `version` and `digest` belongs to the event loop. What a staged update is for the
-    inference engine: `pin()` it on all ranks of the instance, apply what is in `memory` on all of
-    them between two steps, call `applied()`. If a rank fails in between, call `broken()` and end
-    the instance: it has half of the update.
+    Everything but `version` and `digest` belongs to the event loop. To apply a staged update, the
+    inference engine pins it on all ranks of the instance (`pin()`), copies it out of `memory` on
+    all of them between two steps, and says so (`applied()`). At the leader, `commit` is between
+    its pin and its `applied()`. If a rank fails in between, call `broken()` and end the instance:
+    it has half of the update.
+
+        staged = receiver.pin(update_id)
+        for name, (holding, offset, nbytes) in receiver.arena.places.items():
+            box = torch.frombuffer(receiver.memory, dtype=torch.uint8)[offset : offset + nbytes]
+            dtype = getattr(torch, holding.dtype)
+            parameters[name].copy_(box.view(dtype).view(holding.shape))
+        receiver.applied(staged)
 
     An update may come in waves; each is staged, pinned and applied like that. Between the first one
     and the last one, the instance serves no request.
+
+    Attributes:
+        memory: the arena, a `kvxfer.Memory`: in host memory, and a writable buffer, or on `gpu`.
+            Training ranks write it while an update is staged. From pin() to applied() it does not
+            change: read it then.
+        arena: where the box of each parameter is in `memory`. A box is contiguous, in the dtype
+            and shape of its Holding. In waves, it has the parameters of the wave alone.
+        holdings: what this rank wants.
     """
 
     def __init__(
@@ -91,7 +107,9 @@ class WeightReceiver:
 
         commit: of the leader, where updates are committed by message and not by the inference
         engine's control path: applies the update to the whole instance, and returns its pause in
-        seconds or None. What it raises takes the instance out of service.
+        seconds or None. What it raises takes the instance out of service. It runs on the event loop
+        of `engine`, where nothing else runs until it awaits: copy in a thread
+        (`asyncio.to_thread`).
         decided: of the leader, asks where decisions are recorded how an update ended; if nothing is
         recorded, this records that it is aborted. None where the update is not known there: then
         the other leaders are asked.
@@ -110,7 +128,6 @@ class WeightReceiver:
         if arena_bytes is not None and arena_bytes < ALIGNMENT:
             raise InvalidArgument(f"arena_bytes is {arena_bytes}; use {ALIGNMENT} or more")
         self.arena: Arena = arena_of(holdings)
-        """Where each parameter's box lies in `memory`; of an update in waves, those of the wave."""
         self._arena_bytes = arena_bytes
         nbytes = self.arena.nbytes if arena_bytes is None else min(self.arena.nbytes, arena_bytes)
         self.memory: Memory = engine.alloc(nbytes, gpu)
@@ -135,8 +152,16 @@ class WeightReceiver:
 
     async def join(self, coordinator: str, timeout: float = JOIN_SECONDS) -> None:
         """Dials a coordinator, and again whenever it is lost. Not needed by a rank that the
-        coordinator dials. Raises DeadlineExceeded."""
+        coordinator dials.
+
+        Raises DeadlineExceeded, with the last error of connecting as its cause, and at once an
+        error that another attempt would not change, such as AuthenticationFailed.
+        """
         await self._links.join(coordinator, self._join, timeout)
+
+    def dial(self, coordinator: str) -> None:
+        """Dials a coordinator until this is closed, whatever fails: it need not be there yet."""
+        self._links.spawn(self._links.keep_connected(coordinator, self._join))
 
     @property
     def version(self) -> int:
@@ -167,7 +192,7 @@ class WeightReceiver:
 
     def pin(self, update_id: str) -> Staged:
         """From now on this rank keeps the update, whatever happens, until `applied()` or `unpin()`.
-        Raises NotStaged."""
+        Raises NotStaged where it has not the whole of this update: then no rank may apply it."""
         update = self._update
         if update is None or update.prepare.update_id != update_id or update.staged is None:
             what = "none" if update is None else f"{update.prepare.update_id} ({update.state})"

@@ -23,6 +23,7 @@ from kvxfer.weights.holdings import Holding, Holdings
 from kvxfer.weights.report import UpdateReport
 from kvxfer.weights.torch_state import TrainingState, settle
 from kvxfer.weights.trainer import Trainer
+from kvxfer.weights.training_ranks import at_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,10 @@ class KvxferTrainerWeightTransferEngine(TrainerWeightTransferEngine[KvxferTraine
         (`clients.PausingClient`).
 
         Raises WeightUpdateAborted where nothing was applied: vLLM serves what it served. Raises
-        WeightUpdateError where no instance has applied it, so that none is in service any more."""
+        WeightsMismatch where the same would be refused again, also where another rank cannot send
+        its parameters. Raises WeightUpdateError where no instance has applied it, so that none is
+        in service any more.
+        """
         version = self.version + 1 if version is None else version
         report = self._trainer.push(version).result()
         self.version = version
@@ -158,12 +162,20 @@ def _trainer(
             f"training rank {info.rank} of {info.world_size} has no coordinator: pass the address "
             "that rank 0's engine has, or initialise torch.distributed, which tells it"
         )
-    told: list[Any] = [None]
-    leader = begun(None) if info.is_sender else None
-    if leader is not None:
-        told = [leader.coordinator]
-    torch.distributed.broadcast_object_list(told, src=0)
-    return leader or begun(told[0])
+    made: list[Trainer] = []
+
+    def begin(coordinator: str | None) -> str:
+        made.append(begun(coordinator))
+        return made[0].coordinator
+
+    try:
+        told = at_all_ranks(lambda: begin(None) if info.is_sender else "")[0]
+        at_all_ranks(lambda: "" if info.is_sender else begin(told))
+    except BaseException:
+        for trainer in made:
+            trainer.close()
+        raise
+    return made[0]
 
 
 def _holdings(source: WeightSource) -> Holdings:
