@@ -16,19 +16,29 @@ import numpy.typing as npt
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.engine.forks import keep_in_forks
 from kvxfer.engine.native import native, translated
-from kvxfer.engine.options import EngineOptions
+from kvxfer.engine.options import DEFAULT_PEER_TIMEOUT, EngineOptions
 from kvxfer.engine.synchronous import SynchronousEngine
-from kvxfer.errors import DeadlineExceeded, InvalidArgument
+from kvxfer.errors import DeadlineExceeded, EngineClosed, InvalidArgument
 from kvxfer.moe.agreement import Agreement
 from kvxfer.moe.placement import Placement
 from kvxfer.moe.results import Combined, Dispatched, Layout
 from kvxfer.moe.shape import ITEM_BYTES, DType, MoeShape
-from kvxfer.moe.tensors import Room, Tensor, address_of, choices, memory_at, tensor_in
+from kvxfer.moe.tensors import (
+    Room,
+    Tensor,
+    address_of,
+    choices,
+    count_of,
+    memory_at,
+    tensor_in,
+)
 
 logger = logging.getLogger("kvxfer.moe")
 
 _TURN_SECONDS: Final = 0.5
 """In native code between two looks at the clock, and at Ctrl-C."""
+_LOSS_TIMEOUTS: Final = 2.0
+"""Times the engine's peer_timeout: until a newcomer takes the process in its place for alive."""
 _LAYOUTS: Final = frozenset(get_args(Layout))
 _NATIVE: Final[dict[DType, str]] = {
     "float32": "f32",
@@ -36,7 +46,7 @@ _NATIVE: Final[dict[DType, str]] = {
     "float16": "f16",
     "float8_e4m3fn": "f8_e4m3",
 }
-_Wait = Callable[[int, float], Literal["done", "events", "deadline"]]
+_Wait = Callable[[int, float], Literal["done", "left out", "events", "deadline"]]
 
 
 @dataclass(slots=True)
@@ -106,6 +116,8 @@ class AllToAll:
         self.shape, self.placement, self.rank, self.timeout = shape, placement, rank, timeout
         self._clock = clock
         self._torch = "torch" in sys.modules if torch is None else torch
+        self._closed = False
+        loss_seconds = _LOSS_TIMEOUTS * options.get("peer_timeout", DEFAULT_PEER_TIMEOUT)
         options.setdefault("name", f"rank {rank}")
         self._engine = SynchronousEngine(cluster_key=cluster_key, **options)
         try:
@@ -113,7 +125,14 @@ class AllToAll:
             keep_in_forks(self._exchange)
             self._engine.completions = self._exchange.events
             self._agreement = Agreement(
-                self._engine, self._exchange, shape, placement, rank, min_ranks, clock
+                self._engine,
+                self._exchange,
+                shape,
+                placement,
+                rank,
+                min_ranks=min_ranks,
+                loss_seconds=loss_seconds,
+                clock=clock,
             )
         except BaseException:
             self._engine.close()
@@ -182,6 +201,7 @@ class AllToAll:
         self._agreement.form(found, deadline)
 
     def __enter__(self) -> Self:
+        self._require_open()
         return self
 
     def __exit__(
@@ -198,10 +218,12 @@ class AllToAll:
     def close(self) -> None:
         """Leaves the group, after all ranks have taken what they wait for of this one: waits until
         they leave too, for `timeout` seconds at most. Idempotent."""
-        self._agreement.take_leave(self._clock.monotonic() + self.timeout)
-        self._leave()
+        if not self._closed:
+            self._agreement.take_leave(self._clock.monotonic() + self.timeout)
+            self._leave()
 
     def _leave(self) -> None:
+        self._closed = True
         self._agreement.close()
         self._engine.close()
 
@@ -235,6 +257,7 @@ class AllToAll:
         """[max_tokens, hidden] of the input's dtype: what is dispatched from its first rows is not
         copied, where the wire has the same dtype. It may be written from the slot's
         combine_recv() until its dispatch_send(), and not after close()."""
+        self._slot(slot)
         with translated():
             address = self._exchange.input(slot)
         shape = (self.shape.max_tokens, self.shape.hidden)
@@ -246,6 +269,7 @@ class AllToAll:
         rows by layout "tokens" is not copied. With that layout, dispatch_recv() gives x here where
         the wire has the same dtype. It may be written from dispatch_recv() until combine_send(),
         and not after close(). Raises InvalidArgument where a row is no multiple of 64 bytes."""
+        self._slot(slot)
         shape, memory = self.shape, self._answers(slot)
         if memory is None:
             raise InvalidArgument(
@@ -276,8 +300,25 @@ class AllToAll:
 
         Where the members have changed, all ranks agree on the next view first.
         """
-        shape, count = self.shape, len(x)
         of_slot = self._slot(slot)
+        with translated():
+            self._exchange.check_free(slot)
+        deadline = self._clock.monotonic() + self.timeout
+        self._agreement.boundary(deadline)
+        try:
+            of_slot.step, of_slot.ids = self._send(slot, x, ids, weights, scales)
+        except InvalidArgument as error:
+            self._agreement.refuse(error, deadline)
+            raise
+        self._agreement.steps.add(of_slot.step)
+        of_slot.rows = ()
+        return of_slot.step
+
+    def _send(
+        self, slot: int, x: Any, ids: Any, weights: Any, scales: Any
+    ) -> tuple[int, npt.NDArray[np.int64]]:
+        """The step, and the choices in it."""
+        shape, count = self.shape, count_of(x, "x")
         chosen = choices(ids, "ids", np.int64, (count, shape.top_k))
         shares = choices(weights, "weights", np.float32, (count, shape.top_k))
         address = address_of(x, "x", shape.input, (count, shape.hidden))
@@ -286,12 +327,9 @@ class AllToAll:
             of_scales = address_of(scales, "scales", "float32", (count, shape.scales))
         elif scales is not None:
             raise InvalidArgument("scales are for an input of float8_e4m3fn with a scale_block")
-        self._agreement.boundary(self._clock.monotonic() + self.timeout)
         with translated():
-            of_slot.step = self._exchange.dispatch_send(slot, address, of_scales, chosen, shares)
-        self._agreement.steps.add(of_slot.step)
-        of_slot.ids, of_slot.rows = chosen.copy(), ()
-        return of_slot.step
+            step = self._exchange.dispatch_send(slot, address, of_scales, chosen, shares)
+        return step, chosen.copy()
 
     def dispatch_recv(
         self,
@@ -307,12 +345,12 @@ class AllToAll:
         capacity: of "padded", rows of each expert; by default as many as there can be. An expert
         that has more is refused with InvalidArgument, and the call may be repeated.
         """
+        of_slot = self._slot(slot)
         if layout not in _LAYOUTS or align < 1:
             raise InvalidArgument(
                 f"layout is {layout!r} with align {align}; choose from experts, padded, tokens, "
                 "and an align of at least 1"
             )
-        of_slot = self._slot(slot)
         self._wait(self._exchange.dispatch_wait, slot, "tokens", agreed=True)
         shape, by_source = self.shape, layout == "tokens"
         if layout == "padded" and capacity is None:
@@ -361,8 +399,8 @@ class AllToAll:
         answers(): these not before combine_recv().
         """
         of_slot = self._slot(slot)
-        if not of_slot.rows:
-            raise InvalidArgument(f"combine_send() of slot {slot} comes before its dispatch_recv()")
+        with translated():
+            self._exchange.check_placed(slot)
         address = address_of(y, "y", self.shape.combine, of_slot.rows)
         with translated():
             self._exchange.combine_send(slot, address)
@@ -386,9 +424,14 @@ class AllToAll:
         return Combined(of_slot.step, out, missing, of_slot.ids, of_slot.table)
 
     def _slot(self, slot: int) -> _Slot:
-        if not 0 <= slot < len(self._slots):
-            raise InvalidArgument(f"slot is {slot}; the group has {len(self._slots)}")
+        self._require_open()
+        if not isinstance(slot, int) or not 0 <= slot < len(self._slots):
+            raise InvalidArgument(f"slot is {slot!r}; the group has {len(self._slots)}, from 0 on")
         return self._slots[slot]
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineClosed(f"the group of rank {self.rank} was closed; make a new one")
 
     def _wait(self, wait: _Wait, slot: int, what: str, *, agreed: bool) -> None:
         """agreed: not while the ranks agree on a view, which may run the step again."""
@@ -401,6 +444,8 @@ class AllToAll:
                 waited = wait(slot, min(_TURN_SECONDS, left))
             if waited == "done" and not self._agreement.doubt(deadline):
                 return
+            if waited == "left out":
+                raise self._agreement.refusal(self._slots[slot].step)
             if waited == "events":
                 self._agreement.attend()
             elif not left:
