@@ -388,6 +388,7 @@ class AllToAll:
             local_ids,
             weights,
             missing,
+            shape.scale_block,
         )
 
     def combine_send(self, y: Any, *, slot: int = 0) -> None:

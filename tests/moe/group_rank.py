@@ -179,20 +179,24 @@ class GroupRank:
             sent, sent_scales = batch.arrived(shape)
             gone = source in got.missing and not got.source_rows[source]
             for token, ids in enumerate(batch.ids.tolist()):
+                shares: dict[int, torch.Tensor] = {}  # by logical expert, in the order of choices
+                for choice, number in enumerate(ids):
+                    if number >= 0 and tables[source][number] >> 32 == self.rank:
+                        weight = batch.weights[token, choice]
+                        shares[number] = shares.get(number, torch.tensor(0.0)) + weight
                 entries = [
-                    (choice, number, tables[source][number] & 0xFFFFFFFF)
-                    for choice, number in enumerate(ids)
-                    if number >= 0 and tables[source][number] >> 32 == self.rank
+                    (number, tables[source][number] & 0xFFFFFFFF, weight)
+                    for number, weight in shares.items()
                 ]
                 if gone or not entries:
                     continue
                 if got.layout == "tokens":
                     places = [int(got.begins[source]) + rows[source]] * len(entries)
-                    self._check_entries(got, places[0], entries, batch.weights[token])
+                    self._check_entries(got, places[0], entries)
                 else:
-                    places = [int(got.begins[local]) + filled[local] for _, _, local in entries]
+                    places = [int(got.begins[local]) + filled[local] for _, local, _ in entries]
                 rows[source] += 1
-                for (choice, number, local), place in zip(entries, places, strict=True):
+                for (number, local, weight), place in zip(entries, places, strict=True):
                     filled[local] += 1
                     self._check_row(
                         x[place],
@@ -202,10 +206,10 @@ class GroupRank:
                         may_be_zero=source in got.missing,
                     )
                     values = as_double(
-                        x[place, None], None if scales is None else scales[place, None]
+                        x[place, None], None if scales is None else scales[place, None], shape
                     )[0]
                     if got.layout == "tokens":
-                        answers[place] += batch.weights[token, choice] * expert(number, values)
+                        answers[place] += weight * expert(number, values)
                     else:
                         answers[place] = expert(number, values)
         assert got.source_rows.tolist() == list(rows.values())
@@ -213,13 +217,13 @@ class GroupRank:
         return answers.to(getattr(torch, shape.combine)).view(got.x.shape)
 
     def _check_entries(
-        self, got: Dispatched, row: int, entries: list[tuple[int, int, int]], weights: torch.Tensor
+        self, got: Dispatched, row: int, entries: list[tuple[int, int, torch.Tensor]]
     ) -> None:
-        """By token: the local experts and their weights, in the order of top-k."""
+        """By token: the local experts and the sums of their weights, in the order of top-k."""
         ids, shares = _to_torch(got.ids, "int32")[row], _to_torch(got.weights, "float32")[row]
         found = ids[ids >= 0]
-        assert found.tolist() == [local for _, _, local in entries]
-        assert torch.equal(shares[ids >= 0], weights[[choice for choice, _, _ in entries]])
+        assert found.tolist() == [local for _, local, _ in entries]
+        assert torch.equal(shares[ids >= 0], torch.stack([weight for _, _, weight in entries]))
 
     def _check_row(
         self,

@@ -25,6 +25,8 @@ DTYPES: Final[dict[str, dict[str, Any]]] = {
     "quantised by the group": {"wire": FP8, "scale_block": 32},
     "quantised by the caller": {"input": FP8, "scale_block": 16, "output": "float32"},
     "without scales": {"input": FP8},
+    "a short last block": {"wire": FP8, "scale_block": 48},
+    "a short last block of the caller": {"input": FP8, "scale_block": 24},
 }
 
 
@@ -50,7 +52,7 @@ def test_all_dtypes_and_layouts(drive: Drive, fabric: str, ranks: int) -> None:
     )
 
 
-@pytest.mark.parametrize("routing", ["even", "skewed", "holes", "one rank"])
+@pytest.mark.parametrize("routing", ["even", "skewed", "holes", "one rank", "repeated"])
 def test_all_routings(drive: Drive, fabric: str, routing: Any) -> None:
     base = Scenario(ranks=3, experts=10, top_k=4, routing=routing, fabric=fabric, steps=5)
     drive(
@@ -102,7 +104,7 @@ def _any_scenario(rng: random.Random) -> Scenario:
         layout=rng.choice(LAYOUTS),
         fabric=rng.choice(("local", "tcp")),
         copies=rng.randint(1, ranks),
-        routing=rng.choice(("even", "skewed", "holes", "one rank")),
+        routing=rng.choice(("even", "skewed", "holes", "one rank", "repeated")),
         overlap=rng.random() < 0.3,
         pauses=rng.random() < 0.3,
         numpy=rng.random() < 0.3,
