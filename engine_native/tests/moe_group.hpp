@@ -63,7 +63,8 @@ struct Given {
   moe::Tokens tokens() const;
 };
 
-// Some choices are -1, and some name an expert again. `only`: all tokens choose it, and nothing else.
+// Some choices are -1, and some name an expert again. `only`: all tokens choose it, and nothing
+// else.
 Given random_given(const moe::Shape& shape, std::size_t count, Random& random,
                    std::int64_t only = -1);
 

@@ -374,7 +374,7 @@ TEST_CASE("calls out of their order are refused by name, and change nothing") {
   };
   CHECK(why(exchange.dispatch_send(0, given[0].tokens())) == "dispatch_send before set_view");
   good(exchange.set_view(tables.view(1, 0), 7));
-  CHECK(why(exchange.dispatch_wait(0, {})) == 
+  CHECK(why(exchange.dispatch_wait(0, {})) ==
         "dispatch_recv() in slot 0: it holds no step; dispatch_send() begins one");
   CHECK(why(exchange.dispatch_wait(2, {})) == "slot 2 of 2");
   Given many = random_given(shape, 17, random);
@@ -397,8 +397,7 @@ TEST_CASE("calls out of their order are refused by name, and change nothing") {
   CHECK(why(exchange.set_view(tables.view(1, 0), 8)) == "view 1 does not follow the one before");
   const Bytes y = place_and_compute(step, member, 0, Order::by_expert);
   good(exchange.combine_send(0, y.data()));
-  CHECK(why(exchange.combine(0, nullptr)) ==
-        "combine_recv() in slot 0: combine_recv() comes next");
+  CHECK(why(exchange.combine(0, nullptr)) == "combine_recv() in slot 0: combine_recv() comes next");
   member.await_combine(0);
   combine_and_check(step, member, 0);
   whole_step(step, member, 1, Order::by_source);
@@ -444,8 +443,7 @@ TEST_CASE("a step that is left out frees its slot, and those beside it are run i
       good(exchange.set_view(second.view(2, rank), 0));
       const StepOf step{shape, beside, second.of};
       member.await_dispatch(0);
-      good(exchange.combine_send(
-          0, place_and_compute(step, member, 0, Order::by_expert).data()));
+      good(exchange.combine_send(0, place_and_compute(step, member, 0, Order::by_expert).data()));
       if (rank == 1) {
         CHECK(exchange.dispatch_send(1, bad.tokens()).error().code == Errc::invalid_argument);
         CHECK(good(exchange.dispatch_send(1, refused[rank].tokens())) == 1);

@@ -73,10 +73,10 @@ TEST_CASE("an expert that a token chooses several times has one entry: its weigh
   moe::Shape shape = kTwoRanks;
   shape.top_k = 4;
   const std::vector<std::int64_t> table{at_rank(0, 0), at_rank(0, 1), at_rank(1, 0), at_rank(1, 1)};
-  const std::vector<std::int64_t> ids{1, 3, 1, 0,   // apart, another rank's between
-                                      2, 2, 2, 2,   // every choice
+  const std::vector<std::int64_t> ids{1, 3,  1, 0,  // apart, another rank's between
+                                      2, 2,  2, 2,  // every choice
                                       3, -1, 3, 2};
-  const std::vector<float> weights{0.5F,    2.0F, 0.25F, 8.0F, 1.0F, 0x1p-24F,
+  const std::vector<float> weights{0.5F,     2.0F, 0.25F, 8.0F, 1.0F, 0x1p-24F,
                                    0x1p-24F, 3.0F, 0.5F,  9.0F, 1.5F, 1.0F};
   std::vector<moe::Routes> to;
   good(moe::route(shape, table, ids, weights, to));

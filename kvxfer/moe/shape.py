@@ -33,10 +33,11 @@ class MoeShape:
     a token. max_tokens: of one rank in one step. slots: steps that may be under way at once.
 
     input: dtype of `x`. wire: what travels to the experts; the input's dtype, a narrower float, or
-    float8_e4m3fn, which with `scale_block` has one float32 scale for so many elements, and for the
-    rest of a row: the sender quantises, or passes on where the input is float8_e4m3fn too. combine: dtype of what the experts
-    return, and of what travels back. output: dtype of the sum. wire, combine and output are those
-    of the input where they are left out; combine and output of float8_e4m3fn are bfloat16.
+    float8_e4m3fn, which with `scale_block` has one float32 scale for so many elements of a row (the
+    last block may be shorter): the sender quantises, or passes on where the input is float8_e4m3fn
+    too. combine: dtype of what the experts return, and of what travels back. output: dtype of the
+    sum. wire, combine and output are those of the input where they are left out; combine and output
+    of float8_e4m3fn are bfloat16.
 
     Raises InvalidArgument.
     """

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from kvxfer.errors import KvxferError
+from kvxfer.errors import InvalidArgument, KvxferError, StepRefused
 from kvxfer.moe.all_to_all import AllToAll
 from kvxfer.moe.results import Combined, Dispatched
 from tests.moe.scenario import FP8, Batch, Phase, Scenario, as_double, expected, expert
@@ -116,14 +116,22 @@ class GroupRank:
             own = self.group.input(slot)[: len(batch.x)]
             own[:] = x
             x = own
-        found = self.group.dispatch_send(
-            x,
-            tensors(batch.ids),
-            tensors(batch.weights),
-            slot=slot,
-            scales=None if batch.scales is None else tensors(batch.scales),
-        )
-        assert found == step
+        refuses = scenario.refuses(step, self.rank)
+        try:
+            found = self.group.dispatch_send(
+                x,
+                tensors(batch.ids),
+                tensors(batch.weights[:, :0] if refuses else batch.weights),
+                slot=slot,
+                scales=None if batch.scales is None else tensors(batch.scales),
+            )
+            assert found == step
+            assert not refuses
+        except InvalidArgument:
+            if not refuses:
+                raise
+            del self._sent[step]
+            assert self.group.next_step == step + 1
         if self.group.view != self._view:
             self._view = self.group.view
             self.driver.send(("view", self.group.members, self.group.address))
@@ -131,7 +139,16 @@ class GroupRank:
 
     def _compute(self, step: int, slot: int) -> None:
         scenario = self.scenario
-        got = self.group.dispatch_recv(slot=slot, layout=scenario.layout, align=scenario.align)
+        if step not in self._sent:
+            return
+        try:
+            got = self.group.dispatch_recv(slot=slot, layout=scenario.layout, align=scenario.align)
+        except StepRefused as error:
+            assert step in scenario.refused_steps
+            assert str(error).startswith(f"rank {scenario.refuser} refused step {step}: weights is")
+            del self._sent[step]
+            return
+        assert step not in scenario.refused_steps
         assert got.step == step
         self._at("after arrival", step)
         answers = self._check(got)
@@ -144,6 +161,8 @@ class GroupRank:
         self._at("after answer", step)
 
     def _combine(self, step: int, slot: int) -> None:
+        if step not in self._sent:
+            return
         batch = self._sent.pop(step)
         combined: Combined = self.group.combine_recv(slot=slot)
         assert combined.step == step

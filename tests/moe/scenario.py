@@ -47,6 +47,12 @@ class Scenario:
     phase: Phase = "before dispatch"
     rejoin: bool = False
     min_ranks: int = 1
+    refuser: int = -1
+    """The rank that cannot begin these steps."""
+    refused_steps: tuple[int, ...] = ()
+
+    def refuses(self, step: int, rank: int) -> bool:
+        return rank == self.refuser and step in self.refused_steps
 
     @property
     def shape(self) -> MoeShape:

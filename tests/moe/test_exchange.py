@@ -69,6 +69,18 @@ def test_steps_overlap(drive: Drive, fabric: str) -> None:
     drive(base, replace(base, layout="tokens", pauses=True))
 
 
+def test_steps_that_a_rank_refuses_fail_at_all_and_the_others_are_whole(
+    drive: Drive, fabric: str
+) -> None:
+    base = Scenario(ranks=3, experts=9, top_k=3, fabric=fabric, steps=12, refuser=2)
+    drive(
+        replace(base, refused_steps=(0, 5, 6, 11)),
+        replace(base, refused_steps=(1, 2, 4, 7), overlap=True, pauses=True, layout="tokens"),
+        replace(base, refused_steps=(2, 3, 8), overlap=True, refuser=0, layout="padded"),
+        replace(base, ranks=1, refuser=0, refused_steps=(0, 1, 5), overlap=True),
+    )
+
+
 @pytest.mark.parametrize("ranks", [2, 8] if WHOLE else [2])
 def test_many_rounds_of_ranks_that_pause(drive: Drive, fabric: str, ranks: int) -> None:
     drive(

@@ -163,7 +163,7 @@ def test_a_call_out_of_order_refuses_no_step(groups: list[AllToAll]) -> None:
     def run(group: AllToAll) -> bool:
         begin(group)
         if group.rank == 0:
-            with pytest.raises(InvalidArgument, match="dispatch_recv.. comes next"):
+            with pytest.raises(InvalidArgument, match=r"dispatch_recv\(\) comes next"):
                 group.dispatch_send(None, IDS, WEIGHTS)
             with pytest.raises(InvalidArgument, match="slot is 7"):
                 group.dispatch_send(X, IDS, WEIGHTS, slot=7)

@@ -208,7 +208,10 @@ class _Fate:
                 if not group.ranks[rank].alive and self._random.random() < 0.3:
                     group.restart(rank)
                     self._hit_newcomer(rank)
-                    at, refusing = self._random.uniform(0.0, 0.5), self._random.randrange(group.size)
+                    at, refusing = (
+                        self._random.uniform(0.0, 0.5),
+                        self._random.randrange(group.size),
+                    )
                     self._at(at, lambda one=refusing: self._refuse(one, 8))
             if group.clock.now < until:
                 group.clock.after(0.2, look)

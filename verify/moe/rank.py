@@ -311,7 +311,8 @@ class Rank:
             self.group.oracle.refused(self, step)
 
     def _dispatched(self, step: int) -> Iterator[float]:
-        self.exchange.waits_for("dispatch", step)
+        if step not in self.left_out:
+            self.exchange.waits_for("dispatch", step)
 
         def done() -> bool:
             whole = step in self.left_out or self.exchange.dispatched(step)

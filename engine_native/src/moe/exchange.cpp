@@ -203,7 +203,8 @@ Result<void> Exchange::set_view(const View& view, std::uint64_t first_step) {
     if (auto good = await_sent(slot, Direction::dispatch); !good) return good;
     const Step& step = steps_[slot];
     // The table is good, and the choices were.
-    if (auto good = route(shape_, view_->table, step.ids, step.weights, routes_); !good) return good;
+    if (auto good = route(shape_, view_->table, step.ids, step.weights, routes_); !good)
+      return good;
     send(slot, nullptr);
   }
   return {};
