@@ -69,7 +69,8 @@ class _Slot:
 
 
 class AllToAll:
-    """One rank of a group that dispatches tokens to experts and combines what these return.
+    """One rank of a group that dispatches tokens to experts and combines what these return. A
+    context manager: leaving it closes the group.
 
     shape, ranks: equal at all ranks. rank: this one, from 0. placement: who has which experts;
     evenly, each expert once, by default. cluster_key: as of Engine.
@@ -86,9 +87,10 @@ class AllToAll:
     whether torch has been imported. options: see EngineOptions.
 
     All ranks call the same steps in the same order, each from one thread at a time. A call raises
-    InvalidArgument if it is out of order, DeadlineExceeded with the ranks that it waits for,
-    RankExcluded if the others go on without this rank, and MoeGroupLost. After the last two the
-    group is of no more use.
+    InvalidArgument if it is out of order, which changes nothing, DeadlineExceeded with the ranks
+    that it waits for, StepRefused if another rank could not begin the step, RankExcluded if the
+    others go on without this rank, MoeGroupLost, and EngineClosed after close(). After the last
+    three the group is of no more use.
     """
 
     def __init__(
@@ -234,7 +236,8 @@ class AllToAll:
 
     @property
     def view(self) -> int:
-        """The number of the membership; it rises whenever the members change."""
+        """The number of the view: equal at all members, and greater after each change of the
+        members and each refused step. Not by one; differences mean nothing."""
         return self._agreement.view.number
 
     @property
@@ -293,12 +296,15 @@ class AllToAll:
         """Begins a step: sends each token to the ranks of its experts. The number of the step.
 
         x: [tokens, hidden] of the input's dtype, at most `max_tokens` rows. ids: [tokens, top_k]
-        integers: logical experts; -1 goes nowhere, as does an expert without a live replica.
-        weights: [tokens, top_k] floats. scales: [tokens, hidden / scale_block] float32, where the
-        input is float8_e4m3fn with scales. All are contiguous, of torch on the CPU or of numpy, and
-        may change once this returns.
+        integers: logical experts; -1 goes nowhere, as does an expert without a live replica. The
+        weights of one that a token chooses several times are added. weights: [tokens, top_k]
+        floats. scales: [tokens, scales of a row] float32, where the input is float8_e4m3fn with
+        scales. x and scales are contiguous. All are of torch on the CPU or of numpy, and may change
+        once this returns.
 
-        Where the members have changed, all ranks agree on the next view first.
+        Where the members have changed, all ranks agree on the next view first. If an argument is
+        wrong, no rank runs the step: this call raises InvalidArgument once all ranks know, and
+        their dispatch_recv() raises StepRefused. The next call begins the next step.
         """
         of_slot = self._slot(slot)
         with translated():
@@ -339,7 +345,8 @@ class AllToAll:
         align: int = 1,
         capacity: int | None = None,
     ) -> Dispatched:
-        """Waits for all tokens of the slot's step that are for this rank's experts.
+        """Waits for all tokens of the slot's step that are for this rank's experts. Raises
+        StepRefused, which ends the step, where another rank could not begin it.
 
         layout: see Dispatched. align: "experts" begins each expert's rows at a multiple of it.
         capacity: of "padded", rows of each expert; by default as many as there can be. An expert

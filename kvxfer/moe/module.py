@@ -67,7 +67,8 @@ class MoEAllToAll(nn.Module):
     comes back. Inference only; tensors are on the CPU.
 
     A step of the group is one call at every rank. A rank without tokens calls it too, with none.
-    Several modules may use one group in turn, in the same order at all ranks.
+    Several modules may use one group in turn, in the same order at all ranks. A step that another
+    rank could not begin ends with StepRefused in compute() or forward().
     """
 
     def __init__(self, group: AllToAll, experts: LocalExperts) -> None:

@@ -527,7 +527,8 @@ Result<std::vector<bool>> Exchange::combine(std::uint32_t slot, void* out) {
     }
   }
   std::vector<bool> missing;
-  for (Part& part : step.parts) {
+  missing.reserve(step.parts.size());
+  for (const Part& part : step.parts) {
     missing.push_back(!part.sent.rows.empty() && !part.combined);
   }
   end(slot, Phase::idle);
