@@ -288,6 +288,10 @@ class MoeExchange:
         self, number: int, alive: Sequence[bool], table: NDArray[np.int64], first_step: int
     ) -> None:
         """table: by logical expert, rank << 32 | local expert, or -1."""
+    def leave_out(self, step: int) -> None:
+        """No rank runs it: its dispatch_wait() says so."""
+    def skip_step(self) -> None:
+        """Does not take the next step, which no rank runs."""
     def set_hosts(self, hosts: Sequence[int]) -> None:
         """By rank, a number of its host; ranks of one have added each other as local."""
     @property
@@ -301,6 +305,10 @@ class MoeExchange:
     def answers(self, slot: int) -> int:
         """The address of room for ranks * max_tokens rows by source, which combine_send() does not
         copy; 0: there is none."""
+    def check_free(self, slot: int) -> None:
+        """Raises unless dispatch_send() is the slot's next call."""
+    def check_placed(self, slot: int) -> None:
+        """Raises unless combine_send() is the slot's next call."""
     def dispatch_send(
         self,
         slot: int,
@@ -310,7 +318,9 @@ class MoeExchange:
         weights: NDArray[np.float32],
     ) -> int:
         """The step. ids and weights are [count, top_k]; others are converted. scales 0: none."""
-    def dispatch_wait(self, slot: int, timeout: float) -> Literal["done", "events", "deadline"]: ...
+    def dispatch_wait(
+        self, slot: int, timeout: float
+    ) -> Literal["done", "left out", "events", "deadline"]: ...
     def arrival(
         self, slot: int, by_source: bool, align: int, capacity: int | None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:

@@ -299,6 +299,13 @@ class RankExcluded(KvxferError):
     code = "rank-excluded"
 
 
+class StepRefused(KvxferError):
+    """Another rank of a MoE group could not begin this step, so no rank runs it. The group goes on
+    with the next step."""
+
+    code = "step-refused"
+
+
 class MoeGroupLost(KvxferError):
     """Too few ranks of a MoE group are left: start it again."""
 

@@ -29,6 +29,8 @@ const char* name_of(moe::Waited waited) {
   switch (waited) {
     case moe::Waited::done:
       return "done";
+    case moe::Waited::left_out:
+      return "left out";
     case moe::Waited::events:
       return "events";
     case moe::Waited::deadline:
@@ -192,6 +194,19 @@ void bind_moe(py::module_& module) {
           [](Exchange& exchange, std::uint32_t slot) {
             return reinterpret_cast<std::uintptr_t>(unwrap(exchange.answers(slot)));
           },
+          py::arg("slot"))
+      .def(
+          "leave_out",
+          [](Exchange& exchange, std::uint64_t step) { unwrap(exchange.leave_out(step)); },
+          py::arg("step"))
+      .def("skip_step", &Exchange::skip_step)
+      .def(
+          "check_free",
+          [](const Exchange& exchange, std::uint32_t slot) { unwrap(exchange.check_free(slot)); },
+          py::arg("slot"))
+      .def(
+          "check_placed",
+          [](const Exchange& exchange, std::uint32_t slot) { unwrap(exchange.check_placed(slot)); },
           py::arg("slot"))
       .def("dispatch_send", &dispatch_send, py::arg("slot"), py::arg("x"), py::arg("scales"),
            py::arg("ids"), py::arg("weights"))

@@ -181,8 +181,9 @@ Given random_given(const moe::Shape& shape, std::size_t count, Random& random, s
     for (float& scale : given.scales) scale = static_cast<float>(random.below(16) + 1) / 8.0F;
   }
   for (std::size_t token = 0; token < count; ++token) {
-    const auto choices = random.distinct_pages(shape.top_k, shape.experts);
+    auto choices = random.distinct_pages(shape.top_k, shape.experts);
     for (std::size_t k = 0; k < shape.top_k; ++k) {
+      if (random.below(6) == 0) choices[k] = choices[random.below(shape.top_k)];
       const bool none = random.below(8) == 0;
       const std::int64_t chosen = only >= 0 ? (k == 0 ? only : -1) : choices[k];
       given.ids.push_back(none && only < 0 ? -1 : chosen);
@@ -236,7 +237,13 @@ std::vector<moe::RouteEntry> StepOf::entries(std::uint32_t source, std::size_t t
     if (id < 0) continue;
     const std::int64_t physical = tables[source][static_cast<std::size_t>(id)];
     if (physical < 0 || physical >> 32 != to) continue;
-    entries.push_back({static_cast<std::uint32_t>(physical), given[source].weights[k]});
+    const auto expert = static_cast<std::uint32_t>(physical);
+    const auto same = std::ranges::find(entries, expert, &moe::RouteEntry::expert);
+    if (same == entries.end()) {
+      entries.push_back({expert, given[source].weights[k]});
+    } else {
+      same->weight += given[source].weights[k];
+    }
   }
   return entries;
 }

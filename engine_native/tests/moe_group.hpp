@@ -63,7 +63,8 @@ struct Given {
   moe::Tokens tokens() const;
 };
 
-// Distinct choices, some of them -1. `only`: all tokens choose it, and nothing else.
+// Some choices are -1, and some name an expert again. `only`: all tokens choose it, and nothing
+// else.
 Given random_given(const moe::Shape& shape, std::size_t count, Random& random,
                    std::int64_t only = -1);
 
@@ -80,7 +81,8 @@ struct StepOf {
 
   // Row of the wire as placed: the elements' values, scales applied.
   std::vector<float> placed(std::uint32_t source, std::size_t token) const;
-  // The choices of this token that go to this rank: local experts and weights, in their order.
+  // The choices of this token that go to this rank: local experts in the order of their first
+  // choice, each with the sum of its weights.
   std::vector<moe::RouteEntry> entries(std::uint32_t source, std::size_t token,
                                        std::uint32_t to) const;
   // What combine() gives without the contributions of the missing.

@@ -374,7 +374,8 @@ TEST_CASE("calls out of their order are refused by name, and change nothing") {
   };
   CHECK(why(exchange.dispatch_send(0, given[0].tokens())) == "dispatch_send before set_view");
   good(exchange.set_view(tables.view(1, 0), 7));
-  CHECK(why(exchange.dispatch_wait(0, {})) == "dispatch_wait in slot 0: it holds no step");
+  CHECK(why(exchange.dispatch_wait(0, {})) ==
+        "dispatch_recv() in slot 0: it holds no step; dispatch_send() begins one");
   CHECK(why(exchange.dispatch_wait(2, {})) == "slot 2 of 2");
   Given many = random_given(shape, 17, random);
   CHECK(why(exchange.dispatch_send(0, many.tokens())) == "17 tokens; max_tokens is 16");
@@ -382,23 +383,89 @@ TEST_CASE("calls out of their order are refused by name, and change nothing") {
   wrong.ids[4] = 6;
   CHECK(why(exchange.dispatch_send(0, wrong.tokens())).starts_with("token 1, choice 1: expert 6"));
   CHECK(good(exchange.dispatch_send(0, given[0].tokens())) == 7);
-  CHECK(why(exchange.dispatch_send(0, given[0].tokens())).starts_with("dispatch_send in slot 0"));
-  CHECK(why(exchange.place(0, Order::by_expert, {}, nullptr, nullptr, nullptr, nullptr))
-            .starts_with("place in slot 0: its step has been sent"));
+  CHECK(why(exchange.dispatch_send(0, given[0].tokens())) ==
+        "dispatch_send() in slot 0: dispatch_recv() comes next");
+  CHECK(why(exchange.place(0, Order::by_expert, {}, nullptr, nullptr, nullptr, nullptr)) ==
+        "dispatch_recv() in slot 0: dispatch_recv() comes next");
   CHECK(why(exchange.arrival(0)) == "nothing has arrived in slot 0");
   member.await_dispatch(0);
-  CHECK(why(exchange.combine_send(0, nullptr)).starts_with("combine_send in slot 0"));
+  CHECK(why(exchange.combine_send(0, nullptr)) ==
+        "combine_send() in slot 0: dispatch_recv() comes next");
   CHECK(why(exchange.place(0, Order::by_expert, {}, nullptr, nullptr, nullptr, nullptr)) ==
         "place needs 6 begins, not 0");
   CHECK(why(exchange.set_view(tables.view(2, 0), 7)).starts_with("step 7 has been dispatched"));
   CHECK(why(exchange.set_view(tables.view(1, 0), 8)) == "view 1 does not follow the one before");
   const Bytes y = place_and_compute(step, member, 0, Order::by_expert);
   good(exchange.combine_send(0, y.data()));
-  CHECK(why(exchange.combine(0, nullptr)).starts_with("combine in slot 0"));
+  CHECK(why(exchange.combine(0, nullptr)) == "combine_recv() in slot 0: combine_recv() comes next");
   member.await_combine(0);
   combine_and_check(step, member, 0);
   whole_step(step, member, 1, Order::by_source);
   CHECK(exchange.next_step() == 9);
+}
+
+// --- steps that no rank runs -----------------------------------------------------------------
+
+namespace {
+
+Given with_a_bad_choice(const moe::Shape& shape, Random& random) {
+  Given given = random_given(shape, 1, random);
+  given.ids.back() = shape.experts;
+  return given;
+}
+
+}  // namespace
+
+TEST_CASE("a step that is left out frees its slot, and those beside it are run in the next view") {
+  for (const Reach& way : ways()) {
+    CAPTURE(way.fabric);
+    CAPTURE(name(way.pairs));
+    Random random;
+    CAPTURE(random.seed);
+    const moe::Shape& shape = kThreeRanks;
+    Group group(way.fabric, way.pairs, shape);
+    const std::vector<bool> everyone(shape.ranks, true);
+    const Tables first(shape, everyone, random);
+    const Tables second(shape, everyone, random);
+    const auto refused = random_all(shape, random);
+    const Given bad = with_a_bad_choice(shape, random);
+    const auto beside = random_all(shape, random);
+    const auto later = random_all(shape, random);
+    const std::vector<bool> none(shape.ranks);
+    group.each(group.all(), [&](Member& member) {
+      const std::uint32_t rank = member.shape.rank;
+      moe::Exchange& exchange = *member.exchange;
+      good(exchange.set_view(first.view(1, rank), 0));
+      CHECK(good(exchange.dispatch_send(0, beside[rank].tokens())) == 0);
+      // Rank 2 cannot begin step 1. Rank 0 has begun it, rank 1 has not.
+      if (rank == 0) CHECK(good(exchange.dispatch_send(1, refused[rank].tokens())) == 1);
+      good(exchange.leave_out(1));
+      good(exchange.set_view(second.view(2, rank), 0));
+      const StepOf step{shape, beside, second.of};
+      member.await_dispatch(0);
+      good(exchange.combine_send(0, place_and_compute(step, member, 0, Order::by_expert).data()));
+      if (rank == 1) {
+        CHECK(exchange.dispatch_send(1, bad.tokens()).error().code == Errc::invalid_argument);
+        CHECK(good(exchange.dispatch_send(1, refused[rank].tokens())) == 1);
+      }
+      if (rank == 2) {
+        exchange.skip_step();
+      } else {
+        CHECK(exchange.check_free(1).error().text ==
+              "dispatch_send() in slot 1: dispatch_recv() comes next");
+        CHECK(good(exchange.dispatch_wait(1, {})) == Waited::left_out);
+      }
+      CHECK(exchange.next_step() == 2);
+      good(exchange.check_free(1));
+      const StepOf next{shape, later, second.of};
+      CHECK(whole_step(next, member, 1, Order::by_source) == none);
+      member.await_combine(0);
+      CHECK(combine_and_check(step, member, 0) == none);
+      CHECK(exchange.next_step() == 3);
+      CHECK(exchange.lost().empty());
+      CHECK(exchange.leave_out(1).error().code == Errc::invalid_argument);
+    });
+  }
 }
 
 // --- ranks that are lost ---------------------------------------------------------------------

@@ -56,7 +56,7 @@ TEST_CASE("a choice without a live replica goes nowhere") {
   CHECK(to[1].rows == std::vector<RouteRow>{{1, 0}});
 }
 
-TEST_CASE("choices out of range, and one expert twice for a token, are refused by name") {
+TEST_CASE("choices out of range are refused by name") {
   const std::vector<std::int64_t> table{at_rank(0, 0), at_rank(0, 1), at_rank(1, 0), at_rank(1, 1)};
   const std::vector<float> weights(4, 1.0F);
   std::vector<moe::Routes> to;
@@ -67,9 +67,32 @@ TEST_CASE("choices out of range, and one expert twice for a token, are refused b
   error = why_refused(
       moe::route(kTwoRanks, table, std::vector<std::int64_t>{0, -2, 2, 3}, weights, to));
   CHECK(error.text == "token 0, choice 1: expert -2; ids are 0 to 3, and -1 for no expert");
-  error =
-      why_refused(moe::route(kTwoRanks, table, std::vector<std::int64_t>{0, 1, 2, 2}, weights, to));
-  CHECK(error.text == "token 1, choice 1: expert 2 is chosen twice for this token");
+}
+
+TEST_CASE("an expert that a token chooses several times has one entry: its weights add up") {
+  moe::Shape shape = kTwoRanks;
+  shape.top_k = 4;
+  const std::vector<std::int64_t> table{at_rank(0, 0), at_rank(0, 1), at_rank(1, 0), at_rank(1, 1)};
+  const std::vector<std::int64_t> ids{1, 3,  1, 0,  // apart, another rank's between
+                                      2, 2,  2, 2,  // every choice
+                                      3, -1, 3, 2};
+  const std::vector<float> weights{0.5F,     2.0F, 0.25F, 8.0F, 1.0F, 0x1p-24F,
+                                   0x1p-24F, 3.0F, 0.5F,  9.0F, 1.5F, 1.0F};
+  std::vector<moe::Routes> to;
+  good(moe::route(shape, table, ids, weights, to));
+  CHECK(to[0].rows == std::vector<RouteRow>{{0, 0}});
+  CHECK(to[0].entries == std::vector<RouteEntry>{{1, 0.75F}, {0, 8.0F}});
+  CHECK(to[1].rows == std::vector<RouteRow>{{0, 0}, {1, 1}, {2, 2}});
+  // In the order of the choices: each 2^-24 is rounded away.
+  CHECK(to[1].entries == std::vector<RouteEntry>{{1, 2.0F}, {0, 4.0F}, {1, 2.0F}, {0, 1.0F}});
+  for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) {
+    Bytes bytes(moe::routes_bytes(to[rank].rows.size(), to[rank].entries.size()));
+    moe::write_routes(to[rank], bytes.data());
+    moe::Routes read;
+    CHECK(moe::read_routes(shape, rank, static_cast<std::uint32_t>(to[rank].rows.size()),
+                           static_cast<std::uint32_t>(to[rank].entries.size()), bytes.data(),
+                           read));
+  }
 }
 
 TEST_CASE("routes are read as they were written, and refused where they are malformed") {

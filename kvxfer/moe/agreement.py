@@ -14,7 +14,14 @@ from kvxfer.engine.callback import logger
 from kvxfer.engine.native import translated
 from kvxfer.engine.peer import Peer
 from kvxfer.engine.synchronous import SynchronousEngine
-from kvxfer.errors import DeadlineExceeded, InvalidArgument, KvxferError, PeerLost, PeerTimeout
+from kvxfer.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    KvxferError,
+    PeerLost,
+    PeerTimeout,
+    StepRefused,
+)
 from kvxfer.moe.hosts import hosts_of
 from kvxfer.moe.membership import Membership, first_view
 from kvxfer.moe.mesh import CONNECT_SECONDS, Mesh
@@ -22,7 +29,7 @@ from kvxfer.moe.messages import Farewell, Leaving, Message, Near
 from kvxfer.moe.placement import Placement
 from kvxfer.moe.shape import MoeShape
 from kvxfer.moe.view_effects import Adopt, AskRank, Effect, Effects, End, Fence, Reply, Send
-from kvxfer.moe.view_messages import Answer, Ask, Ended, Flush, Ready, View
+from kvxfer.moe.view_messages import Answer, Ask, Ended, Flush, Ready, Refusal, View
 
 if TYPE_CHECKING:
     from kvxfer._native import MoeExchange
@@ -45,7 +52,8 @@ class Run(NamedTuple):
 
 
 class Agreement:
-    """Of one rank. `steps` are those that it has begun and not ended."""
+    """Of one rank. `steps` are those that it has begun and not ended. loss_seconds: in which the
+    members notice that a rank is frozen."""
 
     def __init__(
         self,
@@ -55,19 +63,24 @@ class Agreement:
         placement: Placement,
         rank: int,
         min_ranks: int,
+        loss_seconds: float,
         clock: Clock,
     ) -> None:
         self.steps: set[int] = set()
+        self._refusals: dict[int, Refusal] = {}
+        """Of steps that are not run: those to come, and those begun here."""
         self._runs: list[Run] = []
         self._engine, self._exchange, self._clock = engine, exchange, clock
         self._placement, self._rank, self._min_ranks = placement, rank, min_ranks
-        self._ranks = len(placement.ranks)
+        self._ranks, self._loss_seconds = len(placement.ranks), loss_seconds
         self._mesh = Mesh(engine, exchange, shape, placement, rank, self, clock)
         self._membership: Membership | None = None  # until the group has formed
         self._early: list[tuple[int, Message]] = []
         self._failure: Exception | None = None
         self._refusing: set[int] = set()
         self._wanted: frozenset[int] = frozenset()
+        self._taken_since: float | None = None
+        """Since when each member that answers is connected to another process of this rank."""
         self._asks: list[tuple[float, AskRank]] = []
         self._we_leave = False
         self._leaving: dict[int, int] = {}  # ranks, and how many steps they have run
@@ -139,14 +152,22 @@ class Agreement:
             if not self._pass(deadline, _SHORT_SECONDS):
                 raise DeadlineExceeded(
                     f"rank {self._rank} was not let in by {address}: "
-                    + (self._mesh.missing(self._wanted) or "its place is taken")
+                    + (self._mesh.missing(self._wanted) or "it calls no step")
                 )
             self._raise()
 
-    def members_known(self, addresses: dict[int, str]) -> None:
-        """Whom a newcomer has to be set up with; none where its place is taken."""
+    def members_known(self, addresses: dict[int, str], *, taken: bool) -> None:
+        """Whom a newcomer has to be set up with; none before the members have agreed that the rank
+        whose place it takes is lost. taken: the answering member is still connected to that one."""
         if self._membership is None or self._membership.view is not None:
             return
+        now = self._clock.monotonic()
+        self._taken_since = (self._taken_since or now) if taken else None
+        if self._taken_since is not None and now - self._taken_since > self._loss_seconds:
+            self._failure = InvalidArgument(
+                f"rank {self._rank} is not let in: its place is taken, by a process that is alive; "
+                "join as a rank that was lost, or end that process first"
+            )
         self._wanted = frozenset(addresses)
         self._mesh.dial(addresses)
         self._announce()
@@ -165,6 +186,22 @@ class Agreement:
             return
         self.take()
         self._settle(self._member.boundary, deadline)
+
+    def refuse(self, why: InvalidArgument, deadline: float) -> None:
+        """This rank cannot begin the next step: agrees with all members that no rank runs it, and
+        goes on to the one after it."""
+        step = self._exchange.next_step
+        if step not in self._refusals:
+            self._do(self._member.refuse(step, str(why)))
+            self._settle(self._member.waiting, deadline)
+        if self._refusals.pop(step, None) is not None:
+            self._exchange.skip_step()
+
+    def refusal(self, step: int) -> StepRefused:
+        """Why a step is not run; it is over with that."""
+        refusal = self._refusals.pop(step)
+        self.step_ended(step)
+        return StepRefused(f"rank {refusal.rank} refused step {step}: {refusal.why}")
 
     def settle(self, deadline: float) -> None:
         """Before a dispatch is completed: agrees on the next view, if another rank wants it."""
@@ -193,9 +230,10 @@ class Agreement:
                 return
             if not self._pass(deadline):
                 rest = sorted({*self.view.members} - member.lost - {self._rank})
+                lost = f"; lost are ranks {sorted(member.lost)}" if member.lost else ""
                 raise DeadlineExceeded(
-                    f"rank {self._rank} has lost ranks {sorted(member.lost)}, and ranks {rest} do "
-                    "not agree on the next view: they are alive, but call no step"
+                    f"rank {self._rank}: ranks {rest} do not agree on the next view: they are "
+                    f"alive, but call no step{lost}"
                 )
 
     def take(self) -> None:
@@ -277,6 +315,7 @@ class Agreement:
         table = self._placement.table(alive, self._rank, self._mesh.near)
         near = Near(frozenset(self._mesh.near & {*view.members}))
         self._near[self._rank] = near.ranks | {self._rank}
+        self._leave_out(view)
         # Before steps are posted again: a newcomer may be on another host than the rank before it.
         self._hosts_known()
         with translated():
@@ -290,6 +329,21 @@ class Agreement:
             "rank %d: view %d of ranks %s from step %d on",
             *(self._rank, view.number, list(view.members), view.first_step),
         )
+
+    def _leave_out(self, view: View) -> None:
+        """Before its other steps are posted again. What this rank has raised already is over."""
+        for refusal in view.refused:
+            step = refusal.step
+            heard = step in self._refusals
+            if heard or not (step in self.steps or step >= self._exchange.next_step):
+                continue
+            self._refusals[step] = refusal
+            logger.warning(
+                "rank %d: no rank runs step %d: rank %d refused it: %s",
+                *(self._rank, step, refusal.rank, refusal.why),
+            )
+            with translated():
+                self._exchange.leave_out(step)
 
     def _hosts_known(self) -> None:
         with translated():

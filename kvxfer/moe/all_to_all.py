@@ -16,19 +16,29 @@ import numpy.typing as npt
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.engine.forks import keep_in_forks
 from kvxfer.engine.native import native, translated
-from kvxfer.engine.options import EngineOptions
+from kvxfer.engine.options import DEFAULT_PEER_TIMEOUT, EngineOptions
 from kvxfer.engine.synchronous import SynchronousEngine
-from kvxfer.errors import DeadlineExceeded, InvalidArgument
+from kvxfer.errors import DeadlineExceeded, EngineClosed, InvalidArgument
 from kvxfer.moe.agreement import Agreement
 from kvxfer.moe.placement import Placement
 from kvxfer.moe.results import Combined, Dispatched, Layout
 from kvxfer.moe.shape import ITEM_BYTES, DType, MoeShape
-from kvxfer.moe.tensors import Room, Tensor, address_of, choices, memory_at, tensor_in
+from kvxfer.moe.tensors import (
+    Room,
+    Tensor,
+    address_of,
+    choices,
+    count_of,
+    memory_at,
+    tensor_in,
+)
 
 logger = logging.getLogger("kvxfer.moe")
 
 _TURN_SECONDS: Final = 0.5
 """In native code between two looks at the clock, and at Ctrl-C."""
+_LOSS_TIMEOUTS: Final = 2.0
+"""Times the engine's peer_timeout: until a newcomer takes the process in its place for alive."""
 _LAYOUTS: Final = frozenset(get_args(Layout))
 _NATIVE: Final[dict[DType, str]] = {
     "float32": "f32",
@@ -36,7 +46,7 @@ _NATIVE: Final[dict[DType, str]] = {
     "float16": "f16",
     "float8_e4m3fn": "f8_e4m3",
 }
-_Wait = Callable[[int, float], Literal["done", "events", "deadline"]]
+_Wait = Callable[[int, float], Literal["done", "left out", "events", "deadline"]]
 
 
 @dataclass(slots=True)
@@ -59,7 +69,8 @@ class _Slot:
 
 
 class AllToAll:
-    """One rank of a group that dispatches tokens to experts and combines what these return.
+    """One rank of a group that dispatches tokens to experts and combines what these return. A
+    context manager: leaving it closes the group.
 
     shape, ranks: equal at all ranks. rank: this one, from 0. placement: who has which experts;
     evenly, each expert once, by default. cluster_key: as of Engine.
@@ -76,9 +87,10 @@ class AllToAll:
     whether torch has been imported. options: see EngineOptions.
 
     All ranks call the same steps in the same order, each from one thread at a time. A call raises
-    InvalidArgument if it is out of order, DeadlineExceeded with the ranks that it waits for,
-    RankExcluded if the others go on without this rank, and MoeGroupLost. After the last two the
-    group is of no more use.
+    InvalidArgument if it is out of order, which changes nothing, DeadlineExceeded with the ranks
+    that it waits for, StepRefused if another rank could not begin the step, RankExcluded if the
+    others go on without this rank, MoeGroupLost, and EngineClosed after close(). After the last
+    three the group is of no more use.
     """
 
     def __init__(
@@ -106,6 +118,8 @@ class AllToAll:
         self.shape, self.placement, self.rank, self.timeout = shape, placement, rank, timeout
         self._clock = clock
         self._torch = "torch" in sys.modules if torch is None else torch
+        self._closed = False
+        loss_seconds = _LOSS_TIMEOUTS * options.get("peer_timeout", DEFAULT_PEER_TIMEOUT)
         options.setdefault("name", f"rank {rank}")
         self._engine = SynchronousEngine(cluster_key=cluster_key, **options)
         try:
@@ -113,7 +127,14 @@ class AllToAll:
             keep_in_forks(self._exchange)
             self._engine.completions = self._exchange.events
             self._agreement = Agreement(
-                self._engine, self._exchange, shape, placement, rank, min_ranks, clock
+                self._engine,
+                self._exchange,
+                shape,
+                placement,
+                rank,
+                min_ranks=min_ranks,
+                loss_seconds=loss_seconds,
+                clock=clock,
             )
         except BaseException:
             self._engine.close()
@@ -182,6 +203,7 @@ class AllToAll:
         self._agreement.form(found, deadline)
 
     def __enter__(self) -> Self:
+        self._require_open()
         return self
 
     def __exit__(
@@ -198,10 +220,12 @@ class AllToAll:
     def close(self) -> None:
         """Leaves the group, after all ranks have taken what they wait for of this one: waits until
         they leave too, for `timeout` seconds at most. Idempotent."""
-        self._agreement.take_leave(self._clock.monotonic() + self.timeout)
-        self._leave()
+        if not self._closed:
+            self._agreement.take_leave(self._clock.monotonic() + self.timeout)
+            self._leave()
 
     def _leave(self) -> None:
+        self._closed = True
         self._agreement.close()
         self._engine.close()
 
@@ -212,7 +236,8 @@ class AllToAll:
 
     @property
     def view(self) -> int:
-        """The number of the membership; it rises whenever the members change."""
+        """The number of the view: equal at all members, and greater after each change of the
+        members and each refused step. Not by one; differences mean nothing."""
         return self._agreement.view.number
 
     @property
@@ -235,6 +260,7 @@ class AllToAll:
         """[max_tokens, hidden] of the input's dtype: what is dispatched from its first rows is not
         copied, where the wire has the same dtype. It may be written from the slot's
         combine_recv() until its dispatch_send(), and not after close()."""
+        self._slot(slot)
         with translated():
             address = self._exchange.input(slot)
         shape = (self.shape.max_tokens, self.shape.hidden)
@@ -246,6 +272,7 @@ class AllToAll:
         rows by layout "tokens" is not copied. With that layout, dispatch_recv() gives x here where
         the wire has the same dtype. It may be written from dispatch_recv() until combine_send(),
         and not after close(). Raises InvalidArgument where a row is no multiple of 64 bytes."""
+        self._slot(slot)
         shape, memory = self.shape, self._answers(slot)
         if memory is None:
             raise InvalidArgument(
@@ -269,15 +296,35 @@ class AllToAll:
         """Begins a step: sends each token to the ranks of its experts. The number of the step.
 
         x: [tokens, hidden] of the input's dtype, at most `max_tokens` rows. ids: [tokens, top_k]
-        integers: logical experts; -1 goes nowhere, as does an expert without a live replica.
-        weights: [tokens, top_k] floats. scales: [tokens, hidden / scale_block] float32, where the
-        input is float8_e4m3fn with scales. All are contiguous, of torch on the CPU or of numpy, and
-        may change once this returns.
+        integers: logical experts; -1 goes nowhere, as does an expert without a live replica. The
+        weights of one that a token chooses several times are added. weights: [tokens, top_k]
+        floats. scales: [tokens, scales of a row] float32, where the input is float8_e4m3fn with
+        scales. x and scales are contiguous. All are of torch on the CPU or of numpy, and may change
+        once this returns.
 
-        Where the members have changed, all ranks agree on the next view first.
+        Where the members have changed, all ranks agree on the next view first. If an argument is
+        wrong, no rank runs the step: this call raises InvalidArgument once all ranks know, and
+        their dispatch_recv() raises StepRefused. The next call begins the next step.
         """
-        shape, count = self.shape, len(x)
         of_slot = self._slot(slot)
+        with translated():
+            self._exchange.check_free(slot)
+        deadline = self._clock.monotonic() + self.timeout
+        self._agreement.boundary(deadline)
+        try:
+            of_slot.step, of_slot.ids = self._send(slot, x, ids, weights, scales)
+        except InvalidArgument as error:
+            self._agreement.refuse(error, deadline)
+            raise
+        self._agreement.steps.add(of_slot.step)
+        of_slot.rows = ()
+        return of_slot.step
+
+    def _send(
+        self, slot: int, x: Any, ids: Any, weights: Any, scales: Any
+    ) -> tuple[int, npt.NDArray[np.int64]]:
+        """The step, and the choices in it."""
+        shape, count = self.shape, count_of(x, "x")
         chosen = choices(ids, "ids", np.int64, (count, shape.top_k))
         shares = choices(weights, "weights", np.float32, (count, shape.top_k))
         address = address_of(x, "x", shape.input, (count, shape.hidden))
@@ -286,12 +333,9 @@ class AllToAll:
             of_scales = address_of(scales, "scales", "float32", (count, shape.scales))
         elif scales is not None:
             raise InvalidArgument("scales are for an input of float8_e4m3fn with a scale_block")
-        self._agreement.boundary(self._clock.monotonic() + self.timeout)
         with translated():
-            of_slot.step = self._exchange.dispatch_send(slot, address, of_scales, chosen, shares)
-        self._agreement.steps.add(of_slot.step)
-        of_slot.ids, of_slot.rows = chosen.copy(), ()
-        return of_slot.step
+            step = self._exchange.dispatch_send(slot, address, of_scales, chosen, shares)
+        return step, chosen.copy()
 
     def dispatch_recv(
         self,
@@ -301,18 +345,19 @@ class AllToAll:
         align: int = 1,
         capacity: int | None = None,
     ) -> Dispatched:
-        """Waits for all tokens of the slot's step that are for this rank's experts.
+        """Waits for all tokens of the slot's step that are for this rank's experts. Raises
+        StepRefused, which ends the step, where another rank could not begin it.
 
         layout: see Dispatched. align: "experts" begins each expert's rows at a multiple of it.
         capacity: of "padded", rows of each expert; by default as many as there can be. An expert
         that has more is refused with InvalidArgument, and the call may be repeated.
         """
+        of_slot = self._slot(slot)
         if layout not in _LAYOUTS or align < 1:
             raise InvalidArgument(
                 f"layout is {layout!r} with align {align}; choose from experts, padded, tokens, "
                 "and an align of at least 1"
             )
-        of_slot = self._slot(slot)
         self._wait(self._exchange.dispatch_wait, slot, "tokens", agreed=True)
         shape, by_source = self.shape, layout == "tokens"
         if layout == "padded" and capacity is None:
@@ -350,6 +395,7 @@ class AllToAll:
             local_ids,
             weights,
             missing,
+            shape.scale_block,
         )
 
     def combine_send(self, y: Any, *, slot: int = 0) -> None:
@@ -361,8 +407,8 @@ class AllToAll:
         answers(): these not before combine_recv().
         """
         of_slot = self._slot(slot)
-        if not of_slot.rows:
-            raise InvalidArgument(f"combine_send() of slot {slot} comes before its dispatch_recv()")
+        with translated():
+            self._exchange.check_placed(slot)
         address = address_of(y, "y", self.shape.combine, of_slot.rows)
         with translated():
             self._exchange.combine_send(slot, address)
@@ -386,9 +432,14 @@ class AllToAll:
         return Combined(of_slot.step, out, missing, of_slot.ids, of_slot.table)
 
     def _slot(self, slot: int) -> _Slot:
-        if not 0 <= slot < len(self._slots):
-            raise InvalidArgument(f"slot is {slot}; the group has {len(self._slots)}")
+        self._require_open()
+        if not isinstance(slot, int) or not 0 <= slot < len(self._slots):
+            raise InvalidArgument(f"slot is {slot!r}; the group has {len(self._slots)}, from 0 on")
         return self._slots[slot]
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineClosed(f"the group of rank {self.rank} was closed; make a new one")
 
     def _wait(self, wait: _Wait, slot: int, what: str, *, agreed: bool) -> None:
         """agreed: not while the ranks agree on a view, which may run the step again."""
@@ -401,6 +452,8 @@ class AllToAll:
                 waited = wait(slot, min(_TURN_SECONDS, left))
             if waited == "done" and not self._agreement.doubt(deadline):
                 return
+            if waited == "left out":
+                raise self._agreement.refusal(self._slots[slot].step)
             if waited == "events":
                 self._agreement.attend()
             elif not left:

@@ -45,6 +45,12 @@ asker waits for the other side. A rank whose engine does not answer is dead or f
 up it finds itself alone, asks, and is told. Where a network is cut in two and stays so, both sides
 go on, except those of fewer than `min_ranks`.
 
+*Refusals.* A rank that cannot begin a step begins a change of the view instead; its FLUSH says why.
+The view after that lists the step, and all members leave it out. No member has completed its
+dispatch: the first step of the view is not a later one. The view also lists the earlier refusals
+that some member, or a newcomer, still has before it. Where the refusing rank is lost before the
+decision, the step is run without it.
+
 *Newcomers.* A process takes the place of a rank that is not a member. It is set up with all members
 and says so (READY); the leader begins a change, and admits it if every survivor is set up with it.
 It begins with the view's first step.
@@ -59,6 +65,8 @@ from kvxfer.errors import InvalidArgument, MoeGroupLost, RankExcluded
 from kvxfer.moe.accusations import loser
 from kvxfer.moe.view_effects import Adopt, AskRank, Effect, Effects, End, Fence, Reply, Send
 from kvxfer.moe.view_messages import (
+    MOST_REFUSALS,
+    MOST_WHY,
     Answer,
     Ask,
     Ended,
@@ -66,6 +74,7 @@ from kvxfer.moe.view_messages import (
     Flush,
     Message,
     Ready,
+    Refusal,
     View,
     Wait,
     Yield,
@@ -99,6 +108,8 @@ class Membership:
         self._flushes: dict[int, Flush] = {}
         """The last of each rank, of this view or a later one."""
         self._told: Flush | None = None
+        self._refuses = ""
+        """Why it cannot begin the next step."""
         self._ready: set[int] = set()
         """Ranks that are no members, and are set up with this one."""
         self._announced: dict[int, frozenset[int]] = {}
@@ -140,6 +151,14 @@ class Membership:
         if not (self._called() or self._alone_knows_the_view()):
             return ()
         return self._flush(next_step)
+
+    def refuse(self, step: int, why: str) -> Effects:
+        """At its boundary, with nothing to agree on: it cannot begin `step`. In the next view no
+        rank runs it. Nothing where some rank has too many refused steps before it."""
+        if self._idle() or len(self._view.refused) >= MOST_REFUSALS:
+            return ()
+        self._refuses = why[:MOST_WHY]
+        return self._flush(step)
 
     def lose(self, rank: int, *, silent: bool) -> Effects:
         """The connection to a rank is gone. `silent`: because nothing came from it any more."""
@@ -312,6 +331,7 @@ class Membership:
             closed=_ordered(rank for rank, how in self._lost.items() if how == "closed"),
             ready=_ordered(self._ready),
             judged=_ordered(rank for rank, how in self._lost.items() if how == "judged"),
+            refuses=self._refuses,
         )
         if flush == self._told:
             return
@@ -335,12 +355,14 @@ class Membership:
         admitted = self._admissible(survivors, told.values())
         if len(survivors) + len(admitted) < self.min_ranks:
             return self._end(self._group_lost(), tell=survivors)
+        first_step = self._first_step(told.values())
         view = View(
             number=self._next_number(),
             previous=self._view.number,
             members=_ordered(survivors | admitted),
             newcomers=_ordered(admitted),
-            first_step=self._first_step(told.values()),
+            first_step=first_step,
+            refused=self._left_out(first_step, told),
         )
         others = [rank for rank in view.members if rank != self.rank]
         return (*(Send(rank, view) for rank in others), *self._adopt(view))
@@ -355,6 +377,17 @@ class Membership:
 
     def _first_step(self, told: Iterable[Flush]) -> int:
         return min([self._step, *(flush.next_step for flush in told)])
+
+    def _left_out(self, first_step: int, told: Mapping[int, Flush]) -> tuple[Refusal, ...]:
+        """The steps that are not run in the next view. Of several refusals of one, the first, then
+        that of the lowest rank."""
+        refused = {each.step: each for each in self._view.refused if each.step >= first_step}
+        said = {rank: (flush.next_step, flush.refuses) for rank, flush in told.items()}
+        said[self.rank] = (self._step, self._refuses)
+        for rank, (step, why) in sorted(said.items()):
+            if why:
+                refused.setdefault(step, Refusal(step, rank, why))
+        return tuple(refused[step] for step in sorted(refused))
 
     def _doubtful(self, survivors: set[int], told: Iterable[Flush]) -> set[int]:
         """Whom the leader has to ask before it decides."""
@@ -380,6 +413,7 @@ class Membership:
         met = set(view.newcomers if self._admitted else view.members)
         self._view, self._admitted, self.blocked = view, True, False
         self._told = self._asking = None
+        self._refuses = ""
         members = set(view.members)
         self._lost = {rank: how for rank, how in self._lost.items() if rank in members}
         for rank in sorted(met - self._ready - {self.rank}):  # lost since its set-up

@@ -68,8 +68,9 @@ class MeshHandler(Protocol):
     def answered(self, rank: int, ask: Ask, answer: Answer | None) -> None:
         """What a rank says to ask(); None if it is not reached, or lost before it says anything."""
 
-    def members_known(self, addresses: dict[int, str]) -> None:
-        """The answer to ask_members(): none if this rank's place is taken."""
+    def members_known(self, addresses: dict[int, str], *, taken: bool) -> None:
+        """The answer to ask_members(): none while this rank is a member still. taken: which the
+        rank that answers has not lost."""
 
     def refused(self, rank: int | None, error: Exception) -> None:
         """No pair, as that rank says; None: as this one says."""
@@ -278,11 +279,13 @@ class Mesh:
             case Hello():
                 self._hello(peer, message)
             case Join(place):
-                known = {} if place in self.members else self._known()
-                self._say(peer, Members(known))
-            case Members(addresses):
+                if place in self.members:
+                    self._say(peer, Members({}, taken=self._is_here(place)))
+                else:
+                    self._say(peer, Members(self._known()))
+            case Members(addresses, taken):
                 others = {each: at for each, at in addresses.items() if each < self._of}
-                self._handler.members_known(others)
+                self._handler.members_known(others, taken=taken)
             case Ask():
                 self._askers[message.rank] = peer
                 self._handler.asked(message)
@@ -304,6 +307,9 @@ class Mesh:
                 self._handler.heard(rank, message)
 
     # --- set-up of a pair
+
+    def _is_here(self, member: int) -> bool:
+        return member == self.rank or (member in self._pairs and self._pairs[member].peer.alive)
 
     def _known(self) -> dict[int, str]:
         return {rank: self.addresses[rank] for rank in self.members}

@@ -23,7 +23,8 @@ from kvxfer.moe.view_messages import (
 )
 from kvxfer.unreadable import UNREADABLE
 
-VERSION: Final = 1
+VERSION: Final = 2
+"""2: refused steps in Flush and View, taken places in Members."""
 
 Address: TypeAlias = Annotated[str, Meta(max_length=256)]
 
@@ -105,9 +106,10 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
 class Members(msgspec.Struct, frozen=True, tag="members"):
     """The answer to Join: the addresses of the members, by rank; none where the newcomer's rank is
-    still a member."""
+    still a member. taken: it is not lost to this one."""
 
     addresses: Annotated[dict[Rank, Address], Meta(max_length=MOST_RANKS)]
+    taken: bool = False
 
 
 Message: TypeAlias = (

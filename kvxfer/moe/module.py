@@ -54,7 +54,9 @@ class GroupedExperts(nn.Module):
         ):
             if rows:
                 some = slice(begin, begin + rows)
-                x = _dequantised(got.x[some], None if got.scales is None else got.scales[some])
+                x = got.x[some]
+                if got.scales is not None:
+                    x = _dequantised(x, got.scales[some], got.scale_block)
                 gate, up = F.linear(x.to(y.dtype), self.gate_up[expert]).chunk(2, dim=-1)
                 y[some] = F.linear(F.silu(gate) * up, self.down[expert])
         return y
@@ -65,7 +67,8 @@ class MoEAllToAll(nn.Module):
     comes back. Inference only; tensors are on the CPU.
 
     A step of the group is one call at every rank. A rank without tokens calls it too, with none.
-    Several modules may use one group in turn, in the same order at all ranks.
+    Several modules may use one group in turn, in the same order at all ranks. A step that another
+    rank could not begin ends with StepRefused in compute() or forward().
     """
 
     def __init__(self, group: AllToAll, experts: LocalExperts) -> None:
@@ -106,9 +109,6 @@ class MoEAllToAll(nn.Module):
         return self.group.combine_recv(slot=slot)
 
 
-def _dequantised(x: Tensor, scales: Tensor | None) -> Tensor:
-    """[rows, hidden], of float32 where there are scales."""
-    if scales is None:
-        return x
-    blocks = x.float().view(*scales.shape, -1)
-    return (blocks * scales.unsqueeze(-1)).flatten(1)
+def _dequantised(x: Tensor, scales: Tensor, scale_block: int) -> Tensor:
+    """[rows, hidden] float32."""
+    return x.float() * scales.repeat_interleave(scale_block, dim=1)[:, : x.shape[1]]

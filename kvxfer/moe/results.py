@@ -25,9 +25,11 @@ class Dispatched:
     [tokens, hidden], where source rank s has `source_rows[s]` rows from row `begins[s]` on, in
     answers() where combine's dtype is the same: then only valid until combine_send(), and what
     is written over x is sent back without a copy. What lies between these rows is undefined.
-    scales: [..., scales of a row] float32 for rows as of x, where the wire has scales.
-    expert_rows: rows by local expert. source_rows: tokens by source rank.
+    scales: [..., scales of a row] float32 for rows as of x, where the wire has scales: one for each
+    `scale_block` elements, the last one for the rest. expert_rows: rows by local expert: a token
+    has one, however often it has chosen the expert. source_rows: tokens by source rank.
     ids, weights: only by "tokens": [tokens, top_k] int32 local experts, -1 for none, and float32.
+    No local expert is twice in a row; the weights of one that was chosen several times are added.
     missing: ranks whose tokens are not here, as they were lost; rows of theirs that are here are
     zero.
     """
@@ -43,6 +45,7 @@ class Dispatched:
     ids: Any
     weights: Any
     missing: tuple[int, ...]
+    scale_block: int
 
 
 @dataclass(frozen=True, slots=True)

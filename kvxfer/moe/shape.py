@@ -33,10 +33,11 @@ class MoeShape:
     a token. max_tokens: of one rank in one step. slots: steps that may be under way at once.
 
     input: dtype of `x`. wire: what travels to the experts; the input's dtype, a narrower float, or
-    float8_e4m3fn, which with `scale_block` has one float32 scale for so many elements: the sender
-    quantises, or passes on where the input is float8_e4m3fn too. combine: dtype of what the experts
-    return, and of what travels back. output: dtype of the sum. wire, combine and output are those
-    of the input where they are left out; combine and output of float8_e4m3fn are bfloat16.
+    float8_e4m3fn, which with `scale_block` has one float32 scale for so many elements of a row (the
+    last block may be shorter): the sender quantises, or passes on where the input is float8_e4m3fn
+    too. combine: dtype of what the experts return, and of what travels back. output: dtype of the
+    sum. wire, combine and output are those of the input where they are left out; combine and output
+    of float8_e4m3fn are bfloat16.
 
     Raises InvalidArgument.
     """
@@ -82,9 +83,9 @@ class MoeShape:
         if self.input == _FP8 and self.wire != _FP8:
             raise InvalidArgument(f"the input is {_FP8}, so wire has to be, not {self.wire}")
         block = self.scale_block
-        if not isinstance(block, int) or block < 0 or (block and self.hidden % block):
+        if not isinstance(block, int) or not 0 <= block <= self.hidden:
             raise InvalidArgument(
-                f"scale_block is {block!r}; it has to divide hidden ({self.hidden}), or be 0"
+                f"scale_block is {block!r}; it has to be from 1 to hidden ({self.hidden}), or 0"
             )
         if block and self.wire != _FP8:
             raise InvalidArgument(f"scale_block is for a wire of {_FP8}, not of {self.wire}")
@@ -93,5 +94,6 @@ class MoeShape:
 
     @property
     def scales(self) -> int:
-        """float32 scales of a token; 0 without `scale_block`."""
-        return self.hidden // self.scale_block if self.scale_block else 0
+        """float32 scales of a token, the last one maybe of a shorter block; 0 without
+        `scale_block`."""
+        return -(-self.hidden // self.scale_block) if self.scale_block else 0

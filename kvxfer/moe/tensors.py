@@ -23,6 +23,9 @@ _ITEM_BYTES: Final[dict[str, int]] = {"int32": 4, **ITEM_BYTES}
 _AS_NUMPY: Final = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
 
 
+_KINDS: Final[dict[type, str]] = {np.int64: "iu", np.float32: "f"}
+
+
 def is_torch(value: object) -> bool:
     """Whether it is a tensor of torch, which is not imported for that."""
     return hasattr(value, "data_ptr")
@@ -32,6 +35,15 @@ def is_torch(value: object) -> bool:
 def _name_of(dtype: object) -> str:
     """Of a dtype of torch or numpy."""
     return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
+
+
+def count_of(value: Any, name: str) -> int:
+    """The rows of a tensor. Raises InvalidArgument."""
+    if not (is_torch(value) or isinstance(value, np.ndarray)):
+        raise InvalidArgument(f"{name} is a {type(value).__name__}, not a torch tensor or an array")
+    if not value.shape:
+        raise InvalidArgument(f"{name} has no rows: it is a scalar")
+    return int(value.shape[0])
 
 
 def address_of(value: Any, name: str, dtype: str, shape: tuple[int, ...]) -> int:
@@ -54,15 +66,23 @@ def address_of(value: Any, name: str, dtype: str, shape: tuple[int, ...]) -> int
     return int(value.data_ptr() if is_torch(value) else value.ctypes.data)
 
 
-def choices(value: Any, name: str, dtype: type, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """What a router says, as an array of this dtype. Raises InvalidArgument for another shape."""
+def choices(
+    value: Any, name: str, dtype: type[np.int64 | np.float32], shape: tuple[int, ...]
+) -> npt.NDArray[Any]:
+    """What a router says, as an array of this dtype: of integers or floats of any width, on the
+    CPU. Raises InvalidArgument."""
     if is_torch(value):
+        if not value.is_cpu:
+            raise InvalidArgument(f"{name} is on {value.device}; it has to be in host memory")
         value = value.detach() if value.requires_grad else value
         found_dtype = _name_of(value.dtype)
         as_float = "float" in found_dtype and found_dtype != "float32"
         value = (value.float() if as_float else value).numpy()
-    found: npt.NDArray[Any] = np.asarray(value)
-    if found.shape != shape or (found.dtype.kind == "f") != (dtype is np.float32):
+    try:
+        found: npt.NDArray[Any] = np.asarray(value)
+    except ValueError as error:  # lists of different lengths
+        raise InvalidArgument(f"{name} is not an array: {error}") from None
+    if found.shape != shape or found.dtype.kind not in _KINDS[dtype]:
         raise InvalidArgument(
             f"{name} is {found.dtype.name} {list(found.shape)}; it has to be "
             f"{np.dtype(dtype).name} {list(shape)}"

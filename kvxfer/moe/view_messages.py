@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -15,6 +15,18 @@ Ranks: TypeAlias = Annotated[tuple[Rank, ...], Meta(max_length=MOST_RANKS)]
 Number: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 24)]
 """Of a view: round * ranks + the rank that decided it. Two decisions never have one number."""
 Step: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
+MOST_WHY: Final = 500
+Why: TypeAlias = Annotated[str, Meta(max_length=MOST_WHY)]
+MOST_REFUSALS: Final = 64
+"""That are ahead of some rank; further refusals are not told."""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A step that no rank runs, and why this one could not begin it."""
+
+    step: Step
+    rank: Rank
+    why: Why
 
 
 class Flush(msgspec.Struct, frozen=True, tag="flush"):
@@ -23,6 +35,7 @@ class Flush(msgspec.Struct, frozen=True, tag="flush"):
     next_step: the first step that the rank has not dispatched. lost: members that it has lost, or
     takes for lost. closed: those of them whose connection ended. judged: those that lost against
     one that had accused them. The rest fell silent. ready: newcomers that it is set up with.
+    refuses: why the rank cannot begin `next_step`; empty where it can.
     """
 
     view: Number
@@ -31,12 +44,14 @@ class Flush(msgspec.Struct, frozen=True, tag="flush"):
     closed: Ranks = ()
     ready: Ranks = ()
     judged: Ranks = ()
+    refuses: Why = ""
 
 
 class View(msgspec.Struct, frozen=True, tag="view"):
     """leader → members: the view after `previous`; each that has it → newcomers.
 
-    first_step: the first that is run in it, and that newcomers run.
+    first_step: the first that is run in it, and that newcomers run. refused: steps from it on that
+    are left out, one refusal each.
     """
 
     number: Number
@@ -44,6 +59,7 @@ class View(msgspec.Struct, frozen=True, tag="view"):
     members: Ranks
     newcomers: Ranks
     first_step: Step
+    refused: Annotated[tuple[Refusal, ...], Meta(max_length=MOST_RANKS + MOST_REFUSALS)] = ()
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):

@@ -139,7 +139,7 @@ def main(scenarios: list[dict[str, Any]]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")  # of views
     for number, each in enumerate(scenarios):
         try:
-            Drive(Scenario(**each)).run()
+            Drive(Scenario(**{**each, "refused_steps": tuple(each["refused_steps"])})).run()
         except Failed as error:
             sys.exit(f"scenario {number} has failed: {error}")
         print(f"scenario {number} of {len(scenarios)} has passed", flush=True)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from kvxfer.errors import KvxferError
+from kvxfer.errors import InvalidArgument, KvxferError, StepRefused
 from kvxfer.moe.all_to_all import AllToAll
 from kvxfer.moe.results import Combined, Dispatched
 from tests.moe.scenario import FP8, Batch, Phase, Scenario, as_double, expected, expert
@@ -116,14 +116,22 @@ class GroupRank:
             own = self.group.input(slot)[: len(batch.x)]
             own[:] = x
             x = own
-        found = self.group.dispatch_send(
-            x,
-            tensors(batch.ids),
-            tensors(batch.weights),
-            slot=slot,
-            scales=None if batch.scales is None else tensors(batch.scales),
-        )
-        assert found == step
+        refuses = scenario.refuses(step, self.rank)
+        try:
+            found = self.group.dispatch_send(
+                x,
+                tensors(batch.ids),
+                tensors(batch.weights[:, :0] if refuses else batch.weights),
+                slot=slot,
+                scales=None if batch.scales is None else tensors(batch.scales),
+            )
+            assert found == step
+            assert not refuses
+        except InvalidArgument:
+            if not refuses:
+                raise
+            del self._sent[step]
+            assert self.group.next_step == step + 1
         if self.group.view != self._view:
             self._view = self.group.view
             self.driver.send(("view", self.group.members, self.group.address))
@@ -131,7 +139,16 @@ class GroupRank:
 
     def _compute(self, step: int, slot: int) -> None:
         scenario = self.scenario
-        got = self.group.dispatch_recv(slot=slot, layout=scenario.layout, align=scenario.align)
+        if step not in self._sent:
+            return
+        try:
+            got = self.group.dispatch_recv(slot=slot, layout=scenario.layout, align=scenario.align)
+        except StepRefused as error:
+            assert step in scenario.refused_steps
+            assert str(error).startswith(f"rank {scenario.refuser} refused step {step}: weights is")
+            del self._sent[step]
+            return
+        assert step not in scenario.refused_steps
         assert got.step == step
         self._at("after arrival", step)
         answers = self._check(got)
@@ -144,6 +161,8 @@ class GroupRank:
         self._at("after answer", step)
 
     def _combine(self, step: int, slot: int) -> None:
+        if step not in self._sent:
+            return
         batch = self._sent.pop(step)
         combined: Combined = self.group.combine_recv(slot=slot)
         assert combined.step == step
@@ -179,20 +198,24 @@ class GroupRank:
             sent, sent_scales = batch.arrived(shape)
             gone = source in got.missing and not got.source_rows[source]
             for token, ids in enumerate(batch.ids.tolist()):
+                shares: dict[int, torch.Tensor] = {}  # by logical expert, in the order of choices
+                for choice, number in enumerate(ids):
+                    if number >= 0 and tables[source][number] >> 32 == self.rank:
+                        weight = batch.weights[token, choice]
+                        shares[number] = shares.get(number, torch.tensor(0.0)) + weight
                 entries = [
-                    (choice, number, tables[source][number] & 0xFFFFFFFF)
-                    for choice, number in enumerate(ids)
-                    if number >= 0 and tables[source][number] >> 32 == self.rank
+                    (number, tables[source][number] & 0xFFFFFFFF, weight)
+                    for number, weight in shares.items()
                 ]
                 if gone or not entries:
                     continue
                 if got.layout == "tokens":
                     places = [int(got.begins[source]) + rows[source]] * len(entries)
-                    self._check_entries(got, places[0], entries, batch.weights[token])
+                    self._check_entries(got, places[0], entries)
                 else:
-                    places = [int(got.begins[local]) + filled[local] for _, _, local in entries]
+                    places = [int(got.begins[local]) + filled[local] for _, local, _ in entries]
                 rows[source] += 1
-                for (choice, number, local), place in zip(entries, places, strict=True):
+                for (number, local, weight), place in zip(entries, places, strict=True):
                     filled[local] += 1
                     self._check_row(
                         x[place],
@@ -202,10 +225,10 @@ class GroupRank:
                         may_be_zero=source in got.missing,
                     )
                     values = as_double(
-                        x[place, None], None if scales is None else scales[place, None]
+                        x[place, None], None if scales is None else scales[place, None], shape
                     )[0]
                     if got.layout == "tokens":
-                        answers[place] += batch.weights[token, choice] * expert(number, values)
+                        answers[place] += weight * expert(number, values)
                     else:
                         answers[place] = expert(number, values)
         assert got.source_rows.tolist() == list(rows.values())
@@ -213,13 +236,13 @@ class GroupRank:
         return answers.to(getattr(torch, shape.combine)).view(got.x.shape)
 
     def _check_entries(
-        self, got: Dispatched, row: int, entries: list[tuple[int, int, int]], weights: torch.Tensor
+        self, got: Dispatched, row: int, entries: list[tuple[int, int, torch.Tensor]]
     ) -> None:
-        """By token: the local experts and their weights, in the order of top-k."""
+        """By token: the local experts and the sums of their weights, in the order of top-k."""
         ids, shares = _to_torch(got.ids, "int32")[row], _to_torch(got.weights, "float32")[row]
         found = ids[ids >= 0]
-        assert found.tolist() == [local for _, _, local in entries]
-        assert torch.equal(shares[ids >= 0], weights[[choice for choice, _, _ in entries]])
+        assert found.tolist() == [local for _, local, _ in entries]
+        assert torch.equal(shares[ids >= 0], torch.stack([weight for _, _, weight in entries]))
 
     def _check_row(
         self,

@@ -42,9 +42,10 @@ class Layer:
         x = torch.randn((count, self.shape.hidden), generator=generator)
         logits = torch.randn((count, self.shape.experts), generator=generator)
         largest = logits.topk(self.shape.top_k)
+        again = torch.randint(0, self.shape.top_k, largest.indices.shape, generator=generator)
         return (
             x.to(getattr(torch, self.shape.input)),
-            largest.indices,
+            largest.indices.gather(1, again),  # some experts twice
             largest.values.softmax(dim=-1),
         )
 

@@ -34,7 +34,7 @@ class Scenario:
     align: int = 1
     fabric: Literal["local", "tcp"] = "local"
     copies: int = 1
-    routing: Literal["even", "skewed", "holes", "one rank"] = "even"
+    routing: Literal["even", "skewed", "holes", "one rank", "repeated"] = "even"
     steps: int = 0
     overlap: bool = False
     pauses: bool = False
@@ -47,6 +47,12 @@ class Scenario:
     phase: Phase = "before dispatch"
     rejoin: bool = False
     min_ranks: int = 1
+    refuser: int = -1
+    """The rank that cannot begin these steps."""
+    refused_steps: tuple[int, ...] = ()
+
+    def refuses(self, step: int, rank: int) -> bool:
+        return rank == self.refuser and step in self.refused_steps
 
     @property
     def shape(self) -> MoeShape:
@@ -79,8 +85,7 @@ class Scenario:
         values = torch.randn(count, self.hidden, generator=random) * 3
         scales = None
         if self.input == FP8 and self.scale_block:
-            shape = (count, self.hidden // self.scale_block)
-            scales = torch.rand(shape, generator=random) + 0.01
+            scales = torch.rand((count, self.shape.scales), generator=random) + 0.01
         chances = torch.rand(count, self.experts, generator=random)
         if self.routing == "skewed":
             chances[:, : self.top_k] += 0.8
@@ -90,6 +95,9 @@ class Scenario:
         if self.routing == "holes":
             holes = torch.rand(ids.shape, generator=random) < 0.4
             ids = ids.where(~holes, -1)
+        if self.routing == "repeated":
+            again = torch.randint(0, self.top_k, ids.shape, generator=random)
+            ids = ids.gather(1, again)
         weights = torch.rand(count, self.top_k, generator=random)
         return Batch(values.to(getattr(torch, self.input)), scales, ids, weights)
 
@@ -107,21 +115,25 @@ class Batch:
         """The rows and scales that reach experts."""
         if shape.wire != FP8 or shape.input == FP8:
             return self.x.to(getattr(torch, shape.wire)), self.scales
-        blocks = self.x.float().unflatten(1, (-1, shape.scale_block))
-        largest = blocks.abs().amax(2)
+        blocks = self.x.float().split(shape.scale_block, dim=1)
+        largest = torch.stack([block.abs().amax(1) for block in blocks], dim=1)
         scales = torch.where(largest > 0, largest / 448, 1.0)
-        return (blocks / scales[..., None]).flatten(1).to(torch.float8_e4m3fn), scales
+        of_elements = per_element(scales, shape)
+        return (self.x.float() / of_elements).to(torch.float8_e4m3fn), scales
 
     def values(self, shape: MoeShape) -> torch.Tensor:
         """What the experts compute with, in float64."""
-        return as_double(*self.arrived(shape))
+        return as_double(*self.arrived(shape), shape)
 
 
-def as_double(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    doubles = rows.double()
-    if scales is None:
-        return doubles
-    return (doubles.unflatten(1, (scales.shape[1], -1)) * scales[..., None].double()).flatten(1)
+def as_double(rows: torch.Tensor, scales: torch.Tensor | None, shape: MoeShape) -> torch.Tensor:
+    return rows.double() if scales is None else rows.double() * per_element(scales, shape).double()
+
+
+def per_element(scales: torch.Tensor, shape: MoeShape) -> torch.Tensor:
+    """[rows, hidden]; the last block of a row may be short."""
+    index = torch.arange(shape.hidden) // shape.scale_block
+    return scales[:, index]
 
 
 def expert(number: int | torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,17 @@ def test_a_frozen_rank_is_excluded(drive: Drive, phase: Any, fabric: Any) -> Non
     drive(base, replace(base, victim=0, rejoin=True, layout="padded"))
 
 
+@pytest.mark.parametrize("fault", ["kill", "freeze"])
+def test_a_step_is_refused_while_a_rank_is_lost(drive: Drive, fabric: str, fault: Any) -> None:
+    """The others agree on both at once, or on one after the other."""
+    base = replace(FAULTY, fault=fault, fabric=fabric, refuser=1, refused_steps=(5, 6))
+    drive(
+        base,
+        replace(base, phase="after dispatch", refuser=3, overlap=True, rejoin=True),
+        replace(base, victim=0, phase="after answer", fault_step=4, rejoin=True),
+    )
+
+
 def test_experts_without_a_replica_are_missing(drive: Drive, fabric: str) -> None:
     drive(replace(FAULTY, copies=1, fabric=fabric, routing="holes"))
 

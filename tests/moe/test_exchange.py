@@ -25,6 +25,8 @@ DTYPES: Final[dict[str, dict[str, Any]]] = {
     "quantised by the group": {"wire": FP8, "scale_block": 32},
     "quantised by the caller": {"input": FP8, "scale_block": 16, "output": "float32"},
     "without scales": {"input": FP8},
+    "a short last block": {"wire": FP8, "scale_block": 48},
+    "a short last block of the caller": {"input": FP8, "scale_block": 24},
 }
 
 
@@ -50,7 +52,7 @@ def test_all_dtypes_and_layouts(drive: Drive, fabric: str, ranks: int) -> None:
     )
 
 
-@pytest.mark.parametrize("routing", ["even", "skewed", "holes", "one rank"])
+@pytest.mark.parametrize("routing", ["even", "skewed", "holes", "one rank", "repeated"])
 def test_all_routings(drive: Drive, fabric: str, routing: Any) -> None:
     base = Scenario(ranks=3, experts=10, top_k=4, routing=routing, fabric=fabric, steps=5)
     drive(
@@ -65,6 +67,18 @@ def test_all_routings(drive: Drive, fabric: str, routing: Any) -> None:
 def test_steps_overlap(drive: Drive, fabric: str) -> None:
     base = Scenario(ranks=3, experts=9, top_k=3, fabric=fabric, steps=12, overlap=True)
     drive(base, replace(base, layout="tokens", pauses=True))
+
+
+def test_steps_that_a_rank_refuses_fail_at_all_and_the_others_are_whole(
+    drive: Drive, fabric: str
+) -> None:
+    base = Scenario(ranks=3, experts=9, top_k=3, fabric=fabric, steps=12, refuser=2)
+    drive(
+        replace(base, refused_steps=(0, 5, 6, 11)),
+        replace(base, refused_steps=(1, 2, 4, 7), overlap=True, pauses=True, layout="tokens"),
+        replace(base, refused_steps=(2, 3, 8), overlap=True, refuser=0, layout="padded"),
+        replace(base, ranks=1, refuser=0, refused_steps=(0, 1, 5), overlap=True),
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 8] if WHOLE else [2])
@@ -102,7 +116,7 @@ def _any_scenario(rng: random.Random) -> Scenario:
         layout=rng.choice(LAYOUTS),
         fabric=rng.choice(("local", "tcp")),
         copies=rng.randint(1, ranks),
-        routing=rng.choice(("even", "skewed", "holes", "one rank")),
+        routing=rng.choice(("even", "skewed", "holes", "one rank", "repeated")),
         overlap=rng.random() < 0.3,
         pauses=rng.random() < 0.3,
         numpy=rng.random() < 0.3,

@@ -7,7 +7,18 @@ import pytest
 from kvxfer.errors import InvalidArgument, MoeGroupLost, RankExcluded
 from kvxfer.moe.membership import Membership, first_view
 from kvxfer.moe.view_effects import Adopt, AskRank, Effect, End, Fence, Reply, Send
-from kvxfer.moe.view_messages import Ask, Ended, Excluded, Flush, View, Wait, Yield
+from kvxfer.moe.view_messages import (
+    MOST_REFUSALS,
+    MOST_WHY,
+    Ask,
+    Ended,
+    Excluded,
+    Flush,
+    Refusal,
+    View,
+    Wait,
+    Yield,
+)
 
 
 class Group:
@@ -48,6 +59,9 @@ class Group:
 
     def alive(self) -> list[int]:
         return [rank for rank in self.ranks if rank not in self.dead]
+
+    def refuse(self, rank: int, step: int, why: str = "why") -> None:
+        self.do(rank, self.ranks[rank].refuse(step, why))
 
     def boundary(self, rank: int, step: int) -> None:
         self.do(rank, self.ranks[rank].boundary(step))
@@ -443,3 +457,82 @@ def test_a_newcomer_that_two_halves_let_in_leaves_one() -> None:
 def test_a_rank_that_is_a_member_is_no_newcomer() -> None:
     with pytest.raises(InvalidArgument, match="rank 1 is a member of view 0"):
         Membership(0, 2, first_view(2)).newcomer(1)
+
+
+# --- steps that a rank refuses
+
+
+def _agree(group: Group, next_steps: dict[int, int]) -> None:
+    """What was refused is heard, and these ranks wait."""
+    group.deliver()
+    for rank, step in next_steps.items():
+        group.waiting(rank, step)
+    group.deliver()
+
+
+def test_a_refused_step_is_left_out_by_all_members() -> None:
+    group = Group(3)
+    group.refuse(2, 7, "bad ids")
+    _agree(group, {1: 8})
+    assert group.view(0).number == 0, "rank 0 computes"
+    _agree(group, {0: 7})
+    (view,) = group.adopted[0]
+    assert view.refused == (Refusal(7, 2, "bad ids"),)
+    assert (view.members, view.first_step) == ((0, 1, 2), 7)
+    assert group.adopted == {rank: [view] for rank in range(3)}
+    assert not any(group.ranks[rank].blocked for rank in range(3))
+
+
+def test_a_group_of_one_leaves_it_out_at_once() -> None:
+    group = Group(1)
+    group.refuse(0, 3)
+    assert group.view(0).refused == (Refusal(3, 0, "why"),)
+
+
+def test_of_two_that_refuse_one_step_the_lower_is_named() -> None:
+    group = Group(3)
+    group.refuse(2, 7, "second")
+    group.refuse(1, 7, "first")
+    _agree(group, {0: 8})
+    assert group.view(2).refused == (Refusal(7, 1, "first"),)
+
+
+def test_two_may_refuse_different_steps() -> None:
+    group = Group(3)
+    group.refuse(2, 8, "the later")
+    group.refuse(1, 7, "the earlier")
+    _agree(group, {0: 8})
+    assert group.view(0).refused == (Refusal(7, 1, "the earlier"), Refusal(8, 2, "the later"))
+    assert group.view(0).first_step == 7
+
+
+def test_later_views_repeat_what_some_rank_has_before_it() -> None:
+    group = Group(2)
+    group.refuse(1, 7)
+    _agree(group, {0: 6})
+    group.refuse(1, 8)
+    _agree(group, {0: 6})
+    assert [each.step for each in group.view(0).refused] == [7, 8]
+    group.refuse(1, 9)
+    _agree(group, {0: 8})
+    assert [each.step for each in group.view(0).refused] == [8, 9]
+
+
+def test_where_the_refusing_rank_is_lost_first_the_step_is_run_without_it() -> None:
+    group = Group(3)
+    group.refuse(2, 7)
+    _agree(group, {1: 8})
+    group.kill(2)
+    _change(group, {0: 7})
+    assert group.view(1).members == (0, 1)
+    assert group.view(1).refused == ()
+
+
+def test_no_more_is_refused_than_a_message_holds() -> None:
+    group = Group(2)
+    for step in range(MOST_REFUSALS + 5):
+        group.refuse(1, step, "x" * 2 * MOST_WHY)
+        _agree(group, {0: 0})
+    assert len(group.view(0).refused) == MOST_REFUSALS
+    assert {len(each.why) for each in group.view(0).refused} == {MOST_WHY}
+    assert not group.ranks[1].blocked

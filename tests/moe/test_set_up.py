@@ -147,6 +147,56 @@ def test_another_cluster_key_is_refused() -> None:
     assert isinstance(first, DeadlineExceeded)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_newcomer_in_the_place_of_a_live_rank_is_refused(fabric: str, rank: int) -> None:
+    """Long before its deadline: as soon as the members would have noticed a loss."""
+    gather = Gather(2)
+    options: dict[str, Any] = {"ranks": 2, "cluster_key": KEY, "torch": False, "fabrics": [fabric]}
+    shape, ended = MoeShape(**SHAPE), threading.Event()
+
+    def made(rank: int) -> AllToAll:
+        return AllToAll(shape, rank=rank, exchange=gather.of(rank), **options)
+
+    def steps(group: AllToAll) -> tuple[int, ...]:
+        x, last = np.zeros((1, 32), np.uint16), False
+        while not last:
+            last = ended.is_set() and group.rank == 0
+            # Rank 0 tells rank 1 of the last step, by a second token.
+            rows = 2 if last else 1
+            group.dispatch_send(x.repeat(rows, 0), *router(rows))
+            got = group.dispatch_recv()
+            last = last or (group.rank == 1 and got.source_rows[0] == 2)
+            group.combine_send(got.x.copy())
+            group.combine_recv()
+        return group.members
+
+    groups = together(2, made)
+    assert isinstance(groups[0], AllToAll)
+    address = groups[0].address
+    with ThreadPoolExecutor(2) as threads:
+        running = [threads.submit(steps, group) for group in groups]  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgument, match=f"rank {rank} is not let in: its place is taken"):
+            AllToAll(shape, rank=rank, member=address, timeout=3600, **options)
+        ended.set()
+        assert [each.result() for each in running] == [(0, 1)] * 2
+    close(groups)
+
+
+def test_a_newcomer_says_that_no_member_is_in_a_call() -> None:
+    [group] = together(1, lone)
+    assert isinstance(group, AllToAll)
+    with group, pytest.raises(DeadlineExceeded, match=r"was not let in by kvx.*: it calls no step"):
+        AllToAll(
+            MoeShape(**SHAPE),
+            rank=0,
+            ranks=1,
+            cluster_key=KEY,
+            member=group.address,
+            timeout=0.3,
+            torch=False,
+        )
+
+
 def test_a_step_that_another_rank_does_not_run_names_it(fabric: str) -> None:
     gather = Gather(2)
 
@@ -175,12 +225,14 @@ def test_a_step_that_another_rank_does_not_run_names_it(fabric: str) -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda group, x: group.dispatch_recv(), "dispatch"),
-        (lambda group, x: group.combine_send(x), "before its dispatch_recv"),
-        (lambda group, x: group.dispatch_send(x, x, x), "ids is uint16"),
+        (lambda group, x: group.dispatch_send(x, x, x), r"ids is uint16 \[1, 32\]"),
+        (lambda group, x: group.dispatch_send(None, *router(1)), "x is a NoneType"),
+        (lambda group, x: group.dispatch_send(x, [[0], [0, 1]], router(1)[1]), "ids is not an"),
         (lambda group, x: group.dispatch_send(x[:, :8], *router(1)), "x is"),
         (lambda group, x: group.dispatch_send(x, *router(1, 6)), "6"),
         (lambda group, x: group.dispatch_send(x, *router(1), slot=2), "slot is 2"),
+        (lambda group, x: group.dispatch_send(x, *router(1), slot="a"), "slot is 'a'"),
+        (lambda group, x: group.input(9), "slot is 9"),
         (lambda group, x: group.dispatch_send(x.repeat(5, 0), *router(5)), "5"),
     ],
 )

@@ -40,10 +40,16 @@ def test_dtypes_that_are_left_out_follow_the_input(
         ({"combine": "float8_e4m3fn"}, "too coarse"),
         ({"input": "float8_e4m3fn", "wire": "bfloat16"}, "so wire has to be"),
         ({"wire": "float8_e4m3fn"}, "needs a scale_block"),
-        ({"wire": "float8_e4m3fn", "scale_block": 100}, "has to divide hidden"),
+        ({"wire": "float8_e4m3fn", "scale_block": 257}, r"from 1 to hidden \(256\)"),
+        ({"wire": "float8_e4m3fn", "scale_block": -1}, "scale_block is -1"),
         ({"scale_block": 128}, "is for a wire of float8"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidArgument, match=said):
         MoeShape(**SIZES | given)
+
+
+def test_the_last_block_of_a_row_may_be_short() -> None:
+    shape = MoeShape(**SIZES | {"hidden": 2880}, wire="float8_e4m3fn", scale_block=128)
+    assert shape.scales == 23

@@ -15,6 +15,7 @@ SEEDS = 500
 BATCH = 125
 _REACHED = (
     *FAULTS, "views", "newcomers admitted", "most survived", "asked",
+    "steps refused", "steps left out",
     "dispatches with missing ranks", "combines with missing ranks",
     "ended: rank-excluded", "ended: moe-group-lost",
 )  # fmt: skip

@@ -91,6 +91,20 @@ def _admits_unheard(self: Membership, survivors: set[int], told: Any) -> set[int
     return self._ready & self._announced.keys()
 
 
+def _forgets_refusals(self: Membership, first_step: int, told: Any) -> tuple[Any, ...]:
+    return ()
+
+
+_left_out = Membership._left_out
+
+
+def _forgets_earlier_refusals(self: Membership, first_step: int, told: Any) -> tuple[Any, ...]:
+    earlier = {refusal.step for refusal in self._view.refused}
+    return tuple(
+        refusal for refusal in _left_out(self, first_step, told) if refusal.step not in earlier
+    )
+
+
 def _no_loser(rank: int, told: Any) -> None:
     return None
 
@@ -119,6 +133,8 @@ DEFECTS: Final[dict[str, Defects]] = {
     "lost ranks not asked": _patch(Membership, "_doubtful", _asks_none),
     "a majority does not ask": _patch(Membership, "_doubtful", _majority_asks_none),
     "newcomers that not all have met": _patch(Membership, "_admissible", _admits_unheard),
+    "refusals are not decided": _patch(Membership, "_left_out", _forgets_refusals),
+    "later views forget refusals": _patch(Membership, "_left_out", _forgets_earlier_refusals),
     "accusations not judged": _patch(membership, "loser", _no_loser),
     "accusations believed": _patch(membership, "loser", _each_is_for_itself),
 }

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 
 _NONE: Final = (-1, frozenset[int]())
+_NOTHING: Final = ("", -1)
 
 
 class Exchange:
@@ -21,7 +22,7 @@ class Exchange:
         self._rank = rank
         self.next_step = 0
         self.down: set[int] = set()
-        self._waits_for = ("", -1)
+        self._waits_for = _NOTHING
         self._views: dict[int, View] = {}  # in which each step was dispatched
         self._gone: dict[int, set[int]] = {}  # of each step, members that left since
         self._sources: dict[int, frozenset[int]] = {}
@@ -66,7 +67,17 @@ class Exchange:
                 gone = set(before.members) - set(view.members)
                 self._gone.setdefault(step, set()).update(gone)
 
+    def leave_out(self, step: int) -> None:
+        """No rank runs it."""
+        self._views.pop(step, None)
+        self._gone.pop(step, None)
+        if self._waits_for == ("dispatch", step):
+            self._waits_for = _NOTHING
+
     # --- a step
+
+    def skip(self) -> None:
+        self.next_step += 1
 
     def dispatch(self, view: View) -> int:
         step = self.next_step

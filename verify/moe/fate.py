@@ -27,6 +27,8 @@ FAULTS: Final = (
     "sender of views dies",
     "sender of views freezes",
     "sender of flushes dies",
+    "refusal",
+    "refusals",
 )
 _SECONDS: Final = 1.5
 """Faults begin within this time."""
@@ -96,6 +98,12 @@ class _Fate:
                 seconds = self._random.uniform(0.75, 3.0)
                 one, rest = ranks[:size], ranks[size:]
                 self._at(at, lambda: self._cut(one, rest, seconds), lasts=seconds)
+            case "refusal":
+                self._at(at, lambda: self._refuse(rank))
+            case "refusals":
+                ranks = self._random.sample(range(group.size), self._random.randint(1, group.size))
+                times = self._random.randint(1, 4)
+                self._at(at, lambda: [self._refuse(each, times) for each in ranks])
             case _:
                 self._arm(fault, at)
         self._weigh()
@@ -120,6 +128,10 @@ class _Fate:
         if process.runs:
             self._group.trace(process, "is killed")
             process.kill(host=host)
+
+    def _refuse(self, rank: int, times: int = 1) -> None:
+        """It cannot begin its next steps. The others must not lose it for that."""
+        self._group.ranks[rank].refuses = times
 
     def _freeze(self, rank: int, seconds: float) -> None:
         process = self._group.ranks[rank]
@@ -196,6 +208,11 @@ class _Fate:
                 if not group.ranks[rank].alive and self._random.random() < 0.3:
                     group.restart(rank)
                     self._hit_newcomer(rank)
+                    at, refusing = (
+                        self._random.uniform(0.0, 0.5),
+                        self._random.randrange(group.size),
+                    )
+                    self._at(at, lambda one=refusing: self._refuse(one, 8))
             if group.clock.now < until:
                 group.clock.after(0.2, look)
 

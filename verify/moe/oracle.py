@@ -6,7 +6,7 @@ import collections
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from kvxfer.moe.view_messages import View
+from kvxfer.moe.view_messages import Refusal, View
 
 if TYPE_CHECKING:
     from .group import Group
@@ -27,6 +27,8 @@ class Oracle:
         self._takes_part: dict[int, dict[int, Rank]] = {}
         """By view, the processes that came into it from the previous view."""
         self._completed: dict[tuple[Rank, int], View] = {}
+        self._refused: set[tuple[int, int]] = set()
+        """Ranks, and the steps that they could not begin."""
         self._began: dict[int, list[tuple[float, Rank]]] = collections.defaultdict(list)
         """Steps, by the view in which they were begun."""
         self.steps: dict[Rank, int] = collections.defaultdict(int)
@@ -117,6 +119,39 @@ class Oracle:
     def _round(self, view: View) -> int:
         return view.number // self._group.size
 
+    # --- steps that no rank runs
+
+    def refuses(self, rank: Rank, step: int) -> None:
+        self._refused.add((rank.rank, step))
+        self._group.count("steps refused")
+
+    def refused(self, rank: Rank, step: int) -> None:
+        self._require(
+            step in rank.left_out, f"{rank.name} refused step {step}, which the others run"
+        )
+
+    def leaves_out(self, rank: Rank, refusal: Refusal, view: View) -> None:
+        self._require(
+            (refusal.rank, refusal.step) in self._refused,
+            f"{rank.name} leaves out step {refusal.step}, which rank {refusal.rank} can begin",
+        )
+        self._require(
+            (rank, refusal.step) not in self._completed,
+            f"{rank.name} completed the dispatch of step {refusal.step}, which {view} leaves out",
+        )
+        self._group.count("steps left out")
+
+    def _require_run(self, rank: Rank, step: int, view: View) -> None:
+        """No view that led to this one leaves the step out."""
+        while True:
+            self._require(
+                all(refusal.step != step for refusal in view.refused),
+                f"{rank.name} completes the dispatch of step {step}, which {view} leaves out",
+            )
+            if view.number == view.previous:
+                return
+            view = self.views[view.previous]
+
     # --- steps
 
     def begins(self, rank: Rank, step: int, view: View) -> None:
@@ -130,6 +165,7 @@ class Oracle:
     def completes(self, rank: Rank, step: int, view: View, missing: set[int]) -> None:
         """A dispatch."""
         self._completed[rank, step] = view
+        self._require_run(rank, step, view)
         for other in self.views.values():
             self._require_one_view(rank, step, view, other)
         lost = {each for each in missing if rank.exchange.is_lost(each, step)}

@@ -46,6 +46,10 @@ class Rank:
         self.resumed_at = 0.0
         self.host_gone = False
         self.ended_at: float | None = None
+        self.refuses = 0
+        """The number of its next steps that it cannot begin."""
+        self.left_out: set[int] = set()
+        """Steps that no rank runs."""
         self._held: list[Callable[[], None]] = []
         self._arrived: list[tuple[Any, ...]] = []
         self._events: list[tuple[Any, ...]] = []
@@ -211,6 +215,10 @@ class Rank:
             if rank != self.rank and rank not in self.connections:
                 self.exchange.lost(rank)
         self.group.oracle.adopts(self, view)
+        for refusal in view.refused:
+            self.group.oracle.leaves_out(self, refusal, view)
+            self.left_out.add(refusal.step)
+            self.exchange.leave_out(refusal.step)
         self.exchange.set_view(view, newcomer=first)
 
     # --- its loop
@@ -250,7 +258,7 @@ class Rank:
             step += 1
 
     def _one(self, step: int, act: str) -> Iterator[float]:
-        if self.machine.ended is not None:
+        if self.machine.ended is not None or (act in "cw" and step in self.left_out):
             return
         match act:
             case "s":
@@ -273,16 +281,46 @@ class Rank:
             if not machine.blocked:
                 break
             yield WAIT
+        if self.refuses:
+            self.refuses -= 1
+            yield from self._refuse(step)
+        if machine.ended is not None:
+            return
+        if step in self.left_out:
+            self.exchange.skip()
+            return
         view = machine.view
         assert view is not None
         self.group.oracle.begins(self, step, view)
         assert self.exchange.dispatch(view) == step
 
+    def _refuse(self, step: int) -> Iterator[float]:
+        machine = self.machine
+        if step in self.left_out:
+            return
+        self.group.trace(self, f"cannot begin step {step}")
+        self.group.oracle.refuses(self, step)
+        self._do(machine.refuse(step, "it cannot"))
+        yield from self._stopped()
+        while machine.blocked and machine.ended is None:
+            yield WAIT
+            self._take()
+            self._do(machine.waiting(step))
+            yield from self._stopped()
+        if machine.ended is None:
+            self.group.oracle.refused(self, step)
+
     def _dispatched(self, step: int) -> Iterator[float]:
-        self.exchange.waits_for("dispatch", step)
-        yield from self._wait(lambda: self._may_complete() and self.exchange.dispatched(step))
+        if step not in self.left_out:
+            self.exchange.waits_for("dispatch", step)
+
+        def done() -> bool:
+            whole = step in self.left_out or self.exchange.dispatched(step)
+            return self._may_complete() and whole
+
+        yield from self._wait(done)
         self.exchange.waits_for("nothing", step)
-        if self.machine.ended is None:
+        if self.machine.ended is None and step not in self.left_out:
             view = self.exchange.view(step)
             missing = self.exchange.receive(step)
             self.group.oracle.completes(self, step, view, missing)

@@ -179,7 +179,7 @@ Result<void> Exchange::check_view(const View& view, std::uint64_t first_step) co
     }
   }
   for (const Step& step : steps_) {
-    if (step.phase > Step::Phase::sent && step.number >= first_step) {
+    if (step.under_way() && step.phase > Step::Phase::sent && step.number >= first_step) {
       return invalid_argument("step " + std::to_string(step.number) +
                               " has been dispatched by all; a view cannot begin at step " +
                               std::to_string(first_step));
@@ -201,8 +201,11 @@ Result<void> Exchange::set_view(const View& view, std::uint64_t first_step) {
   std::ranges::sort(again, {}, [this](std::uint32_t slot) { return steps_[slot].number; });
   for (const std::uint32_t slot : again) {
     if (auto good = await_sent(slot, Direction::dispatch); !good) return good;
+    const Step& step = steps_[slot];
     // The table is good, and the choices were.
-    if (auto good = send(slot, nullptr); !good) return good;
+    if (auto good = route(shape_, view_->table, step.ids, step.weights, routes_); !good)
+      return good;
+    send(slot, nullptr);
   }
   return {};
 }

@@ -2,7 +2,8 @@
 //
 // A step: dispatch_send, dispatch_wait, place, combine_send, combine_wait, combine. All ranks go
 // through the same steps in the same order, each in the slot that its caller names. A call out of
-// this order fails with invalid-argument, and changes nothing.
+// this order fails with invalid-argument, and changes nothing. The text speaks of the calls of
+// kvxfer.moe: dispatch_recv() is dispatch_wait and place, combine_recv() combine_wait and combine.
 #pragma once
 
 #include <array>
@@ -12,6 +13,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -34,7 +36,8 @@ struct Options {
 
 enum class Waited : std::uint8_t {
   done,
-  events,  // events() has some that may concern this step: take them, then wait on
+  left_out,  // no rank runs the step, which is over
+  events,    // events() has some that may concern this step: take them, then wait on
   deadline,
 };
 
@@ -71,6 +74,11 @@ class Exchange {
   // first view also sets the next step to first_step.
   Result<void> set_view(const View& view, std::uint64_t first_step);
   std::uint64_t next_step() const { return next_step_; }
+  // No rank runs this step. Of one that was sent, and of one to come that dispatch_send() takes,
+  // dispatch_wait() says so, and then its slot is free. Before the view that leaves it out.
+  Result<void> leave_out(std::uint64_t step);
+  // The next step, which no rank runs, is not even taken here.
+  void skip_step();
   // By rank, the number of its host. Ranks of one host have added each other as local. Until this
   // is called, each rank is on another host. From the next dispatch on, rows for several ranks of
   // another host go to one of them, if that is fewer rows; the others read them there.
@@ -84,7 +92,10 @@ class Exchange {
   // Room for max_tokens rows of the input dtype. Rows of x that lie here are not copied where the
   // wire takes them as they are. Not to be written from dispatch_send() on, until combine().
   Result<std::byte*> input(std::uint32_t slot);
-  // The step's number.
+  // Whether dispatch_send(), or combine_send(), is this slot's next call; the error says which is.
+  Result<void> check_free(std::uint32_t slot) const;
+  Result<void> check_placed(std::uint32_t slot) const;
+  // The step's number. What is refused changes nothing.
   Result<std::uint64_t> dispatch_send(std::uint32_t slot, const Tokens& tokens);
   // Waits until all rows of the step are here. The wait for a lost rank ends. `timeout` 0: it only
   // looks.
@@ -131,13 +142,17 @@ class Exchange {
   Result<bool> in_answers(std::uint32_t slot, Order order, const void* rows) const;
   // The step in this slot, if it is in one of these phases.
   Result<Step*> step_in(std::uint32_t slot, const char* call, Step::Phase phase, Step::Phase other);
+  Result<void> require_phase(std::uint32_t slot, const char* call, Step::Phase phase,
+                             Step::Phase other) const;
+  // Gives back what the step holds.
+  void end(std::uint32_t slot, Step::Phase phase);
   Result<EngineWay*> remote(std::uint32_t rank, PeerId peer);
   std::shared_ptr<Counterpart> of_peer(PeerId peer) const;
   void lose(Counterpart& pair, Error why);
   void drain();
 
-  // The step's choices in the view. null: its rows are packed already.
-  Result<void> send(std::uint32_t slot, const Tokens* tokens);
+  // By routes_. null: its rows are packed already.
+  void send(std::uint32_t slot, const Tokens* tokens);
   // Decides which ranks get their rows through another rank of their host.
   void choose_ways(Step& step);
   // The rows of the step that are for one of these ranks, into tokens_.
@@ -175,6 +190,7 @@ class Exchange {
   bool reroute_ = false;                             // a rank was lost
   std::optional<View> view_;
   std::uint64_t next_step_ = 0;
+  std::set<std::uint64_t> left_out_;            // steps from the next one on
   std::vector<Step> steps_;                     // by slot
   std::vector<std::vector<std::byte>> inputs_;  // by slot, where rows of the input lie apart
   std::unordered_map<OperationId, Posted> posted_;

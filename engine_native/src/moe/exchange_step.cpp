@@ -14,22 +14,21 @@ namespace {
 
 using Phase = Step::Phase;
 
-const char* name_of(Phase phase) {
+const char* next_call(Phase phase) {
   switch (phase) {
     case Phase::idle:
-      return "it holds no step";
+      return "it holds no step; dispatch_send() begins one";
     case Phase::sent:
-      return "its step has been sent, and is to be waited for";
     case Phase::arrived:
-      return "its step has arrived, and is to be placed";
+    case Phase::left_out:
+      return "dispatch_recv() comes next";
     case Phase::placed:
-      return "its step has been placed, and is to be sent back";
+      return "combine_send() comes next";
     case Phase::returned:
-      return "its step has been sent back, and its combine is to be waited for";
     case Phase::combined:
       break;
   }
-  return "its step is to be combined";
+  return "combine_recv() comes next";
 }
 
 std::uint64_t after(Duration timeout) {
@@ -43,14 +42,28 @@ int milliseconds(std::uint64_t ns) {
 
 }  // namespace
 
-Result<Step*> Exchange::step_in(std::uint32_t slot, const char* call, Phase phase, Phase other) {
+Result<void> Exchange::require_phase(std::uint32_t slot, const char* call, Phase phase,
+                                     Phase other) const {
   if (slot >= shape_.slots) {
     return invalid_argument("slot " + std::to_string(slot) + " of " + std::to_string(shape_.slots));
   }
-  Step& step = steps_[slot];
-  if (step.phase == phase || step.phase == other) return &step;
+  const Phase now = steps_[slot].phase;
+  if (now == phase || now == other) return {};
   return invalid_argument(std::string(call) + " in slot " + std::to_string(slot) + ": " +
-                          name_of(step.phase));
+                          next_call(now));
+}
+
+Result<Step*> Exchange::step_in(std::uint32_t slot, const char* call, Phase phase, Phase other) {
+  if (auto good = require_phase(slot, call, phase, other); !good) return good.error();
+  return &steps_[slot];
+}
+
+Result<void> Exchange::check_free(std::uint32_t slot) const {
+  return require_phase(slot, "dispatch_send()", Phase::idle, Phase::idle);
+}
+
+Result<void> Exchange::check_placed(std::uint32_t slot) const {
+  return require_phase(slot, "combine_send()", Phase::placed, Phase::placed);
 }
 
 // --- waiting ---------------------------------------------------------------------------------
@@ -119,25 +132,30 @@ Result<void> Exchange::check_tokens(const Tokens& tokens) const {
 
 Result<std::uint64_t> Exchange::dispatch_send(std::uint32_t slot, const Tokens& tokens) {
   const InUse in_use(in_use_);
-  const auto idle = step_in(slot, "dispatch_send", Phase::idle, Phase::idle);
-  if (!idle) return idle.error();
+  if (auto good = check_free(slot); !good) return good.error();
   if (!view_) return invalid_argument("dispatch_send before set_view");
   if (auto good = check_tokens(tokens); !good) return good.error();
   if (auto good = await_sent(slot, Direction::dispatch); !good) return good.error();
-  Step& step = **idle;
+  Step& step = steps_[slot];
   const std::size_t choices = tokens.count * shape_.top_k;
   step.number = next_step_;
   step.tokens = tokens.count;
   step.ids.assign(tokens.ids, tokens.ids + choices);
   step.weights.assign(tokens.weights, tokens.weights + choices);
-  if (auto good = send(slot, &tokens); !good) return good.error();
+  if (auto good = route(shape_, view_->table, step.ids, step.weights, routes_); !good) {
+    return good.error();
+  }
+  if (left_out_.erase(next_step_) == 1) {
+    step.phase = Phase::left_out;
+    return next_step_++;
+  }
+  send(slot, &tokens);
   step.phase = Phase::sent;
   return next_step_++;
 }
 
-Result<void> Exchange::send(std::uint32_t slot, const Tokens* tokens) {
+void Exchange::send(std::uint32_t slot, const Tokens* tokens) {
   Step& step = steps_[slot];
-  if (auto good = route(shape_, view_->table, step.ids, step.weights, routes_); !good) return good;
   step.key = key_of(view_->number, step.number);
   step.parts.resize(shape_.ranks);
   const OwnLayout& layout = own_.layout();
@@ -166,7 +184,6 @@ Result<void> Exchange::send(std::uint32_t slot, const Tokens* tokens) {
   for (const std::uint32_t rank : others_first_) {
     if (!step.parts[rank].via) post_dispatch(slot, step, rank);
   }
-  return {};
 }
 
 void Exchange::gather_tokens(const Step& step, std::span<const std::uint32_t> ranks) {
@@ -238,7 +255,7 @@ void Exchange::reroute() {
   if (!std::exchange(reroute_, false)) return;
   for (std::uint32_t slot = 0; slot < shape_.slots; ++slot) {
     Step& step = steps_[slot];
-    if (step.phase == Phase::idle || step.phase == Phase::combined) continue;
+    if (!step.under_way() || step.phase == Phase::combined) continue;
     for (std::uint32_t rank = 0; rank < shape_.ranks; ++rank) {
       Part& part = step.parts[rank];
       if (!part.via || step.parts[*part.via].pair->up()) continue;
@@ -314,7 +331,11 @@ bool Exchange::dispatched(std::uint32_t slot, const Step& step, Part& part) {
 
 Result<Waited> Exchange::dispatch_wait(std::uint32_t slot, Duration timeout) {
   const InUse in_use(in_use_);
-  const auto found = step_in(slot, "dispatch_wait", Phase::sent, Phase::arrived);
+  if (slot < shape_.slots && steps_[slot].phase == Phase::left_out) {
+    steps_[slot].phase = Phase::idle;
+    return Waited::left_out;
+  }
+  const auto found = step_in(slot, "dispatch_recv()", Phase::sent, Phase::arrived);
   if (!found) return found.error();
   Step& step = **found;
   if (step.phase == Phase::arrived) return Waited::done;
@@ -367,7 +388,7 @@ Result<const Arrival*> Exchange::arrival(std::uint32_t slot) const {
 Result<void> Exchange::place(std::uint32_t slot, Order order, std::span<const std::int64_t> begins,
                              void* x, float* scales, std::int32_t* ids, float* weights) {
   const InUse in_use(in_use_);
-  const auto found = step_in(slot, "place", Phase::arrived, Phase::placed);
+  const auto found = step_in(slot, "dispatch_recv()", Phase::arrived, Phase::placed);
   if (!found) return found.error();
   Step& step = **found;
   const bool by_expert = order == Order::by_expert;
@@ -432,9 +453,8 @@ Result<void> Exchange::place(std::uint32_t slot, Order order, std::span<const st
 
 Result<void> Exchange::combine_send(std::uint32_t slot, const void* y) {
   const InUse in_use(in_use_);
-  const auto found = step_in(slot, "combine_send", Phase::placed, Phase::placed);
-  if (!found) return found.error();
-  Step& step = **found;
+  if (auto good = check_placed(slot); !good) return good;
+  Step& step = steps_[slot];
   const auto in_place = in_answers(slot, step.order, y);
   if (!in_place) return in_place.error();
   const OwnLayout& layout = own_.layout();
@@ -472,7 +492,7 @@ bool Exchange::combined(std::uint32_t slot, const Step& step, Part& part) {
 
 Result<Waited> Exchange::combine_wait(std::uint32_t slot, Duration timeout) {
   const InUse in_use(in_use_);
-  const auto found = step_in(slot, "combine_wait", Phase::returned, Phase::combined);
+  const auto found = step_in(slot, "combine_recv()", Phase::returned, Phase::combined);
   if (!found) return found.error();
   Step& step = **found;
   if (step.phase == Phase::combined) return Waited::done;
@@ -487,7 +507,7 @@ Result<Waited> Exchange::combine_wait(std::uint32_t slot, Duration timeout) {
 
 Result<std::vector<bool>> Exchange::combine(std::uint32_t slot, void* out) {
   const InUse in_use(in_use_);
-  const auto found = step_in(slot, "combine", Phase::combined, Phase::combined);
+  const auto found = step_in(slot, "combine_recv()", Phase::combined, Phase::combined);
   if (!found) return found.error();
   Step& step = **found;
   if (!out && step.tokens > 0) return invalid_argument("combine needs room for the tokens");
@@ -507,16 +527,45 @@ Result<std::vector<bool>> Exchange::combine(std::uint32_t slot, void* out) {
     }
   }
   std::vector<bool> missing;
-  for (Part& part : step.parts) {
+  missing.reserve(step.parts.size());
+  for (const Part& part : step.parts) {
     missing.push_back(!part.sent.rows.empty() && !part.combined);
+  }
+  end(slot, Phase::idle);
+  return missing;
+}
+
+void Exchange::end(std::uint32_t slot, Phase phase) {
+  for (Part& part : steps_[slot].parts) {
     part.pair.reset();
     part.at.reset();
   }
   // The caller may write to input() from now on, which others must not take for this step's rows.
   own_.withdraw(own_.layout().routes_word(slot));
   own_.withdraw(own_.layout().rows_word(slot));
-  step.phase = Phase::idle;
-  return missing;
+  steps_[slot].phase = phase;
+}
+
+// --- steps that no rank runs -----------------------------------------------------------------
+
+Result<void> Exchange::leave_out(std::uint64_t step) {
+  const InUse in_use(in_use_);
+  if (step >= next_step_) {
+    left_out_.insert(step);
+    return {};
+  }
+  for (std::uint32_t slot = 0; slot < shape_.slots; ++slot) {
+    if (steps_[slot].phase != Phase::sent || steps_[slot].number != step) continue;
+    end(slot, Phase::left_out);
+    return {};
+  }
+  return invalid_argument("step " + std::to_string(step) +
+                          " cannot be left out: this rank does not wait for its tokens");
+}
+
+void Exchange::skip_step() {
+  const InUse in_use(in_use_);
+  left_out_.erase(next_step_++);
 }
 
 std::vector<std::uint32_t> Exchange::awaited(std::uint32_t slot) const {

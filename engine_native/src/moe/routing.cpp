@@ -55,13 +55,13 @@ Result<void> route(const Shape& shape, std::span<const std::int64_t> table,
     if (routes.rows.empty() || routes.rows.back().token != token) {
       routes.rows.push_back({token, static_cast<std::uint32_t>(routes.entries.size())});
     }
-    for (const RouteEntry& before : routes.of(routes.rows.size() - 1)) {
-      if (before.expert == expert) {
-        return refuse_choice(shape, choice,
-                             "expert " + std::to_string(id) + " is chosen twice for this token");
-      }
+    const auto of_token = std::span(routes.entries).subspan(routes.rows.back().first_entry);
+    const auto chosen_before = std::ranges::find(of_token, expert, &RouteEntry::expert);
+    if (chosen_before != of_token.end()) {
+      chosen_before->weight += weights[choice];
+    } else {
+      routes.entries.push_back({expert, weights[choice]});
     }
-    routes.entries.push_back({expert, weights[choice]});
   }
   return {};
 }

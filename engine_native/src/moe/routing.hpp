@@ -22,7 +22,9 @@ struct RouteEntry {
   bool operator==(const RouteEntry&) const = default;
 };
 
-// From one rank to one rank: rows by token, the entries of a row in the order of the choices.
+// From one rank to one rank: rows by token, the entries of a row in the order of the choices. An
+// expert that a token chooses several times has one entry, at the first choice, with the sum of the
+// weights: a rank computes it once, and no row has more entries than its rank has experts.
 struct Routes {
   std::vector<RouteRow> rows;
   std::vector<RouteEntry> entries;

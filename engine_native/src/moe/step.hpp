@@ -92,7 +92,9 @@ struct Step {
     placed,    // place
     returned,  // combine_send
     combined,  // combine_wait has said done
+    left_out,  // leave_out, and dispatch_wait has not said so
   };
+  bool under_way() const { return phase != Phase::idle && phase != Phase::left_out; }
   Phase phase = Phase::idle;
   std::uint64_t number = 0;
   std::uint64_t key = 0;

@@ -16,6 +16,7 @@ from kvxfer.layout import KvLayout
 from kvxfer.moe import messages as moe_messages
 from kvxfer.moe.placement import Placement
 from kvxfer.moe.shape import MoeShape
+from kvxfer.moe.view_messages import Refusal
 from kvxfer.prompt_digest import prompt_digest
 from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail
 from kvxfer.weights.holdings import Holding, Holdings
@@ -64,10 +65,11 @@ _MOE_MESSAGES = (
     ),
     moe_messages.Terms(b"terms"),
     moe_messages.Near(frozenset({0, 2})),
-    moe_messages.Flush(1, 7, (2, 3), (3,), (4,)),
-    moe_messages.View(2, 0, (0, 1, 4), (4,), 7),
+    moe_messages.Flush(1, 7, (2, 3), (3,), (4,), refuses="token 1"),
+    moe_messages.View(2, 0, (0, 1, 4), (4,), 7, (Refusal(7, 1, "token 1"),)),
     moe_messages.Ask(0, 1, (0, 1)),
     moe_messages.Members({1: "kvx://"}),
+    moe_messages.Members({}, taken=True),
 )
 _GROUPED = KvLayout(
     num_layers=2,
