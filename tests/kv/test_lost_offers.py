@@ -75,7 +75,11 @@ async def test_a_lost_offer_is_told_over_another_connection_and_once_is_enough(
     decode.endpoint._handler._tell_of_lost_offers(other)
     after = make_ticket(prefill, decode)
     other.send(
-        Release(verify_ticket(after, KEY, now=SYSTEM_CLOCK.unix()).transfer_id, after, "to come after the other")
+        Release(
+            verify_ticket(after, KEY, now=SYSTEM_CLOCK.unix()).transfer_id,
+            after,
+            "to come after the other",
+        )
     )
     await eventually(lambda: len(prefill.endpoint._ledger) == 2)
     assert "release" not in prefill.endpoint.refusals()
