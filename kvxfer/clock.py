@@ -5,7 +5,12 @@ waits (`asyncio.sleep`, `asyncio.timeout`) run on the event loop's time, which i
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from typing import Final, Protocol
+
+# By how much the wall clocks of two hosts may differ. NTP corrects a clock that is off by more than
+# about a second, so those of two hosts that it keeps are less than two seconds apart.
+CLOCK_LEEWAY: Final = 5.0
 
 
 class Clock(Protocol):
@@ -33,6 +38,14 @@ class SystemClock:
 
 
 SYSTEM_CLOCK: Final = SystemClock()
+
+
+def as_text(unix: float) -> str:
+    """Seconds since the Unix epoch, as a time of day in UTC."""
+    try:
+        return f"{datetime.fromtimestamp(unix, UTC):%Y-%m-%d %H:%M:%S}Z"
+    except (OverflowError, ValueError, OSError):
+        return f"{unix:g} s since 1970"
 
 
 def unix_ns(clock: Clock) -> int:

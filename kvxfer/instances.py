@@ -280,6 +280,9 @@ class Lease(Record, frozen=True, kw_only=True):
     """What open transfers hold of the instance: requests that may still be on their way to it."""
     drain_seconds: float | None = None
     """How long a draining worker may still take; None if it does not drain."""
+    at: UnixTime | None = None
+    """The clock of the control plane when it answered. A worker whose clock differs refuses
+    tickets."""
 
 
 class BlockUpdate(Record, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ import jwt
 import msgspec
 from jwt.algorithms import HMACAlgorithm
 
+from kvxfer.clock import CLOCK_LEEWAY, as_text
 from kvxfer.cluster_key import as_cluster_key
 from kvxfer.errors import InvalidArgument, TicketExpired, TicketInvalid
 from kvxfer.watched_file import WatchedFile
@@ -54,6 +55,13 @@ class Ticket:
     """Digest of the LoRA of the request, where it has one and the signer knows it."""
     token: str = field(default="", compare=False, repr=False)
     """The ticket as it was signed; empty where it was not verified."""
+
+    @property
+    def good_until(self) -> float:
+        """The time from which a worker refuses it. It is later than `expires_at`, so that a worker
+        whose clock is a little ahead of the signer's takes a new ticket; what a worker remembers of
+        a ticket it remembers until then."""
+        return self.expires_at + CLOCK_LEEWAY
 
     @property
     def bearer(self) -> bool:
@@ -166,11 +174,12 @@ def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
 
 
 def verify_ticket(token: str, keys: TicketKeys | bytes | str, *, now: float) -> Ticket:
-    """The ticket of a token that this cluster signed and that has not expired at `now`; it has the
-    token with it.
+    """The ticket of a token that this cluster signed and that is good at `now`; it has the token
+    with it.
 
-    Raises TicketInvalid where it was not signed with one of the keys or is damaged, TicketExpired
-    (a TicketInvalid) where it is too late.
+    Raises TicketInvalid where it was not signed with one of the keys, is damaged, or was signed
+    later than `now`; TicketExpired (a TicketInvalid) where it is too late. Of clocks that differ,
+    CLOCK_LEEWAY is let pass.
     """
     keys = as_ticket_keys(keys)
     if len(token) > _MAX_LENGTH:
@@ -183,8 +192,7 @@ def verify_ticket(token: str, keys: TicketKeys | bytes | str, *, now: float) -> 
             keys.find(jwt.get_unverified_header(token).get("kid")),
             algorithms=[_ALGORITHM],
             issuer=_ISSUER,
-            # Compared below: PyJWT would cut the fraction of a second off. Of clocks that differ,
-            # that of the signer may be ahead.
+            # Compared below: PyJWT would cut the fraction of a second off.
             options={"verify_exp": False, "verify_iat": False},
         )
         claims = msgspec.convert(payload, _Claims)
@@ -193,13 +201,7 @@ def verify_ticket(token: str, keys: TicketKeys | bytes | str, *, now: float) -> 
             f"the ticket cannot be trusted ({error}); give every worker and the control plane the "
             "same cluster key or ticket keys"
         ) from error
-    late = now - claims.exp
-    if not late < 0:  # one whose end is no number has ended
-        raise TicketExpired(
-            f"the ticket of transfer {claims.jti} expired {late:.1f} s ago; "
-            "send the request again for a new one"
-        )
-    return Ticket(
+    ticket = Ticket(
         transfer_id=claims.jti,
         request_id=claims.request_id,
         prefill_id=claims.prefill.id,
@@ -212,6 +214,31 @@ def verify_ticket(token: str, keys: TicketKeys | bytes | str, *, now: float) -> 
         traceparent=claims.trace,
         adapter=claims.adapter,
         token=token,
+    )
+    _require_current(ticket, now)
+    return ticket
+
+
+def _require_current(ticket: Ticket, now: float) -> None:
+    """Raises TicketInvalid and TicketExpired."""
+    what, issued = f"the ticket of transfer {ticket.transfer_id}", ticket.issued_at
+    ahead = issued - now
+    if ahead > CLOCK_LEEWAY:
+        raise TicketInvalid(
+            f"{what} was signed at {as_text(issued)} by its signer's clock, and by the clock of "
+            f"this host it is {as_text(now)}: they differ by at least {ahead:.1f} s; synchronise "
+            "the clocks of the hosts (NTP)"
+        )
+    if now < ticket.good_until:  # one whose end is no number has ended
+        return
+    said = f"{what} expired {now - ticket.expires_at:.1f} s ago"
+    if not issued:
+        raise TicketExpired(f"{said}; send the request again for a new one")
+    raise TicketExpired(
+        f"{said}: it was signed at {as_text(issued)} by its signer's clock, for "
+        f"{ticket.expires_at - issued:g} s, and by the clock of this host it is {as_text(now)}. "
+        f"If the request is not {now - issued:.0f} s old, these clocks differ: synchronise them "
+        "(NTP). Otherwise send the request again for a new ticket"
     )
 
 

@@ -236,6 +236,46 @@ async def test_control_plane_that_takes_its_time_is_waited_for(
         assert registration.registered
 
 
+# --- clocks ----------------------------------------------------------------------------------
+
+
+class WrongClock(VirtualClock):
+    """The clock of a host that is wrong by so many seconds."""
+
+    def __init__(self, right: VirtualClock) -> None:
+        super().__init__()
+        self.wrong = 0.0
+        self._right = right
+
+    def monotonic(self) -> float:
+        return self._right.monotonic()
+
+    def unix(self) -> float:
+        return self._right.unix() + self.wrong
+
+
+@pytest.mark.parametrize(("wrong", "how"), [(90.0, "90.0 s ahead of"), (-90.0, "90.0 s behind")])
+async def test_a_clock_that_differs_from_the_control_planes_is_told_once(
+    client, clock, caplog, wrong, how
+):
+    clock_here = WrongClock(clock)
+    async with Registration(client, worker("p"), clock=clock_here):
+        await passes(LEASE)
+        assert caplog.messages == []
+        clock_here.wrong = 4.0
+        await passes(LEASE)
+        assert caplog.messages == []
+        clock_here.wrong = wrong
+        await passes(3 * LEASE)
+        [told] = caplog.messages
+        assert f"the clock of this host is {how} the control plane's" in told
+        clock_here.wrong = 0.0
+        await passes(LEASE)
+        clock_here.wrong = wrong
+        await passes(LEASE)
+        assert len(caplog.messages) == 2
+
+
 # --- an id that is held ----------------------------------------------------------------------
 
 

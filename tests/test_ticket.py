@@ -44,14 +44,54 @@ def test_a_bearer_ticket_names_its_prompt_and_no_decode_worker():
     assert (read.bearer, TICKET.bearer) == (True, False)
 
 
-@pytest.mark.parametrize(("now", "valid"), [(1000.24, True), (1000.25, False), (1001.0, False)])
-def test_ticket_is_valid_until_the_fraction_of_a_second_it_names(now, valid):
+@pytest.mark.parametrize(("now", "valid"), [(1005.24, True), (1005.25, False), (1006.0, False)])
+def test_ticket_is_valid_until_the_fraction_of_a_second_it_names_and_5_seconds_more(now, valid):
     token = sign_ticket(TICKET, KEY)
     if valid:
         assert verify_ticket(token, KEY, now=now) == TICKET
     else:
         with pytest.raises(TicketExpired, match="t-1 expired"):
             verify_ticket(token, KEY, now=now)
+
+
+AT_NOON = dataclasses.replace(TICKET, issued_at=1795953600.0, expires_at=1795953660.0)
+
+
+@pytest.mark.parametrize("seconds", [-5.0, -4.0, 0.0, 64.9])
+def test_clocks_that_differ_a_little_refuse_no_new_ticket(seconds):
+    now = AT_NOON.issued_at + seconds
+    assert verify_ticket(sign_ticket(AT_NOON, KEY), KEY, now=now) == AT_NOON
+
+
+def test_a_clock_that_is_ahead_is_named_with_both_times():
+    with pytest.raises(TicketExpired) as refused:
+        verify_ticket(sign_ticket(AT_NOON, KEY), KEY, now=AT_NOON.issued_at + 90)
+    assert str(refused.value) == (
+        "the ticket of transfer t-1 expired 30.0 s ago: it was signed at 2026-11-29 12:00:00Z by "
+        "its signer's clock, for 60 s, and by the clock of this host it is 2026-11-29 12:01:30Z. "
+        "If the request is not 90 s old, these clocks differ: synchronise them (NTP). Otherwise "
+        "send the request again for a new ticket"
+    )
+
+
+def test_a_clock_that_is_behind_is_named_with_both_times():
+    with pytest.raises(TicketInvalid) as refused:
+        verify_ticket(sign_ticket(AT_NOON, KEY), KEY, now=AT_NOON.issued_at - 90)
+    assert str(refused.value) == (
+        "the ticket of transfer t-1 was signed at 2026-11-29 12:00:00Z by its signer's clock, and "
+        "by the clock of this host it is 2026-11-29 11:58:30Z: they differ by at least 90.0 s; "
+        "synchronise the clocks of the hosts (NTP)"
+    )
+
+
+@pytest.mark.parametrize("time", [float("nan"), float("inf"), 1e300])
+def test_a_time_that_is_none_is_refused_like_any_other(time):
+    for ticket in (
+        dataclasses.replace(TICKET, issued_at=time),
+        dataclasses.replace(TICKET, issued_at=1.0, expires_at=-time),
+    ):
+        with pytest.raises(TicketInvalid):
+            verify_ticket(sign_ticket(ticket, KEY), KEY, now=2000.0)
 
 
 def test_ticket_of_another_cluster_is_refused():

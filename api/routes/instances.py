@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Body, Path, Query, Response
+from msgspec.structs import replace
 
 from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
@@ -55,7 +56,7 @@ async def register(
         body.spec, state=InstanceState(body.state), incarnation=body.incarnation
     )
     response.headers["Location"] = f"{router.prefix}/{lease.instance_id}"
-    return lease
+    return replace(lease, at=app.clock.unix())
 
 
 @router.get(
@@ -110,7 +111,7 @@ async def heartbeat(
         load=body.load,
     )
     app.metrics.heartbeats.inc()
-    return lease
+    return replace(lease, at=app.clock.unix())
 
 
 @router.post(

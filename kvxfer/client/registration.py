@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from kvxfer.cached_blocks import CachedBlocks
 from kvxfer.client import calls
 from kvxfer.client.clients import ControlPlaneClient
-from kvxfer.clock import SYSTEM_CLOCK, Clock
+from kvxfer.clock import CLOCK_LEEWAY, SYSTEM_CLOCK, Clock, as_text
 from kvxfer.errors import (
     ControlPlaneUnavailable,
     InstanceExists,
@@ -87,6 +87,7 @@ class Registration:
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._trouble: str | None = None
+        self._clocks_differ = False
         self._drain_deadline: float | None = None
         self._drained = asyncio.Event()
 
@@ -258,7 +259,9 @@ class Registration:
                 call = calls.heartbeat(
                     self.instance_id, self._epoch, state=self._state, load=self._current_load()
                 )
+                asked_at = self._clock.unix()
                 self._hold(await self._client.send(call.within(self._step_seconds)))
+                self._compare_clocks(asked_at)
                 return
             except StaleEpoch as error:
                 _log.warning("%s", error)
@@ -280,9 +283,11 @@ class Registration:
         # A lease begins as joining or ready; what comes after is said by a heartbeat.
         begin = min(self._state, InstanceState.READY, key=list(InstanceState).index)
         call = calls.register(self._spec, state=begin, incarnation=self._incarnation)
+        asked_at = self._clock.unix()
         lease = await self._client.send(call.within(seconds))
         self._epoch = lease.epoch
         self._hold(lease)
+        self._compare_clocks(asked_at)
         if self._on_epoch is not None:
             self._on_epoch(lease.epoch)
         if begin is not self._state:
@@ -300,6 +305,24 @@ class Registration:
             self._spec = replace(self._spec, role=lease.role)
             if self._on_role is not None:
                 self._on_role(lease.role)
+
+    def _compare_clocks(self, asked_at: float) -> None:
+        """Tells once where this host's clock and the control plane's differ by more than tickets
+        allow, whenever within the call the control plane looked at its clock."""
+        there = None if self._lease is None else self._lease.at
+        if there is None:  # an older control plane
+            return
+        here = self._clock.unix()
+        ahead, behind = asked_at - there, there - here
+        seconds, how = (ahead, "ahead of") if ahead > behind else (behind, "behind")
+        differ = seconds > CLOCK_LEEWAY
+        if differ and not self._clocks_differ:
+            _log.warning(
+                "instance %s: the clock of this host is %.1f s %s the control plane's (%s here, %s "
+                "there), and tickets may be refused; synchronise the clocks of the hosts (NTP)",
+                *(self.instance_id, seconds, how, as_text(here), as_text(there)),
+            )
+        self._clocks_differ = differ
 
     def _look_at_drain(self) -> None:
         if self._drain_deadline is None:

@@ -134,7 +134,7 @@ class TransferLedger:
         """Uses the ticket once for `use` by a rank of the peer. Raises TicketInvalid the second
         time, and TicketExpired where it has expired since it was verified: then nothing is known
         of its first use."""
-        if self._forget_expired() >= ticket.expires_at:
+        if self._forget_expired() >= ticket.good_until:
             raise TicketExpired(
                 f"the ticket of transfer {ticket.transfer_id} expired before its {use}; "
                 "send the request again for a new one"
@@ -185,7 +185,7 @@ class TransferLedger:
         uses = self._used.get(ticket.transfer_id)
         if uses is None:
             uses = self._used[ticket.transfer_id] = set()
-            heapq.heappush(self._expiries, (ticket.expires_at, ticket.transfer_id))
+            heapq.heappush(self._expiries, (ticket.good_until, ticket.transfer_id))
         return uses
 
     def _forget_expired(self) -> float:

@@ -103,7 +103,7 @@ class PrefillSide:
             self._abandon(transfer_id, loss, early)
             raise loss
         # With a ticket that has expired no OFFER is taken up.
-        left = ticket.expires_at - self._clock.unix()
+        left = ticket.good_until - self._clock.unix()
         lease = left if 0 < left < lease_seconds else lease_seconds
         try:
             session = PrefillSession(
@@ -171,7 +171,7 @@ class PrefillSide:
                     connection,
                     offer,
                     blocks,
-                    ticket.expires_at,
+                    ticket.good_until,
                     lease_over=self._lease_over,
                     ticket_expired=self._ticket_expired,
                 )
@@ -215,7 +215,7 @@ class PrefillSide:
         session = self._sessions.get(ticket.transfer_id)
         if session is not None:
             self._ledger.bind(ticket, connection.hello)
-            session._keep(connection, min(lease_seconds, ticket.expires_at - self._clock.unix()))
+            session._keep(connection, min(lease_seconds, ticket.good_until - self._clock.unix()))
 
     def cancel(self, connection: Connection, transfer_id: str, reason: str) -> None:
         """Decode gives a transfer up."""

@@ -64,12 +64,12 @@ class EarlyOffers:
         connection: Connection,
         offer: Offer,
         blocks: BlockIds,
-        expires_at: float,
+        good_until: float,
         *,
         lease_over: Callable[[EarlyOffer], None],
         ticket_expired: Callable[[EarlyOffer], None],
     ) -> None:
-        """Keeps an offer whose ticket expires at this time; one of both is called with it, no
+        """Keeps an offer whose ticket is good until this time; one of both is called with it, no
         longer kept, when its lease ends or its ticket has expired.
 
         Raises Backpressure where the peer has too many waiting.
@@ -86,7 +86,7 @@ class EarlyOffers:
             return early
 
         lease = Lease(offer.lease_seconds, lambda: lease_over(remove()), self._clock)
-        left = max(expires_at - self._clock.unix(), _LEAST_SECONDS)
+        left = max(good_until - self._clock.unix(), _LEAST_SECONDS)
         ticket = Lease(left, lambda: ticket_expired(remove()), self._clock)
         early = EarlyOffer(connection, offer, blocks, lease, ticket)
         self._offers.setdefault(offer.transfer_id, {})[connection] = early
@@ -212,7 +212,7 @@ class ExpectedOffers:
         now = self._clock.unix()
         while self._expected:
             transfer_id, oldest = next(iter(self._expected.items()))
-            if oldest.ticket.expires_at > now:
+            if oldest.ticket.good_until > now:
                 return
             del self._expected[transfer_id]
 
@@ -266,13 +266,13 @@ class LostOffers:
         now = self._clock.unix()
         self._releases = {of: kept for of, kept in self._releases.items() if kept[1] > now}
         release = Release(ticket.transfer_id, ticket.token, reason)
-        self._releases[ticket.transfer_id] = engine_id, ticket.expires_at, release
+        self._releases[ticket.transfer_id] = engine_id, ticket.good_until, release
 
     def of(self, engine_id: str) -> list[Release]:
         """What an engine is to be told."""
         now = self._clock.unix()
         return [
             release
-            for prefill, expires_at, release in self._releases.values()
-            if prefill == engine_id and expires_at > now
+            for prefill, good_until, release in self._releases.values()
+            if prefill == engine_id and good_until > now
         ]

@@ -11,7 +11,7 @@ from kvxfer.kv_versions import VERSIONS
 from .conftest import LEASE, join, problem, registration
 
 
-async def test_registration_answers_with_the_lease_and_where_the_instance_is(api):
+async def test_registration_answers_with_the_lease_and_where_the_instance_is(api, clock):
     answer = await api.post("/v1/instances", json=registration("p", state="joining"))
     lease = answer.json()
     assert answer.status_code == 201
@@ -25,6 +25,7 @@ async def test_registration_answers_with_the_lease_and_where_the_instance_is(api
         "role": "prefill",
         "reserved": {"transfers": 0, "blocks": 0},
         "drain_seconds": None,
+        "at": clock.unix(),
     }
 
 
@@ -229,7 +230,7 @@ async def test_heartbeat_renews_the_lease_and_takes_state_and_load(api, clock):
     }
     answer = await api.put("/v1/instances/p/heartbeat", json=beat)
     assert answer.status_code == 200
-    assert answer.json() == {**lease, "state": "ready"}
+    assert answer.json() == {**lease, "state": "ready", "at": clock.unix()}
     clock.advance(LEASE * 0.9)
     told = (await api.get("/v1/instances/p")).json()
     assert (told["state"], told["load"]) == (

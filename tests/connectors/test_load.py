@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 
 import httpx2
@@ -173,11 +174,11 @@ async def test_an_api_that_does_not_answer_for_a_minute_is_told_once(
 async def test_each_reason_why_an_instance_is_not_ready_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answers = [away]
+    answers: list[Callable[[httpx2.Request], httpx2.Response]] = [away]
     client = partial(
         httpx2.AsyncClient, transport=httpx2.MockTransport(lambda request: answers[-1](request))
     )
-    monkeypatch.setattr(transfer_engine.httpx2, "AsyncClient", client)
+    monkeypatch.setattr(httpx2, "AsyncClient", client)
     waiting = asyncio.create_task(
         transfer_engine._until_it_answers("p", "http://10.0.0.9:1", lambda: False)
     )

@@ -315,7 +315,7 @@ def test_an_aborted_decode_request_is_told_once_and_blames_no_block(
 
 def test_a_ticket_that_is_too_late_fails_on_both_sides(sides: tuple[Side, Side]) -> None:
     prefill, decode = sides
-    of = params(prefill.agent, decode.agent, seconds=-1.0)
+    of = params(prefill.agent, decode.agent, seconds=-60.0)
     decode.step(offered(of, (4, 5, 6, 7)))
     decode.steps_until(lambda: decode.told.received)
     assert decode.told.failed == {"d"}

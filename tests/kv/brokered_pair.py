@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass
 
 from kvxfer.client import ControlPlaneClient
+from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.instances import InstanceSpec, InstanceState, Role
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.prefill_session import PrefillSession
@@ -17,7 +18,7 @@ from .workers import LAYERS, LAYOUT, NUM_BLOCKS, Worker
 
 
 def transfer_of(ticket: str) -> str:
-    return verify_ticket(ticket, CLUSTER_KEY, now=0).transfer_id
+    return verify_ticket(ticket, CLUSTER_KEY, now=SYSTEM_CLOCK.unix()).transfer_id
 
 
 @dataclass

@@ -83,7 +83,7 @@ def test_a_table_under_the_ticket_of_another_transfer_or_decode_is_refused() -> 
 
 def test_a_table_ends_with_its_ticket() -> None:
     with pytest.raises(TicketExpired):
-        verify_block_table(block_table(), CLUSTER_KEY, now=TICKET.expires_at)
+        verify_block_table(block_table(), CLUSTER_KEY, now=TICKET.good_until)
 
 
 def test_keys_can_be_exchanged_while_tables_are_under_way() -> None:

@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from kvxfer.client import ControlPlaneClient
+from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.errors import (
     BlockPoolExhausted,
     ControlPlaneUnavailable,
@@ -322,7 +323,7 @@ async def test_a_table_that_was_altered_at_the_control_plane_is_refused(
             offer = msgspec.structs.replace(table.offer, blocks=table.offer.blocks[:8])
             table = msgspec.structs.replace(table, offer=offer)
         case _:
-            other = verify_ticket(await fleet.ticket(), CLUSTER_KEY, now=0)
+            other = verify_ticket(await fleet.ticket(), CLUSTER_KEY, now=SYSTEM_CLOCK.unix())
             table = block_table(other)
     fleet.server.registry._tables[transfer_id] = table
     ask.set()
@@ -359,7 +360,7 @@ async def test_decode_refuses_a_prefill_worker_whose_ticket_is_not_for_them(
     fleet: BrokeredPair, change: dict[str, Any], said: str
 ) -> None:
     good = await fleet.ticket()
-    ticket = verify_ticket(good, CLUSTER_KEY, now=0)
+    ticket = verify_ticket(good, CLUSTER_KEY, now=SYSTEM_CLOCK.unix())
     bad = replace(ticket, token=sign_ticket(replace(ticket, **change), CLUSTER_KEY))
     brokered = fleet.prefill.endpoint._brokered
     sender = await fleet.begin_prefill(good)

@@ -66,7 +66,7 @@ async def test_an_endpoint_that_closes_cancels_its_transfers_and_says_so(fabric:
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        ({"expires_at": SYSTEM_CLOCK.unix() - 5}, TicketExpired, "expired"),
+        ({"expires_at": SYSTEM_CLOCK.unix() - 60}, TicketExpired, "expired"),
         ({"prefill_id": "other"}, TicketInvalid, "names prefill worker 'other' of epoch 1"),
         ({"prefill_epoch": 2}, TicketInvalid, "names prefill worker 'p' of epoch 2"),
         ({"decode_id": "other"}, TicketInvalid, "names decode worker 'other' of epoch 1"),

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from kvxfer.clock import CLOCK_LEEWAY, SYSTEM_CLOCK
 from kvxfer.errors import PeerLost, TransferCancelled
 from kvxfer.kv.connection import Connection
 from kvxfer.kv.messages import Release
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.native
 def test_a_lost_offer_is_known_by_its_engine_until_its_ticket_expires() -> None:
     clock = VirtualClock()
     lost = LostOffers(clock)
-    for name, seconds in (("expired", 0), ("good", 60)):
+    for name, seconds in (("expired", -CLOCK_LEEWAY), ("good", 60)):
         expires, token = clock.unix() + seconds, f"token of {name}"
         lost.add("engine", Ticket(name, "r", "p", 1, "d", 1, expires, token=token), "why")
     assert lost.of("engine") == [Release("good", "token of good", "why")]
@@ -50,7 +51,7 @@ async def test_a_lost_offer_is_told_over_the_next_connection(
     lost.peer.close()
     await eventually(lambda: not list(prefill.endpoint._connections))
     await decode.engine.connect(prefill.engine.address)
-    transfer_id = verify_ticket(ticket, KEY, now=0).transfer_id
+    transfer_id = verify_ticket(ticket, KEY, now=SYSTEM_CLOCK.unix()).transfer_id
     await eventually(lambda: prefill.endpoint._ledger.failure(transfer_id) is not None)
     with (
         prefill.pool.hold(1) as hold,
@@ -74,7 +75,11 @@ async def test_a_lost_offer_is_told_over_another_connection_and_once_is_enough(
     decode.endpoint._handler._tell_of_lost_offers(other)
     after = make_ticket(prefill, decode)
     other.send(
-        Release(verify_ticket(after, KEY, now=0).transfer_id, after, "to come after the other")
+        Release(
+            verify_ticket(after, KEY, now=SYSTEM_CLOCK.unix()).transfer_id,
+            after,
+            "to come after the other",
+        )
     )
     await eventually(lambda: len(prefill.endpoint._ledger) == 2)
     assert "release" not in prefill.endpoint.refusals()

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
+from kvxfer.clock import CLOCK_LEEWAY
 from kvxfer.errors import (
     ControlPlaneUnavailable,
     LeaseExpired,
@@ -36,7 +37,7 @@ async def prefill_session(pair: Pair, lease_seconds: float, **more: Any) -> Pref
 
 async def test_decode_hears_at_once_that_its_ticket_has_expired_at_prefill() -> None:
     """Not only when its own lease ends: no request can come with that ticket any more."""
-    pair = Pair(seconds=3.0)
+    pair = Pair(seconds=3.0 - CLOCK_LEEWAY)
     async with pair.prefill.endpoint, pair.decode.endpoint:
         pair.meet()
         receiver = await pair.decode.endpoint.decode_session(pair.token, "kvx://prefill", 2)
@@ -52,7 +53,7 @@ async def test_decode_hears_at_once_that_its_ticket_has_expired_at_prefill() -> 
 
 
 async def test_prefill_waits_for_no_offer_longer_than_its_ticket_is_good() -> None:
-    pair = Pair(seconds=3.0)
+    pair = Pair(seconds=3.0 - CLOCK_LEEWAY)
     async with pair.prefill.endpoint:
         begun = now()
         session = await prefill_session(pair, lease_seconds=20.0)
@@ -63,8 +64,9 @@ async def test_prefill_waits_for_no_offer_longer_than_its_ticket_is_good() -> No
 
 async def test_nothing_is_kept_for_longer_than_the_ticket_is_good() -> None:
     pair = Pair()
-    expires_at = loop_clock().unix() + 6.0
-    pair.token = sign_ticket(Ticket("t", "r", "prefill", 1, "", 0, expires_at), KEY)
+    good_until = loop_clock().unix() + 6.0
+    ticket = Ticket("t", "r", "prefill", 1, "", 0, good_until - CLOCK_LEEWAY)
+    pair.token = sign_ticket(ticket, KEY)
     async with pair.prefill.endpoint, pair.decode.endpoint:
         pair.meet()
         kept = await prefill_session(pair, lease_seconds=3.0)
@@ -74,7 +76,7 @@ async def test_nothing_is_kept_for_longer_than_the_ticket_is_good() -> None:
         assert kept.lease_remaining == 4.0
         with pytest.raises(LeaseExpired, match="made no offer within"):
             await kept.wait()
-        assert loop_clock().unix() == expires_at
+        assert loop_clock().unix() == good_until
         assert pair.prefill.pool.num_free == POOL
         with pytest.raises(TicketExpired):
             await pair.decode.endpoint.keep(pair.token, "kvx://prefill")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvxfer.clock import CLOCK_LEEWAY
 from kvxfer.errors import TicketExpired, TicketInvalid, TransferCancelled
 from kvxfer.kv.admission import TransferLedger
 from kvxfer.kv.messages import Hello
@@ -60,7 +61,7 @@ def test_a_bearer_ticket_that_is_bound_is_still_good_once_and_then_forgotten() -
         with pytest.raises(TicketInvalid, match="already used by decode worker 'd'"):
             use(bearer, hello("e"))
     ledger.claim_by(bearer, "offer", hello("d"))
-    late = Ticket("b", "request", "p", 1, "", 0, NOW - 1)
+    late = Ticket("b", "request", "p", 1, "", 0, NOW - CLOCK_LEEWAY - 1)
     ledger.bind(late, hello("d"))
     assert len(ledger) == 2
     ledger.bind(late, hello("e"))  # what it was before is forgotten
@@ -87,6 +88,9 @@ def test_transfers_are_forgotten_when_their_tickets_expire() -> None:
     ledger.claim(late, "offer")
     ledger.fail("late", TransferCancelled("gone"))
     clock.advance(30)
+    with pytest.raises(TicketInvalid, match="transfer late was already used for its offer"):
+        ledger.claim(late, "offer")  # other clocks may take it still for a good one
+    clock.advance(CLOCK_LEEWAY)
     ledger.claim(ticket("fresh"), "offer")
     assert len(ledger) == 1
     assert ledger.failure("late") is None

@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.errors import KvxferError
 from kvxfer.reference.worker.app import make_app
 from kvxfer.ticket import sign_ticket, verify_ticket
@@ -98,7 +99,7 @@ async def test_a_ticket_carries_the_trace_to_an_engine_that_is_not_told_otherwis
 ) -> None:
     """As in vLLM, whose connector sees no headers."""
     params = workers.request("traced").kv_transfer_params
-    claims = verify_ticket(params.ticket, workers.cluster_key, now=0)
+    claims = verify_ticket(params.ticket, workers.cluster_key, now=SYSTEM_CLOCK.unix())
     ticket = sign_ticket(replace(claims, traceparent=RECORDED), workers.cluster_key)
     endpoint = workers.decode.service._endpoint
     endpoint._tracer = tracer
@@ -118,7 +119,7 @@ async def test_a_transfer_that_fails_before_it_begins_has_a_span_that_says_why(
     workers: WorkerPair, tracer: Tracer, spans: InMemorySpanExporter
 ) -> None:
     params = workers.request("traced").kv_transfer_params
-    claims = verify_ticket(params.ticket, workers.cluster_key, now=0)
+    claims = verify_ticket(params.ticket, workers.cluster_key, now=SYSTEM_CLOCK.unix())
     ticket = sign_ticket(replace(claims, traceparent=RECORDED), workers.cluster_key)
     endpoint = workers.decode.service._endpoint
     endpoint._tracer = tracer

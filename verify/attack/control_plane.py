@@ -102,7 +102,7 @@ def tickets(plane: Plane, rng: random.Random) -> Tried:
         ticket = plane.open()
         match index % 4:
             case 0:
-                table = block_table(replace(ticket, expires_at=time.time() - 1))
+                table = block_table(replace(ticket, expires_at=time.time() - 60))
             case 1:
                 table = block_table(ticket, ticket=sign_ticket(ticket, rng.randbytes(32)))
             case 2:

@@ -102,7 +102,7 @@ def tickets(pair: Pair, rng: random.Random) -> Tried:
     forged: list[tuple[str, str]] = []
     for _ in range(4):
         forged += [
-            fresh(expires_at=time.time() - 1),
+            fresh(expires_at=time.time() - 60),
             fresh(expires_at=1.0),
             fresh(key=rng.randbytes(32)),
             fresh(prefill_id="another"),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvxfer.clock import CLOCK_LEEWAY
 from kvxfer.instances import Role
 
 from .defects import NONE, Defects
@@ -113,7 +114,7 @@ class Fate:
     def probe(self) -> None:
         """After all faults and the end of every ticket, a pair of instances must work."""
         fleet = self._fleet
-        self._wait(TICKET_SECONDS)
+        self._wait(TICKET_SECONDS + CLOCK_LEEWAY)
         prefill, decode = (
             self._rng.choice(self._instances(role)) for role in (Role.PREFILL, Role.DECODE)
         )
@@ -165,7 +166,7 @@ class Fate:
             brokered=how == "brokered",
             by_offer=how == "by offer",
             lease_seconds=rng.choice([0.05, 1.0, 5.0]),
-            ticket_seconds=rng.choice([0.05, TICKET_SECONDS, TICKET_SECONDS, TICKET_SECONDS]),
+            ticket_seconds=rng.choice([0.05 - CLOCK_LEEWAY] + [TICKET_SECONDS] * 3),
             fault=fault,
         )
         fleet.counts["requests"] += 1

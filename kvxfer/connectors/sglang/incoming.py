@@ -164,7 +164,7 @@ class Incoming:
         self, prefill: Introduction, room: Room, blocks: EngineBlocks
     ) -> DecodeSession:
         self._check(prefill)
-        settings = self._agent.settings
+        settings, now = self._agent.settings, self._agent.clock.unix()
         ticket = Ticket(
             transfer_id=room.transfer_id,
             request_id=str(room.number),
@@ -172,7 +172,8 @@ class Incoming:
             prefill_epoch=prefill.epoch,
             decode_id=self._agent.instance_id,
             decode_epoch=self._agent.epoch,
-            expires_at=self._agent.clock.unix() + settings.lease_seconds,
+            expires_at=now + settings.lease_seconds,
+            issued_at=now,
         )
         return await self._agent.endpoint.decode_session(
             sign_ticket(ticket, settings.keys), prefill.engine_address, blocks

@@ -114,7 +114,7 @@ class Rooms:
 
     def _forget_expired(self) -> None:
         now = self._clock.unix()
-        self._offers = {key: of for key, of in self._offers.items() if of.expires_at > now}
+        self._offers = {key: of for key, of in self._offers.items() if of.good_until > now}
         self._left = {key: left for key, left in self._left.items() if left[0] > now}
 
 

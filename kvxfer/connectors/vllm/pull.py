@@ -99,6 +99,7 @@ class KeptPrompts:
     def _keep(
         self, request_id: str, prompt: _Prompt, block_ids: Sequence[Sequence[int]]
     ) -> tuple[Send, dict[str, Any]]:
+        now = self._clock.unix()
         ticket = Ticket(
             transfer_id=uuid.uuid4().hex,
             request_id=request_id,
@@ -106,7 +107,8 @@ class KeptPrompts:
             prefill_epoch=self.source.epoch,
             decode_id="",
             decode_epoch=0,
-            expires_at=self._clock.unix() + _MOST_LEASES * self._lease_seconds,
+            expires_at=now + _MOST_LEASES * self._lease_seconds,
+            issued_at=now,
             prompt_digest=prompt.digest,
             adapter=prompt.adapter,
         )

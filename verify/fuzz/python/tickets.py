@@ -87,7 +87,7 @@ def _ticket(choices: Choices) -> Ticket:
 def _signed_ticket(choices: Choices) -> None:
     ticket = _ticket(choices)
     token = sign_ticket(ticket, KEYS)
-    late = ticket.expires_at <= NOW
+    late = ticket.good_until <= NOW
     try:
         assert verify_ticket(token, KEYS, now=NOW) == ticket
         assert not late
