@@ -1,13 +1,14 @@
 """The native engine. Use it through `kvxfer.Engine`; this is its exact interface."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Buffer, CapsuleType
 
 MAX_MESSAGE_BYTES: int
+DESCRIPTOR_BYTES: int
 MIN_CLUSTER_KEY_BYTES: int
 BUILT_FABRICS: tuple[str, ...]
 OPTION_NAMES: tuple[str, ...]
@@ -15,6 +16,18 @@ DEFAULT_PEER_TIMEOUT: float
 
 class Error(Exception):
     """args: (code, message); `kvxfer.errors.by_code` has the public class."""
+
+Integers: TypeAlias = Sequence[int] | Buffer | np.ndarray[Any, Any] | SupportsArray
+"""One dimension: a sequence, a buffer of any type of integer, or what gives an array."""
+
+Readable: TypeAlias = Buffer | np.ndarray[Any, Any]
+Writable: TypeAlias = Buffer | np.ndarray[Any, Any]
+"""Contiguous. numpy says that its arrays are buffers only where Python is 3.12 or newer."""
+
+class SupportsArray(Protocol):
+    """A tensor, say."""
+
+    def __array__(self) -> NDArray[Any]: ...
 
 class NicFactory:
     """NICs beside those of the host."""
@@ -55,9 +68,9 @@ class MemoryRegion(Buffer):
     def shareable(self) -> bool: ...
     @property
     def descriptor(self) -> bytes: ...
-    def read(self, into: object, offset: int) -> None: ...
-    def write(self, data: object, offset: int) -> None: ...
-    def checksum(self, offsets: object, numbers: object, length: int) -> int: ...
+    def read(self, into: Writable, offset: int = 0) -> None: ...
+    def write(self, data: Readable, offset: int = 0) -> None: ...
+    def checksum(self, offsets: Integers, numbers: Integers, length: int) -> int: ...
     def __dlpack__(
         self,
         *,
@@ -120,7 +133,9 @@ class TransferEngine:
     ) -> list[tuple[str, int, int, str, str, bytes, str, int, list[tuple[int, str, str]]]]:
         """Completions: (kind, id, peer, code, text, data, fabric, CLOCK_MONOTONIC ns, failed).
 
-        failed: the parts of a write that failed: (part, code, text).
+        id: of the operation; the immediate of counter, arrival and released; of peer_up 1 if the
+        peer has connected, 0 if this engine has. failed: the parts of a write that failed:
+        (part, code, text).
         """
 
     def stats(self) -> dict[str, int]: ...
@@ -144,7 +159,7 @@ class TransferEngine:
         destination_offset: int,
         length: int,
         imm: int | None,
-        timeout: float,
+        timeout: float | None,
         nic: int | None,
         after: tuple[WatchWord, int] | None,
     ) -> tuple[int, int, int, int]: ...
@@ -155,14 +170,14 @@ class TransferEngine:
         destination: bytes,
         *,
         page_length: int,
-        source_pages: Buffer,
-        destination_pages: Buffer,
+        source_pages: Integers,
+        destination_pages: Integers,
         source_stride: int,
         destination_stride: int,
         source_offset: int,
         destination_offset: int,
         imm: int | None,
-        timeout: float,
+        timeout: float | None,
         nic: int | None,
         after: tuple[WatchWord, int] | None,
     ) -> tuple[int, int, int, int]: ...
@@ -172,11 +187,11 @@ class TransferEngine:
         sources: Sequence[MemoryRegion],
         destinations: Sequence[bytes],
         *,
-        source_offsets: Buffer,
-        destination_offsets: Buffer,
-        lengths: Buffer,
+        source_offsets: Integers,
+        destination_offsets: Integers,
+        lengths: Integers,
         imm: int | None,
-        timeout: float,
+        timeout: float | None,
         nic: int | None,
         after: tuple[WatchWord, int] | None,
     ) -> tuple[int, int, int, int]: ...
@@ -185,7 +200,7 @@ class TransferEngine:
         peer: int,
         imm: int,
         *,
-        timeout: float,
+        timeout: float | None,
         nic: int | None,
         after: tuple[WatchWord, int] | None,
     ) -> tuple[int, int, int, int]: ...
@@ -195,11 +210,11 @@ class TransferEngine:
         peers: Sequence[int],
         destinations: Sequence[bytes],
         *,
-        source_offsets: Buffer,
-        destination_offsets: Buffer,
-        lengths: Buffer,
+        source_offsets: Integers,
+        destination_offsets: Integers,
+        lengths: Integers,
         imm: int | None,
-        timeout: float,
+        timeout: float | None,
         after: tuple[WatchWord, int] | None,
     ) -> tuple[int, int, list[int], int]: ...
     def time_scatter(
@@ -218,7 +233,7 @@ class TransferEngine:
         peers: Sequence[int],
         imm: int,
         *,
-        timeout: float,
+        timeout: float | None,
         after: tuple[WatchWord, int] | None,
     ) -> tuple[int, int, list[int], int]: ...
     def wake(self) -> None:
@@ -226,7 +241,7 @@ class TransferEngine:
     def stream_word(self, gpu: int) -> StreamWord: ...
     def mirror_counter(self, gpu: int, imm: int) -> CounterMirror: ...
     def wait_on_stream(
-        self, gpu: int, stream: int, imm: int, total: int, *, timeout: float, at_least: bool
+        self, gpu: int, stream: int, imm: int, total: int, *, timeout: float | None, at_least: bool
     ) -> StreamWait: ...
     def cancel(self, operation: int) -> None: ...
     def allocate_counter(self, writer: int | None) -> int: ...

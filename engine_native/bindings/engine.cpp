@@ -100,7 +100,8 @@ EngineClass bind_engine(py::module_& module) {
       .def(
           "connect",
           [](TransferEngine& engine, const std::string& address, double timeout) {
-            return engine.connect(unwrap(EngineAddress::parse(address)), seconds(timeout));
+            return engine.connect(unwrap(EngineAddress::parse(address)),
+                                  seconds(timeout, "timeout is"));
           },
           py::arg("address"), py::arg("timeout"), NoGil())
       .def("disconnect", &TransferEngine::disconnect, py::arg("peer"), NoGil())

@@ -119,8 +119,8 @@ void bind_memory(py::module_& module) {
                 page_checksum({on_host(region), region.size()}, runs.pages(), of.pages(), length));
           },
           py::arg("offsets"), py::arg("numbers"), py::arg("length"))
-      .def("read", &read, py::arg("into"), py::arg("offset"))
-      .def("write", &write, py::arg("data"), py::arg("offset"))
+      .def("read", &read, py::arg("into"), py::arg("offset") = 0)
+      .def("write", &write, py::arg("data"), py::arg("offset") = 0)
       .def("__dlpack__", [](const std::shared_ptr<MemoryRegion>& region,
                             const py::kwargs&) { return to_dlpack(region); })
       .def("__dlpack_device__", [](const MemoryRegion& region) { return dlpack_device(region); })

@@ -10,6 +10,7 @@ using namespace kvxfer::python;
 PYBIND11_MODULE(_native, module) {
   module.doc() = "kvxfer's native transfer engine";
   module.attr("MAX_MESSAGE_BYTES") = kMaxMessageBytes;
+  module.attr("DESCRIPTOR_BYTES") = MrDescriptor::kBytes;
   module.attr("MIN_CLUSTER_KEY_BYTES") = kMinClusterKeyBytes;
 
   static PyObject* error_class = PyErr_NewException("kvxfer._native.Error", nullptr, nullptr);

@@ -1,4 +1,5 @@
-// Page indices from any Python buffer of 32- or 64-bit signed integers, without a copy for 64.
+// Page numbers, offsets and lengths as Python has them: without a copy where they are a contiguous
+// buffer of int64, else copied.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,54 +8,117 @@
 #include <cstring>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
-namespace kvxfer {
+#include "bindings.hpp"
+
+namespace kvxfer::python {
 
 class PageList {
  public:
-  // `name` is the argument's, for the error text.
-  PageList(const pybind11::object& object, const char* name) {
+  // Any sequence of integers, or one-dimensional buffer of any type of integer. What is no buffer,
+  // and has `__array__`, is asked for one: tensors. `name` is the argument's, for the error text.
+  PageList(const pybind11::object& object, std::string_view name) : name_(name) {
     namespace py = pybind11;
-    if (!PyObject_CheckBuffer(object.ptr())) {
-      throw py::type_error(std::string(name) +
-                           " must be a buffer of int32 or int64, e.g. a numpy array");
+    py::object values = object;
+    if (!PyObject_CheckBuffer(values.ptr()) && py::hasattr(values, "__array__")) {
+      values = values.attr("__array__")();
     }
-    buffer_ = py::buffer(object).request();
-    const bool integers =
-        buffer_.format.size() == 1 && std::string("ilqn").find(buffer_.format) != std::string::npos;
-    if (!integers || (buffer_.itemsize != 4 && buffer_.itemsize != 8) || buffer_.ndim != 1) {
-      throw py::type_error(
-          std::string(name) + " must be one-dimensional and of int32 or int64, not of format '" +
-          buffer_.format + "' with " + std::to_string(buffer_.ndim) + " dimensions");
-    }
-    const auto size = static_cast<std::size_t>(buffer_.size);
-    const bool contiguous = size < 2 || buffer_.strides[0] == buffer_.itemsize;
-    if (contiguous && buffer_.itemsize == 8) {
-      pages_ = {static_cast<const std::int64_t*>(buffer_.ptr), size};
-      return;
-    }
-    const auto* at = static_cast<const char*>(buffer_.ptr);
-    copy_.reserve(size);
-    for (std::size_t i = 0; i < size; ++i, at += buffer_.strides[0]) {
-      copy_.push_back(buffer_.itemsize == 8 ? load<std::int64_t>(at) : load<std::int32_t>(at));
-    }
-    pages_ = copy_;
+    PyObject_CheckBuffer(values.ptr()) ? read_buffer(values) : read_sequence(values);
   }
+  PageList(const PageList&) = delete;
+  PageList& operator=(const PageList&) = delete;
 
   std::span<const std::int64_t> pages() const { return pages_; }
 
  private:
-  template <class T>
-  static T load(const char* at) {
-    T value;
-    std::memcpy(&value, at, sizeof value);
-    return value;
+  void read_sequence(const pybind11::object& values) {
+    namespace py = pybind11;
+    if (!PySequence_Check(values.ptr()) || PyUnicode_Check(values.ptr())) refuse(py::repr(values));
+    const auto items = py::reinterpret_steal<py::object>(PySequence_Fast(values.ptr(), ""));
+    if (!items) throw py::error_already_set();
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(items.ptr());
+    copy_.reserve(static_cast<std::size_t>(size));
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      const py::handle item = PySequence_Fast_GET_ITEM(items.ptr(), i);
+      const auto number = py::reinterpret_steal<py::object>(PyNumber_Index(item.ptr()));
+      if (!number) {
+        PyErr_Clear();
+        refuse("not of integers alone: item " + std::to_string(i) + " is " +
+               std::string(py::repr(item)));
+      }
+      int overflow = 0;
+      const std::int64_t value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+      if (overflow != 0) leave(static_cast<std::size_t>(i), std::string(py::repr(number)));
+      copy_.push_back(value);
+    }
+    pages_ = copy_;
   }
 
+  void read_buffer(const pybind11::buffer& values) {
+    buffer_ = values.request();
+    const std::string_view format = buffer_.format;
+    // Of the machine's own byte order.
+    const std::string_view type = format.substr(
+        format.starts_with('@') || format.starts_with('=') || format.starts_with('<') ? 1 : 0);
+    const bool is_signed =
+        type.size() == 1 && std::string_view("bhilqn").find(type[0]) != std::string_view::npos;
+    const bool is_unsigned =
+        type.size() == 1 && std::string_view("BHILQN").find(type[0]) != std::string_view::npos;
+    if (!is_signed && !is_unsigned) refuse("a buffer of format '" + buffer_.format + "'");
+    if (buffer_.ndim != 1) refuse("of " + std::to_string(buffer_.ndim) + " dimensions");
+    const auto size = static_cast<std::size_t>(buffer_.size);
+    const bool contiguous = size < 2 || buffer_.strides[0] == buffer_.itemsize;
+    if (contiguous && is_signed && buffer_.itemsize == sizeof(std::int64_t)) {
+      pages_ = {static_cast<const std::int64_t*>(buffer_.ptr), size};
+      return;
+    }
+    copy_.reserve(size);
+    switch (buffer_.itemsize) {
+      case 1:
+        is_signed ? copy<std::int8_t>() : copy<std::uint8_t>();
+        break;
+      case 2:
+        is_signed ? copy<std::int16_t>() : copy<std::uint16_t>();
+        break;
+      case 4:
+        is_signed ? copy<std::int32_t>() : copy<std::uint32_t>();
+        break;
+      default:
+        is_signed ? copy<std::int64_t>() : copy<std::uint64_t>();
+    }
+    pages_ = copy_;
+  }
+
+  template <class T>
+  void copy() {
+    const auto* at = static_cast<const char*>(buffer_.ptr);
+    for (std::size_t i = 0; i < static_cast<std::size_t>(buffer_.size); ++i) {
+      T value;
+      std::memcpy(&value, at, sizeof value);
+      at += buffer_.strides[0];
+      if (!std::in_range<std::int64_t>(value)) leave(i, std::to_string(value));
+      copy_.push_back(static_cast<std::int64_t>(value));
+    }
+  }
+
+  [[noreturn]] void refuse(const std::string& is) const {
+    throw NativeError({Errc::invalid_argument,
+                       name_ + " is " + is +
+                           "; pass a sequence of integers, or a one-dimensional array of them"});
+  }
+
+  [[noreturn]] void leave(std::size_t position, const std::string& value) const {
+    throw NativeError({Errc::out_of_bounds, name_ + " has " + value + " at position " +
+                                                std::to_string(position) +
+                                                ", which is beyond any region"});
+  }
+
+  std::string name_;
   pybind11::buffer_info buffer_;  // keeps the caller's buffer alive
   std::vector<std::int64_t> copy_;
   std::span<const std::int64_t> pages_;
 };
 
-}  // namespace kvxfer
+}  // namespace kvxfer::python

@@ -10,12 +10,22 @@ namespace py = pybind11;
 namespace kvxfer::python {
 namespace {
 
+// None is the engine's operation_timeout.
+Duration deadline(std::optional<double> timeout) {
+  if (!timeout) return Duration::zero();
+  if (*timeout == 0) {
+    throw NativeError({Errc::invalid_argument,
+                       "timeout is 0 s; pass more, or None for the engine's operation_timeout"});
+  }
+  return seconds(*timeout, "timeout is");
+}
+
 // `after`: a word and the value to wait for, or None.
 using After = std::optional<std::pair<std::shared_ptr<WatchWord>, std::uint64_t>>;
 
-WriteOptions write_options(std::optional<Imm> imm, double timeout, std::optional<std::uint32_t> nic,
-                           const After& after) {
-  WriteOptions options{.imm = imm, .timeout = seconds(timeout), .nic = nic};
+WriteOptions write_options(std::optional<Imm> imm, std::optional<double> timeout,
+                           std::optional<std::uint32_t> nic, const After& after) {
+  WriteOptions options{.imm = imm, .timeout = deadline(timeout), .nic = nic};
   if (after) options.after = {.word = after->first, .value = after->second};
   return options;
 }
@@ -150,9 +160,9 @@ void bind_streams(py::module_& module, EngineClass& bound) {
       .def(
           "wait_on_stream",
           [=](TransferEngine& engine, int gpu, std::uintptr_t stream, Imm imm, std::uint64_t total,
-              double timeout, bool at_least) {
+              std::optional<double> timeout, bool at_least) {
             return unwrap(engine.wait_on_stream(gpu, stream_of(stream), imm, total,
-                                                seconds(timeout),
+                                                deadline(timeout),
                                                 at_least ? Expect::at_least : Expect::exactly));
           },
           py::arg("gpu"), py::arg("stream"), py::arg("imm"), py::arg("total"), py::kw_only(),
@@ -170,7 +180,7 @@ void bind_writes(py::module_& module, EngineClass& bound) {
           [](TransferEngine& engine, PeerId peer, const RegionPtr& source,
              const std::string& destination, std::uint64_t source_offset,
              std::uint64_t destination_offset, std::uint64_t length, std::optional<Imm> imm,
-             double timeout, std::optional<std::uint32_t> nic, const After& after) {
+             std::optional<double> timeout, std::optional<std::uint32_t> nic, const After& after) {
             return to_tuple(
                 unwrap(engine.write(peer, source, unwrap(MrDescriptor::decode(destination)),
                                     {.source_offset = source_offset,
@@ -188,7 +198,7 @@ void bind_writes(py::module_& module, EngineClass& bound) {
              const py::object& source_pages, const py::object& destination_pages,
              std::uint64_t source_stride, std::uint64_t destination_stride,
              std::uint64_t source_offset, std::uint64_t destination_offset, std::optional<Imm> imm,
-             double timeout, std::optional<std::uint32_t> nic, const After& after) {
+             std::optional<double> timeout, std::optional<std::uint32_t> nic, const After& after) {
             const PageList from(source_pages, "src_pages");
             const PageList to(destination_pages, "dst_pages");
             const auto descriptor = unwrap(MrDescriptor::decode(destination));
@@ -217,8 +227,8 @@ void bind_writes(py::module_& module, EngineClass& bound) {
           [](TransferEngine& engine, PeerId peer, const std::vector<RegionPtr>& sources,
              const std::vector<std::string>& destinations, const py::object& source_offsets,
              const py::object& destination_offsets, const py::object& lengths,
-             std::optional<Imm> imm, double timeout, std::optional<std::uint32_t> nic,
-             const After& after) {
+             std::optional<Imm> imm, std::optional<double> timeout,
+             std::optional<std::uint32_t> nic, const After& after) {
             const auto writes = listed_writes(sources, destinations,
                                               {source_offsets, destination_offsets, lengths});
             Submitted submitted;
@@ -234,7 +244,7 @@ void bind_writes(py::module_& module, EngineClass& bound) {
           py::arg("imm"), py::arg("timeout"), py::arg("nic"), py::arg("after"))
       .def(
           "write_imm",
-          [](TransferEngine& engine, PeerId peer, Imm imm, double timeout,
+          [](TransferEngine& engine, PeerId peer, Imm imm, std::optional<double> timeout,
              std::optional<std::uint32_t> nic, const After& after) {
             return to_tuple(
                 unwrap(engine.write_imm(peer, imm, write_options(imm, timeout, nic, after))));
@@ -246,7 +256,7 @@ void bind_writes(py::module_& module, EngineClass& bound) {
           [](TransferEngine& engine, const RegionPtr& source, const std::vector<PeerId>& peers,
              const std::vector<std::string>& destinations, const py::object& source_offsets,
              const py::object& destination_offsets, const py::object& lengths,
-             std::optional<Imm> imm, double timeout, const After& after) {
+             std::optional<Imm> imm, std::optional<double> timeout, const After& after) {
             const auto parts = scatter_parts(peers.size(), destinations,
                                              {source_offsets, destination_offsets, lengths});
             Scattered submitted;
@@ -262,8 +272,8 @@ void bind_writes(py::module_& module, EngineClass& bound) {
           py::arg("imm"), py::arg("timeout"), py::arg("after"))
       .def(
           "barrier",
-          [](TransferEngine& engine, const std::vector<PeerId>& peers, Imm imm, double timeout,
-             const After& after) {
+          [](TransferEngine& engine, const std::vector<PeerId>& peers, Imm imm,
+             std::optional<double> timeout, const After& after) {
             return to_tuple(
                 unwrap(engine.barrier(unwrap(engine.peer_group(peers)), imm,
                                       write_options(imm, timeout, std::nullopt, after))));

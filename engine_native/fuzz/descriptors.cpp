@@ -20,7 +20,10 @@ namespace {
 void mr_descriptor(Input& input) {
   const std::string_view bytes = input.rest();
   const auto descriptor = MrDescriptor::decode(bytes);
-  if (descriptor) require(descriptor->encode() == bytes, "a descriptor reads as written");
+  if (!descriptor) return;
+  const std::string written = descriptor->encode();
+  const auto again = MrDescriptor::decode(written);
+  require(again && again->encode() == written, "a descriptor reads as written");
 }
 
 void engine_address(Input& input) {

@@ -14,16 +14,19 @@ namespace {
 constexpr std::uint64_t kMaxQueuedWrites = 4u << 20;
 constexpr std::uint64_t kMaxQueuedMessageBytes = 16u << 20;
 
-// Its loss may not have been reported yet.
-Error no_peer(PeerId peer) {
-  return {Errc::peer_lost, "no peer " + std::to_string(peer) +
-                               " is connected to this engine (any more); connect again"};
-}
-
-Result<void> check_destination(const PeerHandle& peer, const MrDescriptor& destination) {
-  if (destination.engine == peer.engine) return {};
-  return Error{Errc::unknown_region, "the destination region belongs to engine " +
-                                         destination.engine.hex() + ", not to peer " + peer.label};
+Result<void> check_destination(const PeerHandle& peer, const MrDescriptor& destination,
+                               std::optional<Imm> imm) {
+  if (destination.engine != peer.engine) {
+    return Error{Errc::unknown_region, "the destination region belongs to engine " +
+                                           destination.engine.hex() + ", not to peer " +
+                                           peer.label};
+  }
+  if (destination.imm == 0 || destination.imm == imm) return {};
+  return Error{Errc::invalid_argument,
+               "the descriptor is a grant of peer " + peer.label +
+                   ", which takes only writes with the immediate of its counter, imm=" +
+                   std::to_string(destination.imm) + "; this one has " +
+                   (imm ? "imm=" + std::to_string(*imm) : std::string("none"))};
 }
 
 // Into how many writes a large one is split at least.
@@ -64,6 +67,7 @@ const std::vector<NicInfo>& TransferEngine::nics() const { return group_->nics()
 // --- memory ----------------------------------------------------------------------------------
 
 Result<RegionPtr> TransferEngine::allocate(std::size_t bytes, bool require_nics) {
+  if (auto good = group_->require_open(); !good) return good.error();
   auto region = MemoryRegion::allocate(address().engine, bytes);
   if (!region) return region;
   if (auto good = group_->register_region(*region, require_nics); !good) return good.error();
@@ -72,6 +76,7 @@ Result<RegionPtr> TransferEngine::allocate(std::size_t bytes, bool require_nics)
 
 Result<RegionPtr> TransferEngine::allocate_on_gpu(int device, std::size_t bytes,
                                                   bool require_nics) {
+  if (auto good = group_->require_open(); !good) return good.error();
   auto gpu = group_->gpus().open(device);
   if (!gpu) return gpu.error();
   auto region = MemoryRegion::allocate_on(address().engine, std::move(*gpu), bytes);
@@ -81,6 +86,7 @@ Result<RegionPtr> TransferEngine::allocate_on_gpu(int device, std::size_t bytes,
 }
 
 Result<std::shared_ptr<StreamWord>> TransferEngine::stream_word(int device) {
+  if (auto good = group_->require_open(); !good) return good.error();
   auto gpu = group_->gpus().open(device);
   if (!gpu) return gpu.error();
   return cuda::CountedWord::create(std::move(*gpu));
@@ -104,6 +110,7 @@ Result<std::shared_ptr<StreamWait>> TransferEngine::wait_on_stream(int device, v
 }
 
 Result<std::shared_ptr<CounterMirror>> TransferEngine::mirror_counter(int device, Imm imm) {
+  if (auto good = group_->require_open(); !good) return good.error();
   auto gpu = group_->gpus().open(device);
   if (!gpu) return gpu.error();
   auto mirror = cuda::MirroredCount::create(std::move(*gpu));
@@ -114,6 +121,7 @@ Result<std::shared_ptr<CounterMirror>> TransferEngine::mirror_counter(int device
 
 Result<RegionPtr> TransferEngine::register_memory(void* data, std::size_t bytes,
                                                   bool require_nics) {
+  if (auto good = group_->require_open(); !good) return good.error();
   auto gpu = group_->gpus().owner_of(data, bytes);
   if (!gpu) return gpu.error();
   auto region = MemoryRegion::wrap(address().engine, data, bytes, std::move(*gpu));
@@ -132,6 +140,13 @@ OperationId TransferEngine::connect(const EngineAddress& target, Duration timeou
   const OperationId id = group_->next_operation_id();
   group_->connect(id, target, timeout);
   return id;
+}
+
+// Its loss may not have been reported yet.
+Error TransferEngine::no_peer(PeerId peer) const {
+  if (const auto good = group_->require_open(); !good) return good.error();
+  return {Errc::peer_lost, "no peer " + std::to_string(peer) +
+                               " is connected to this engine (any more); connect again"};
 }
 
 void TransferEngine::disconnect(PeerId peer) { group_->disconnect(peer); }
@@ -178,7 +193,7 @@ Result<void> TransferEngine::add(Submission& submission, const PeerHandlePtr& ha
                                              std::to_string(group_->nics().size())};
   }
   if (part.destination) {
-    if (auto good = check_destination(*handle, *part.destination); !good) return good;
+    if (auto good = check_destination(*handle, *part.destination, options.imm); !good) return good;
   }
   if (handle->queued_writes.fetch_add(part.count) + part.count > kMaxQueuedWrites) {
     handle->queued_writes -= part.count;
@@ -374,16 +389,21 @@ void TransferEngine::cancel(OperationId operation) { group_->cancel(operation); 
 // --- counters --------------------------------------------------------------------------------
 
 Result<Imm> TransferEngine::allocate_counter(std::optional<PeerId> writer) {
+  if (auto good = group_->require_open(); !good) return good.error();
   return group_->counters().allocate(writer);
 }
 
 std::uint64_t TransferEngine::counter_value(Imm imm) const { return group_->counters().value(imm); }
 
 Result<void> TransferEngine::expect(Imm imm, std::uint64_t total, Expect expect) {
+  if (auto good = group_->require_open(); !good) return good;
   return group_->counters().expect(imm, total, expect);
 }
 
-Result<void> TransferEngine::subscribe(Imm imm) { return group_->counters().subscribe(imm); }
+Result<void> TransferEngine::subscribe(Imm imm) {
+  if (auto good = group_->require_open(); !good) return good;
+  return group_->counters().subscribe(imm);
+}
 
 std::uint64_t TransferEngine::take_arrivals(Imm imm) {
   return group_->counters().take_arrivals(imm);
@@ -391,6 +411,7 @@ std::uint64_t TransferEngine::take_arrivals(Imm imm) {
 
 Result<std::vector<MrDescriptor>> TransferEngine::grant(Imm imm,
                                                         std::span<const RegionRange> ranges) {
+  if (auto good = group_->require_open(); !good) return good.error();
   return group_->grant(imm, ranges);
 }
 

@@ -146,7 +146,9 @@ void ImmCounters::complete_if_reached(Imm imm, Slot& slot) {
     completion.code = Errc::protocol_error;
     completion.text = "counter " + std::to_string(imm) + " stands at " +
                       std::to_string(slot.count) + " immediates, but " +
-                      std::to_string(*slot.total) + " were announced";
+                      std::to_string(*slot.total) +
+                      " were waited for; wait for the sum of `immediates` of all operations that "
+                      "carry it, or for at least so many (wait_at_least)";
   }
   slot.total.reset();
   slot.reported = true;

@@ -74,8 +74,8 @@ MemoryRegion::~MemoryRegion() {
 MrDescriptor MemoryRegion::descriptor() const {
   return {.engine = engine_,
           .key = key_,
-          .address = address_,
           .length = size_,
+          .imm = grant_ ? grant_->imm : 0,
           .kind = gpu_ ? MemoryKind::cuda : MemoryKind::host,
           .device = static_cast<std::uint8_t>(gpu_ ? gpu_->device() : 0)};
 }

@@ -9,7 +9,8 @@ Error refusal(Errc status, const Operation& operation, std::string_view peer) {
   switch (status) {
     case Errc::unknown_region:
       return {status, "write refused: no memory region with this key is registered" + at +
-                          "; the descriptor is foreign, or the region was deregistered"};
+                          "; the region was deregistered, or the descriptor is foreign or a grant "
+                          "for another peer"};
     case Errc::out_of_bounds:
       return {status, "write refused: it leaves the destination region" + at +
                           ", or its source memory is no longer mapped"};

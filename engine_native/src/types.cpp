@@ -10,6 +10,9 @@ constexpr std::string_view kScheme = "kvx://";
 // Descriptors of host memory; those of a GPU's have its number in place of the fourth byte.
 constexpr std::string_view kHostMagic{"KMR\x01", 4};
 constexpr std::string_view kCudaMagic{"KMG", 3};
+// Above the immediate of a grant. Older engines have the address of the memory in place of both,
+// and no address of a process begins so.
+constexpr std::uint64_t kGrant = std::uint64_t{0xffffffff} << 32;
 
 int hex_digit(char c) {
   if (c >= '0' && c <= '9') return c - '0';
@@ -92,7 +95,8 @@ std::string MrDescriptor::encode() const {
   }
   std::memcpy(out + 4, engine.bytes.data(), 16);
   std::memcpy(out + 20, &key, 8);
-  std::memcpy(out + 28, &address, 8);
+  const std::uint64_t grant = imm == 0 ? 0 : kGrant | imm;
+  std::memcpy(out + 28, &grant, 8);
   std::memcpy(out + 36, &length, 8);
   return bytes;
 }
@@ -111,7 +115,9 @@ Result<MrDescriptor> MrDescriptor::decode(std::string_view bytes) {
   }
   std::memcpy(descriptor.engine.bytes.data(), bytes.data() + 4, 16);
   std::memcpy(&descriptor.key, bytes.data() + 20, 8);
-  std::memcpy(&descriptor.address, bytes.data() + 28, 8);
+  std::uint64_t grant = 0;
+  std::memcpy(&grant, bytes.data() + 28, 8);
+  if ((grant & kGrant) == kGrant) descriptor.imm = static_cast<Imm>(grant);
   std::memcpy(&descriptor.length, bytes.data() + 36, 8);
   return descriptor;
 }

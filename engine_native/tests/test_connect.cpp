@@ -1,3 +1,5 @@
+#include <sys/socket.h>
+
 #include "fd.hpp"
 #include "net/socket.hpp"
 #include "support.hpp"
@@ -37,6 +39,25 @@ TEST_CASE("a restarted engine is not taken for the old one") {
   TestEngine after(options);
   CHECK(try_connect(client, old_address).code == Errc::peer_restarted);
   CHECK(try_connect(client, after->address()).code == Errc::ok);
+}
+
+TEST_CASE("what accepts connections and is no engine is told from what does not answer") {
+  TestEngine client(options_for("tcp", "client"));
+  const auto listener = good(net::listen("127.0.0.1", 0));
+  EngineAddress address{.host = "127.0.0.1", .port = good(net::local_port(listener.get()))};
+  const auto silent = try_connect(client, address, std::chrono::milliseconds(50));
+  CHECK(silent.code == Errc::connect_failed);
+  CHECK(silent.text.find("accepts connections there, and does not answer") != std::string::npos);
+  UniqueFd dropped(::accept(listener.get(), nullptr, nullptr));
+
+  const auto id = client->connect(address, kDeadline);
+  UniqueFd accepted;
+  while (!accepted) accepted = UniqueFd(::accept(listener.get(), nullptr, nullptr));
+  constexpr std::string_view kSays = "HTTP/1.1 400 Bad Request\r\n\r\n";  // less than a reply has
+  REQUIRE(::send(accepted.get(), kSays.data(), kSays.size(), MSG_NOSIGNAL) == kSays.size());
+  const auto other = client.await(Kind::connect, id);
+  CHECK(other.code == Errc::connect_failed);
+  CHECK(other.text.find("is no kvxfer engine") != std::string::npos);
 }
 
 TEST_CASE("an id of zeros is whichever engine listens there, if it knows the cluster key") {
@@ -102,8 +123,13 @@ TEST_CASE("one host prefers local, and a second connect gives the same peer") {
   TestEngine b(options);
   const PeerId first = a.connect_to(b);
   CHECK(a.connect_to(b) == first);
-  CHECK(a.await(Kind::peer_up).fabric == "local");
-  CHECK(b.await(Kind::peer_up).fabric == "local");
+  const Completion of_a = a.await(Kind::peer_up);
+  const Completion of_b = b.await(Kind::peer_up);
+  CHECK(of_a.fabric == "local");
+  CHECK(of_b.fabric == "local");
+  // Only b was connected to.
+  CHECK(of_a.id == 0);
+  CHECK(of_b.id == 1);
 }
 
 TEST_CASE("unequal lane counts connect and carry writes both ways") {

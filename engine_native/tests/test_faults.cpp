@@ -1,4 +1,5 @@
 // What a survivor sees. Crashed and frozen processes are tested from Python, with real processes.
+#include <array>
 #include <thread>
 
 #include "support.hpp"
@@ -114,6 +115,27 @@ TEST_CASE("a closed engine ends what it was doing and refuses the rest") {
   good(pair.writer->deregister(source));
   pair.writer->release_counter(1);
   pair.writer->close();
+
+  const auto refused = [](const auto& result) {
+    return !result && result.error().code == Errc::engine_closed;
+  };
+  TransferEngine& closed = *pair.writer;
+  std::byte byte{};
+  CHECK(refused(closed.allocate(4096)));
+  CHECK(refused(closed.register_memory(&byte, 1)));
+  CHECK(refused(closed.allocate_counter()));
+  CHECK(refused(closed.expect(1, 1)));
+  CHECK(refused(closed.subscribe(1)));
+  CHECK(refused(closed.grant(1, {})));
+  CHECK(refused(closed.fence(pair.to_reader)));
+  CHECK(refused(closed.send(pair.to_reader, "late")));
+  CHECK(refused(closed.peer_group({&pair.to_reader, 1})));
+  CHECK(refused(closed.write_imm(pair.to_reader, 1)));
+  CHECK(refused(closed.write(pair.to_reader, source, destination->descriptor(), {.length = 1})));
+  const std::array<std::int64_t, 1> page{0};
+  CHECK(refused(
+      closed.write_pages(pair.to_reader, source, destination->descriptor(),
+                         {.page_length = 1, .source_pages = page, .destination_pages = page})));
 }
 
 TEST_CASE("what is queued for one peer is bounded") {

@@ -28,6 +28,12 @@ struct Granted {
         good(pair.writer->write(pair.to_reader, source, to, {.length = length}, {.imm = with}));
     return pair.writer.await(Kind::write, submitted.id);
   }
+  // As of a writer that does not look at what kind of descriptor it has.
+  MrDescriptor unmarked() const {
+    MrDescriptor plain = descriptor;
+    plain.imm = 0;
+    return plain;
+  }
   bool untouched(std::uint64_t from, std::uint64_t to) const {
     return std::all_of(destination->host() + from, destination->host() + to,
                        [](std::byte byte) { return byte == std::byte{0}; });
@@ -70,7 +76,7 @@ TEST_CASE("a grant opens its range to its counter's writes, until the counter is
     std::memset(granted.destination->host(), 0, kSize);
     const Imm next = good(pair.reader->allocate_counter(pair.to_writer));
     CHECK(granted.write(granted.descriptor, kLength, granted.imm).code != Errc::ok);
-    CHECK(granted.write(granted.descriptor, kLength, next).code == Errc::unknown_region);
+    CHECK(granted.write(granted.unmarked(), kLength, next).code == Errc::unknown_region);
     CHECK(pair.reader->counter_value(next) == 0);
     CHECK(granted.untouched(0, kSize));
   }
@@ -82,8 +88,8 @@ TEST_CASE("a grant is of no use with another counter, without one, or beyond its
     Pair pair(fabric);
     Granted granted(pair);
     const Imm other = good(pair.reader->allocate_counter(pair.to_writer));
-    CHECK(granted.write(granted.descriptor, kLength, other).code == Errc::unknown_region);
-    CHECK(granted.write(granted.descriptor, kLength, std::nullopt).code == Errc::unknown_region);
+    CHECK(granted.write(granted.unmarked(), kLength, other).code == Errc::unknown_region);
+    CHECK(granted.write(granted.unmarked(), kLength, std::nullopt).code == Errc::unknown_region);
     MrDescriptor longer = granted.descriptor;
     longer.length += 1;
     CHECK(granted.write(longer, kLength + 1, granted.imm).code == Errc::out_of_bounds);
@@ -145,6 +151,21 @@ TEST_CASE("counters released under way leave the connection and other grants as 
 }
 
 TEST_SUITE_END();
+
+TEST_CASE("a grant says which immediate it takes, and a write without it is not sent") {
+  Pair pair("tcp");
+  Granted granted(pair);
+  CHECK(good(MrDescriptor::decode(granted.descriptor.encode())).imm == granted.imm);
+  const std::string takes = "imm=" + std::to_string(granted.imm);
+  for (const auto& wrong : {std::optional<Imm>(), std::optional<Imm>(granted.imm + 1)}) {
+    const auto refused = pair.writer->write(pair.to_reader, granted.source, granted.descriptor,
+                                            {.length = kLength}, {.imm = wrong});
+    REQUIRE(!refused);
+    CHECK(refused.error().code == Errc::invalid_argument);
+    CHECK(refused.error().text.find(takes) != std::string::npos);
+  }
+  CHECK(pair.reader->stats().writes_refused.total == 0);
+}
 
 TEST_CASE("what cannot be granted is refused by name") {
   Pair pair("tcp");

@@ -28,7 +28,7 @@ from kvxfer.bench.receiver import answer_or_failure, respond
 from kvxfer.bench.settings import PEER_TIMEOUT_SECONDS
 from kvxfer.engine import Counter, Engine, Peer
 from kvxfer.engine.callback import logger
-from kvxfer.errors import Backpressure, KvxferError, PeerError
+from kvxfer.errors import Backpressure, EngineClosed, EngineError, KvxferError, PeerError
 
 # A client asks nothing while it waits for an operator, and less long than this.
 _IDLE_SECONDS: Final = 300.0
@@ -137,7 +137,7 @@ class _Clients:
                 ),
             )
 
-    def peer_lost(self, peer: Peer, error: PeerError) -> None:
+    def peer_lost(self, peer: Peer, error: EngineError) -> None:
         pass  # _serve_client() is told
 
     def forget(self, client: _Client) -> None:
@@ -146,7 +146,7 @@ class _Clients:
 
 
 def _answer(peer: Peer, answer: m.Answer) -> None:
-    with contextlib.suppress(PeerError, Backpressure):
+    with contextlib.suppress(PeerError, EngineClosed, Backpressure):
         peer.send(msgspec.msgpack.encode(answer))
 
 

@@ -104,7 +104,7 @@ class NullWriter:
                 source_offset=0,
                 destination_offset=0,
                 imm=self._imm,
-                timeout=0.0,
+                timeout=None,
                 nic=None,
                 after=None,
             )

@@ -8,16 +8,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from kvxfer.engine.arguments import REFUSALS, Bytes, Gpu, refused, require_callable
 from kvxfer.engine.callback import logger, tell
 from kvxfer.engine.counter import Counter
 from kvxfer.engine.forks import keep_in_forks
 from kvxfer.engine.memory import Memory, MemoryRegion, register
-from kvxfer.engine.native import error_of, native, translated
+from kvxfer.engine.native import error_of, native
 from kvxfer.engine.operation import Operation
-from kvxfer.engine.options import EngineOptions, native_fabrics
+from kvxfer.engine.options import EngineOptions, native_options
 from kvxfer.engine.peer import Peer
 from kvxfer.engine.watcher import Watcher
-from kvxfer.errors import EngineClosed, InvalidArgument, PeerError, PeerLost, StaleCounter
+from kvxfer.errors import (
+    EngineClosed,
+    EngineError,
+    InvalidArgument,
+    PeerError,
+    PeerLost,
+    StaleCounter,
+)
 
 OperationT = TypeVar("OperationT", bound=Operation)
 _Failed = Sequence[tuple[int, str, str]]
@@ -35,8 +43,9 @@ class Nic:
 
 
 class EngineHandler(Protocol):
-    """Told of peers and messages, on the event loop or within PolledEngine.poll(), once it is
-    `engine.handler`. It must not block; what it raises is logged."""
+    """Told of peers and messages once it is `engine.handler`, which is to be set before any peer
+    connects: on the event loop, or within PolledEngine.poll(). It must not block; what it raises
+    is logged. Messages go to it alone: Peer.receive() then gets none."""
 
     def peer_up(self, peer: Peer) -> None:
         """A peer is connected, whichever side has connected."""
@@ -44,8 +53,9 @@ class EngineHandler(Protocol):
     def message(self, peer: Peer, data: bytes) -> None:
         """A message of `Peer.send()`, in the order in which the peer sent them."""
 
-    def peer_lost(self, peer: Peer, error: PeerError) -> None:
-        """The connection has ended; no write of the peer lands any more. The last call about it."""
+    def peer_lost(self, peer: Peer, error: EngineError) -> None:
+        """The connection has ended: a PeerError, or EngineClosed if this engine was closed. No
+        write of the peer lands any more. The last call about it."""
 
 
 class EngineCore(ABC):
@@ -53,15 +63,19 @@ class EngineCore(ABC):
 
     def __init__(self, cluster_key: bytes | str, options: EngineOptions, *, thread: bool) -> None:
         self.name = options.get("name", "")
-        fabrics = native_fabrics(options.pop("fabrics", None))
-        with translated():
+        try:
             self.native = native.TransferEngine(
-                native.EngineOptions(cluster_key=cluster_key, thread=thread, **fabrics, **options)
+                native.EngineOptions(
+                    cluster_key=cluster_key, thread=thread, **native_options(options)
+                )
             )
+        except native.Error as error:
+            raise error_of(*error.args) from None
         keep_in_forks(self.native)
         self.handler: EngineHandler | None = None
         self._closed = False
         self._peers: dict[int, Peer] = {}
+        self._to_accept: dict[int, Peer] = {}
         self._counters: dict[int, Counter] = {}
         self._revoking: dict[int, Callable[[], object]] = {}
         self._regions: set[MemoryRegion] = set()
@@ -73,10 +87,12 @@ class EngineCore(ABC):
 
     def on_close(self, callback: Callable[[], object]) -> None:
         """Calls at the end of close(), with no peer left. Event loop only."""
+        require_callable("callback", callback)
         self._on_close.append(callback)
 
     def forget_on_close(self, callback: Callable[[], object]) -> None:
         """Takes one on_close() back."""
+        require_callable("callback", callback)
         if callback in self._on_close:
             self._on_close.remove(callback)
 
@@ -126,25 +142,25 @@ class EngineCore(ABC):
 
     # --- memory and counters
 
-    def alloc(self, nbytes: int, gpu: int | None = None, *, require_nics: bool = False) -> Memory:
+    def alloc(self, nbytes: Bytes, gpu: Gpu | None = None, *, require_nics: bool = False) -> Memory:
         """Zeroed memory that peers on this host can map; the fastest source.
 
         gpu: CUDA's number, in this process, of the GPU whose memory it is; None for host memory.
         require_nics: see register().
 
-        Raises OutOfMemory; of a GPU, FabricUnavailable where there is no CUDA driver,
+        Raises OutOfMemory, EngineClosed; of a GPU, FabricUnavailable where there is no CUDA driver,
         InvalidArgument where there is no such GPU, and GpuLost.
         """
-        if nbytes < 1:
-            raise InvalidArgument(f"alloc({nbytes}): ask for at least 1 byte")
-        with translated():
+        try:
             handle = self.native.allocate(nbytes, gpu, require_nics)
+        except REFUSALS as error:
+            raise refused(error, EngineCore.alloc, locals()) from None
         return Memory(MemoryRegion(self.native, handle))
 
     def register(
         self,
         target: Any,
-        nbytes: int | None = None,
+        nbytes: Bytes | None = None,
         *,
         owner: object = None,
         require_nics: bool = False,
@@ -160,11 +176,15 @@ class EngineCore(ABC):
         tcp still takes over where no path of a NIC is left, or the other end's memory needs it.
 
         CUDA's driver says whether an address is memory of a GPU: `MemoryRegion.gpu`. Raises
-        InvalidArgument, OutOfBounds where memory of a GPU is less than was passed, and GpuLost.
+        InvalidArgument, OutOfBounds where memory of a GPU is less than was passed, EngineClosed,
+        and GpuLost.
         """
-        region = register(
-            self.native, target, nbytes, owner, require_nics, on_close=self._regions.discard
-        )
+        try:
+            region = register(
+                self.native, target, nbytes, owner, require_nics, on_close=self._regions.discard
+            )
+        except REFUSALS as error:
+            raise refused(error, EngineCore.register, locals()) from None
         self._regions.add(region)  # peers may write into it until it is closed: its owner must live
         return region
 
@@ -173,10 +193,12 @@ class EngineCore(ABC):
 
         writer: the only peer that will be told of it, so that release() waits for no other.
         """
-        if self._closed:
-            raise EngineClosed("the engine was closed")
-        with translated():
+        try:
+            if writer is not None and writer.engine is not self:
+                raise InvalidArgument(f"writer is {writer!r}, a peer of another engine")
             imm = self.native.allocate_counter(None if writer is None else writer.id)
+        except REFUSALS as error:
+            raise refused(error, EngineCore.counter, locals()) from None
         counter = self._counters[imm] = Counter(
             self.native, imm, self._counter_released, self._counter_revoked
         )
@@ -198,14 +220,16 @@ class EngineCore(ABC):
         else:
             self._revoking[imm] = then
 
-    def watcher(self, *, gpu: int | None = None) -> Watcher:
+    def watcher(self, *, gpu: Gpu | None = None) -> Watcher:
         """A new word at zero that holds writes back until compute has added to it: the processor,
         or with `gpu` streams of that GPU, by `Watcher.add_on()`. Raises InvalidArgument if there is
         no such GPU."""
         if gpu is None:
             return Watcher(self.native)
-        with translated():
+        try:
             return Watcher(self.native, self.native.stream_word(gpu))
+        except REFUSALS as error:
+            raise refused(error, EngineCore.watcher, locals()) from None
 
     # --- operations
 
@@ -244,7 +268,8 @@ class EngineCore(ABC):
                 case "message":
                     self._deliver(peer_id, data)
                 case "peer_up":
-                    self._peer_up(Peer(self, peer_id, data.decode(), text, fabric))
+                    peer = Peer(self, peer_id, data.decode(), text, fabric)
+                    self._peer_up(peer, accepted=bool(ident))
                 case "peer_down":
                     self._peer_down(peer_id, error)
                 case "connect":
@@ -273,16 +298,19 @@ class EngineCore(ABC):
         else:
             tell(self.handler.message, peer, data)
 
-    def _peer_up(self, peer: Peer) -> None:
+    def _peer_up(self, peer: Peer, *, accepted: bool) -> None:
         self._peers[peer.id] = peer
+        if accepted:
+            self._to_accept[peer.id] = peer
         if self.handler is not None:
             tell(self.handler.peer_up, peer)
 
     def _peer_down(self, peer_id: int, error: Exception | None) -> None:
         peer = self._peers.pop(peer_id, None)
+        self._to_accept.pop(peer_id, None)
         if peer is None:
             return
-        reason = error if isinstance(error, PeerError) else PeerLost(str(error))
+        reason = error if isinstance(error, PeerError | EngineClosed) else PeerLost(str(error))
         peer._lose(reason)
         if self.handler is not None:
             tell(self.handler.peer_lost, peer, reason)

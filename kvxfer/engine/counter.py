@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
+from kvxfer.engine.arguments import (
+    REFUSALS,
+    Count,
+    Gpu,
+    Length,
+    Offset,
+    Seconds,
+    Stream,
+    deadline,
+    refused,
+    require_callable,
+)
 from kvxfer.engine.callback import tell
-from kvxfer.engine.memory import MemoryRegion
+from kvxfer.engine.memory import Region
 from kvxfer.engine.native import native, translated
 from kvxfer.engine.watcher import CounterMirror, StreamWait, stream_handle
 from kvxfer.errors import DeadlineExceeded, InvalidArgument, StaleCounter
+
+Ranges: TypeAlias = Sequence[tuple[Region, Offset, Length]]
 
 
 class Counter:
@@ -55,38 +69,41 @@ class Counter:
         """How often it has arrived; 0 after release(). Any thread."""
         return self._engine.counter_value(self.imm)
 
-    def grant(self, ranges: Sequence[tuple[MemoryRegion, int, int]]) -> list[bytes]:
+    def grant(self, ranges: Ranges) -> list[bytes]:
         """Descriptors of (region, offset, bytes) ranges, in order, for the counter's writer.
 
-        It may write there with this counter's immediate and until the counter is released; they
-        are of no use to it otherwise. A counter without a writer, or a range that is empty or
+        It may write there with `imm=`, this counter's immediate, and until the counter is released;
+        they are of no use to it otherwise. A counter without a writer, or a range that is empty or
         leaves its region, raises InvalidArgument or OutOfBounds. Any thread.
         """
-        with translated():
+        try:
             return self._engine.grant(
                 self.imm, [(region.handle, offset, nbytes) for region, offset, nbytes in ranges]
             )
+        except REFUSALS as error:
+            raise refused(error, Counter.grant, locals()) from None
 
-    async def wait(self, total: int, timeout: float | None = None) -> None:
+    async def wait(self, total: Count, timeout: Seconds | None = None) -> None:
         """Returns once exactly `total` immediates have arrived: `immediates` of the operations.
 
         Raises DeadlineExceeded after `timeout` seconds, StaleCounter if the counter is released
-        meanwhile, and EngineError if more arrived than announced. One wait at a time.
+        meanwhile, EngineClosed, and ProtocolError if more arrived than `total`. One wait at a
+        time. Any number of them may follow each other.
         """
         await self._wait(total, timeout, at_least=False)
 
-    async def wait_at_least(self, total: int, timeout: float | None = None) -> None:
+    async def wait_at_least(self, total: Count, timeout: Seconds | None = None) -> None:
         """Returns once `total` or more have arrived: for a counter that runs freely, and
         is waited for again and again. The count is never taken back. Raises as wait() does."""
         await self._wait(total, timeout, at_least=True)
 
     def wait_on(
         self,
-        stream: Any,
-        total: int,
-        timeout: float | None = None,
+        stream: Stream,
+        total: Count,
+        timeout: Seconds | None = None,
         *,
-        gpu: int = 0,
+        gpu: Gpu = 0,
         at_least: bool = False,
     ) -> StreamWait:
         """Queues on a CUDA stream of a GPU that what follows in it waits until `total` immediates
@@ -97,24 +114,28 @@ class Counter:
         timeout: seconds; operation_timeout by default. at_least: more may have arrived. Raises
         InvalidArgument for a stream of another GPU, and for one that is captured. Any thread.
         """
-        with translated():
+        try:
             return StreamWait(
                 self._engine.wait_on_stream(
                     gpu,
                     stream_handle(stream),
                     self.imm,
                     total,
-                    timeout=timeout or 0.0,
+                    timeout=timeout,
                     at_least=at_least,
                 )
             )
+        except REFUSALS as error:
+            raise refused(error, Counter.wait_on, locals()) from None
 
-    def mirror(self, gpu: int = 0) -> CounterMirror:
+    def mirror(self, gpu: Gpu = 0) -> CounterMirror:
         """A word of pinned host memory that follows the counter, for kernels of a GPU that wait for
         a count which only they know. Any thread.
         """
-        with translated():
+        try:
             return CounterMirror(self._engine.mirror_counter(gpu, self.imm))
+        except REFUSALS as error:
+            raise refused(error, Counter.mirror, locals()) from None
 
     def on_arrival(self, callback: Callable[[int], object]) -> None:
         """Calls with the value, on the event loop, whenever it has grown since the last call.
@@ -123,27 +144,30 @@ class Counter:
         call covers what arrived before. What the callback raises is logged. In place of an
         earlier callback. Event loop only. Raises StaleCounter.
         """
+        require_callable("callback", callback)
         with translated():
             self._engine.subscribe(self.imm)
         self._on_arrival = callback
         self._told = 0
         asyncio.get_running_loop().call_soon(self._arrived)
 
-    async def _wait(self, total: int, timeout: float | None, *, at_least: bool) -> None:
+    async def _wait(self, total: Count, timeout: Seconds | None, *, at_least: bool) -> None:
+        limit = deadline(timeout)
         if self._released:
             raise StaleCounter(f"counter {self.imm} was released")
         if self._future is not None:
             raise InvalidArgument("this counter is being waited for already")
         self._future = asyncio.get_running_loop().create_future()
         try:
-            with translated():
-                self._engine.expect(self.imm, total, at_least=at_least)
-            async with asyncio.timeout(timeout):
+            self._engine.expect(self.imm, total, at_least=at_least)
+            async with limit:
                 self.completed_at_ns = await self._future
         except TimeoutError:
             raise DeadlineExceeded(
                 f"counter {self.imm} stands at {self.value} of {total} immediates after {timeout} s"
             ) from None
+        except REFUSALS as error:
+            raise refused(error, Counter.wait, locals()) from None
         finally:
             self._future = None
 
@@ -160,6 +184,7 @@ class Counter:
         lands any more. That is at once where the receiver places the bytes; where NICs do, when
         the writers have answered, or after 150 ms their queue pairs were reset. Event loop
         only; nothing happens, and `then` is called at once, after an earlier release()."""
+        require_callable("then", then)
         if self._released:
             then()
             return

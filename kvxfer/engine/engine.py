@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Self, Unpack
 
+from kvxfer.engine.arguments import REFUSALS, Address, Seconds, deadline, refused
 from kvxfer.engine.core import EngineCore
 from kvxfer.engine.counter import Counter
-from kvxfer.engine.native import translated
 from kvxfer.engine.options import EngineOptions
 from kvxfer.engine.peer import Peer
-from kvxfer.errors import EngineClosed, PeerLost
+from kvxfer.errors import DeadlineExceeded, EngineClosed, InvalidArgument, PeerLost
 
 
 class Engine(EngineCore):
@@ -26,8 +26,13 @@ class Engine(EngineCore):
         super().__init__(cluster_key, options, thread=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connecting: dict[int, asyncio.Future[int]] = {}
+        self._to_accept_changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
+        if self._closed:
+            raise EngineClosed("this engine was closed; make a new one")
+        if self._loop is not None:
+            raise InvalidArgument("this engine was entered before; enter each engine once")
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self.native.event_fd, self._drain)
         return self
@@ -38,6 +43,7 @@ class Engine(EngineCore):
     async def close(self) -> None:
         """Ends everything with EngineClosed and stops the engine's thread. Idempotent."""
         self._closed = True
+        self._to_accept_changed.set()
         # Shielded: a cancelled close still closes, and other closers wait for the same end.
         await asyncio.shield(asyncio.ensure_future(self._close()))
 
@@ -48,17 +54,17 @@ class Engine(EngineCore):
             self._loop.remove_reader(self.native.event_fd)
         self._forget_all()
 
-    async def connect(self, address: str, timeout: float = 2.0) -> Peer:
+    async def connect(self, address: Address, timeout: Seconds = 2.0) -> Peer:
         """Connects and authenticates; the existing Peer if that engine is connected. An address
         with an id of zeros means whichever engine listens there.
 
-        Raises ConnectFailed, AuthenticationFailed or PeerRestarted.
+        Raises ConnectFailed, AuthenticationFailed, PeerRestarted or EngineClosed.
         """
-        if self._loop is None or self._closed:
-            raise EngineClosed("enter the engine with `async with` before connecting")
-        future: asyncio.Future[int] = self._loop.create_future()
-        with translated():
+        future: asyncio.Future[int] = self._entered().create_future()
+        try:
             operation = self.native.connect(address, timeout)
+        except REFUSALS as error:
+            raise refused(error, Engine.connect, locals()) from None
         # Completions come on this loop, so none can have been missed in between.
         self._connecting[operation] = future
         try:
@@ -69,6 +75,36 @@ class Engine(EngineCore):
         if peer is None:
             raise PeerLost(f"the peer at {address} was lost right after connecting")
         return peer
+
+    async def accept(self, timeout: Seconds | None = None) -> Peer:
+        """The next peer that connects to this engine. Each is returned once, in their order, also
+        one that connected before the call, unless it is lost by then. `peers` has all of them, and
+        those that this engine has connected to.
+
+        Raises DeadlineExceeded after `timeout` seconds, and EngineClosed.
+        """
+        self._entered()
+        try:
+            async with deadline(timeout):
+                while not self._to_accept:
+                    self._to_accept_changed.clear()
+                    await self._to_accept_changed.wait()
+                    self._entered()
+        except TimeoutError:
+            raise DeadlineExceeded(f"no peer has connected within {timeout} s") from None
+        return self._to_accept.pop(next(iter(self._to_accept)))
+
+    def _entered(self) -> asyncio.AbstractEventLoop:
+        """The loop that the engine belongs to."""
+        if self._closed:
+            raise EngineClosed("this engine was closed")
+        if self._loop is None:
+            raise InvalidArgument("enter the engine first: `async with engine:`")
+        return self._loop
+
+    def _peer_up(self, peer: Peer, *, accepted: bool) -> None:
+        super()._peer_up(peer, accepted=accepted)
+        self._to_accept_changed.set()
 
     def _connect_ended(self, ident: int, peer_id: int, error: Exception | None) -> None:
         future = self._connecting.get(ident)

@@ -53,6 +53,8 @@ def foreign_memory(target: Any, nbytes: int | None) -> ForeignMemory:
     if isinstance(target, int):
         if nbytes is None:
             raise InvalidArgument("register(address) needs nbytes, the length in bytes")
+        if not 0 < target < 2**64:
+            raise InvalidArgument(f"target is {target}; pass an address of this process")
         return ForeignMemory("memory", target, nbytes, None)
     if hasattr(target, "data_ptr"):
         found = _of_tensor(target)

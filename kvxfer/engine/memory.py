@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from kvxfer.engine.arguments import REFUSALS, refused
 from kvxfer.engine.foreign_memory import foreign_memory
 from kvxfer.engine.native import native, translated
 from kvxfer.errors import InvalidArgument, UnknownRegion
 
 if TYPE_CHECKING:
-    import numpy as np
     from typing_extensions import Buffer
+
+    from kvxfer.engine.arguments import Bytes, Integers, Length, Offset, Readable, Writable
 
 
 class MemoryRegion:
@@ -66,41 +68,42 @@ class MemoryRegion:
         """What peers pass as the destination of their writes: 44 opaque bytes, safe to send on."""
         return self.handle.descriptor
 
-    def read(self, into: Buffer | np.ndarray[Any, Any], offset: int = 0) -> None:
+    def read(self, into: Writable, offset: Offset = 0) -> None:
         """Copies bytes of the region, of the host or a GPU, into a writable contiguous buffer: as
         many as it holds, from byte `offset` on. Waits for that copy, without the GIL.
 
-        Raises OutOfBounds, UnknownRegion once the region is closed, and GpuLost; for a buffer that
-        is not contiguous or not writable, BufferError or ValueError, as its type does.
+        Raises OutOfBounds, UnknownRegion once the region is closed, GpuLost, and InvalidArgument
+        for a buffer that is not contiguous or not writable.
         """
         self._check_open()
-        with translated():
+        try:
             self.handle.read(into, offset)
+        except REFUSALS as error:
+            raise refused(error, MemoryRegion.read, locals()) from None
 
-    def write(self, data: Buffer | np.ndarray[Any, Any], offset: int = 0) -> None:
+    def write(self, data: Readable, offset: Offset = 0) -> None:
         """The other way round: the buffer's bytes come to the region, from byte `offset` on."""
         self._check_open()
-        with translated():
+        try:
             self.handle.write(data, offset)
+        except REFUSALS as error:
+            raise refused(error, MemoryRegion.write, locals()) from None
 
     def _check_open(self) -> None:
         """Memory of the caller's may be gone afterwards."""
         if not self._open:
             raise UnknownRegion("the region was closed; its memory is no longer registered")
 
-    def checksum(
-        self,
-        offsets: np.ndarray[tuple[int], np.dtype[np.int64]],
-        numbers: np.ndarray[tuple[int], np.dtype[np.int64]],
-        length: int,
-    ) -> int:
+    def checksum(self, offsets: Integers, numbers: Integers, length: Length) -> int:
         """The sum, modulo 2**64, of XXH3 of each run of `length` bytes at `offsets[i]`, seeded with
         `numbers[i]`: the same wherever the runs lie, and in whatever order they are given.
 
         Raises OutOfBounds, and InvalidArgument for memory of a GPU. Runs without the GIL.
         """
-        with translated():
+        try:
             return self.handle.checksum(offsets, numbers, length)
+        except REFUSALS as error:
+            raise refused(error, MemoryRegion.checksum, locals()) from None
 
     def close(self) -> None:
         """Deregisters. Operations that read the region end with `Cancelled` first; afterwards no
@@ -139,11 +142,35 @@ class Memory(native.MemoryRegion):
     dtype)`, or through DLPack (`numpy.from_dlpack`, `torch.from_dlpack`; uint8, one dimension).
     Memory of a GPU offers DLPack (`torch.from_dlpack`, `cupy.from_dlpack`) and
     `__cuda_array_interface__`. The memory stays allocated for as long as any of these views lives.
+
+    Calls that take a region take the memory itself, too. `region` is its MemoryRegion.
     """
 
     def __init__(self, region: MemoryRegion) -> None:
         super().__init__(region.handle)
         self.region = region
+
+    @property
+    def handle(self) -> native.MemoryRegion:
+        """As of the region."""
+        return self.region.handle
+
+    @property
+    def descriptor(self) -> bytes:
+        """As of the region."""
+        return self.region.descriptor
+
+    def read(self, into: Writable, offset: Offset = 0) -> None:
+        """As MemoryRegion.read()."""
+        self.region.read(into, offset)
+
+    def write(self, data: Readable, offset: Offset = 0) -> None:
+        """As MemoryRegion.write()."""
+        self.region.write(data, offset)
+
+    def checksum(self, offsets: Integers, numbers: Integers, length: Length) -> int:
+        """As MemoryRegion.checksum()."""
+        return self.region.checksum(offsets, numbers, length)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
@@ -162,18 +189,24 @@ class Memory(native.MemoryRegion):
         """Deregisters the region; see MemoryRegion.close."""
         self.region.close()
 
+    def __repr__(self) -> str:
+        return repr(self.region).replace("MemoryRegion", "Memory", 1)
 
-def alloc_shared(nbytes: int) -> Buffer:
+
+Region: TypeAlias = MemoryRegion | Memory
+
+
+def alloc_shared(nbytes: Bytes) -> Buffer:
     """Zeroed host memory that belongs to no engine: a writable buffer, for numpy.frombuffer() and
     torch.frombuffer(). What an engine registers of it, in whole or in parts, is as fast a source as
     `Engine.alloc` is. It stays allocated for as long as any view or region of it lives.
 
     Raises InvalidArgument, and OutOfMemory where the host has less memory available.
     """
-    if nbytes < 1:
-        raise InvalidArgument(f"alloc_shared({nbytes}): ask for at least 1 byte")
-    with translated():
+    try:
         return native.SharedMemory(nbytes)
+    except REFUSALS as error:
+        raise refused(error, alloc_shared, locals()) from None
 
 
 def register(
@@ -191,8 +224,7 @@ def register(
     also where the driver and the object disagree.
     """
     memory = foreign_memory(target, nbytes)
-    with translated():
-        handle = engine.register_memory(memory.address, memory.nbytes, require_nics)
+    handle = engine.register_memory(memory.address, memory.nbytes, require_nics)
     keeper = memory.owner if owner is None else owner
     region = MemoryRegion(engine, handle, keeper, on_close, require_nics)
     try:

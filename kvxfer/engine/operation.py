@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Generator, Sequence
 
+from kvxfer.engine.arguments import require_callable
 from kvxfer.engine.callback import tell
 from kvxfer.engine.native import error_of, native
 
@@ -13,7 +15,9 @@ class Operation:
     """One submitted write operation.
 
     `await` it: it returns when every byte is delivered (placed in the receiver's memory), or
-    raises an EngineError. Either way the source memory is no longer read.
+    raises an EngineError. Either way the source memory is no longer read. That also holds for a
+    wait that is cancelled, by a timeout say: it cancels the operation, and ends once the engine is
+    done with the source. `await asyncio.shield(operation)` leaves the operation as it is.
 
     writes: on the wire (neighbouring pages have been joined). immediates: what the receiver's
         counter grows by in all, known at once: one may count for several writes. nbytes: payload.
@@ -54,12 +58,11 @@ class Operation:
         self._waiters: list[asyncio.Future[None]] = []
 
     def __await__(self) -> Generator[object, None, None]:
-        yield from self._until_ended()
+        yield from until_ended((self,))
         if self.error is not None:
             raise self.error
 
     def _until_ended(self) -> Generator[object, None, None]:
-        """Waits like `await`, and raises nothing."""
         if not self._done:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
@@ -67,6 +70,7 @@ class Operation:
 
     def on_end(self, callback: Callable[[], object]) -> None:
         """Calls when it has ended, or now if it has. Event loop only."""
+        require_callable("callback", callback)
         if self._done:
             tell(callback)
         else:
@@ -78,7 +82,9 @@ class Operation:
 
     def cancel(self) -> None:
         """Stops posting; what is posted is waited for. The operation then raises `Cancelled`, or
-        returns if it was faster. Any thread."""
+        returns if it was faster. A peer that takes nothing of what is posted for its
+        `peer_timeout` is given up, so the wait is bounded. Does not wait itself: the source is
+        free once the operation has ended. Any thread."""
         self._engine.cancel(self.id)
 
     def _finish(self, error: Exception | None, failed: Sequence[tuple[int, str, str]] = ()) -> None:
@@ -96,6 +102,22 @@ class Operation:
         for callback in self._callbacks:
             tell(callback)
         self._callbacks.clear()
+
+
+def until_ended(operations: Sequence[Operation]) -> Generator[object, None, None]:
+    """Waits until all have ended, well or not. If the wait is cancelled, cancels them and waits on,
+    whatever cancels it again: their sources are free when it has ended."""
+    try:
+        for operation in operations:
+            yield from operation._until_ended()
+    except asyncio.CancelledError:
+        for operation in operations:
+            operation.cancel()
+        for operation in operations:
+            while not operation.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    yield from operation._until_ended()
+        raise
 
 
 class Scattered(Operation):

@@ -3,6 +3,7 @@ their defaults."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import Final, TypedDict
 
@@ -15,7 +16,7 @@ DEFAULT_PEER_TIMEOUT: Final = native.DEFAULT_PEER_TIMEOUT
 
 class EngineOptions(TypedDict, total=False):
     """The options of `Engine`, for programs that pass them on. One that is left out has its
-    default. `Engine` raises TypeError for an unknown one, and InvalidArgument for a wrong value."""
+    default. `Engine` raises InvalidArgument for an unknown one, and for a wrong value."""
 
     name: str
     """Names the engine in the errors and the `peer.name` of its peers: up to 128 bytes, which need
@@ -108,9 +109,24 @@ class EngineOptions(TypedDict, total=False):
     default."""
 
 
+def native_options(given: EngineOptions) -> dict[str, object]:
+    """What the native engine takes for them. Raises InvalidArgument for an option that there is
+    not, naming one like it."""
+    for name in given.keys() - EngineOptions.__optional_keys__:
+        near = difflib.get_close_matches(name, EngineOptions.__optional_keys__, n=1)
+        meant = f"did you mean {near[0]!r}?" if near else "help(kvxfer.EngineOptions) lists them"
+        raise InvalidArgument(f"Engine has no option {name!r}; {meant}")
+    return {
+        **native_fabrics(given.get("fabrics")),
+        **{name: value for name, value in given.items() if name != "fabrics"},
+    }
+
+
 def native_fabrics(fabrics: Sequence[str] | None) -> dict[str, bool | str]:
     """The native options that `fabrics` stands for. Raises InvalidArgument."""
     named = FABRICS if fabrics is None else fabrics
+    if isinstance(named, str | bytes) or not isinstance(named, Sequence):
+        raise InvalidArgument(f"fabrics is {named!r}; pass a list of names, such as ['tcp']")
     if not named or any(fabric not in FABRICS for fabric in named):
         raise InvalidArgument(
             f"fabrics is {list(named)!r}; choose from {', '.join(FABRICS)}, at least one"

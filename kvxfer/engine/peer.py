@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from kvxfer.engine.arguments import REFUSALS, deadline, refused, require_callable
 from kvxfer.engine.callback import tell
-from kvxfer.engine.integers import buffer_of
 from kvxfer.engine.native import translated
 from kvxfer.engine.operation import Operation
-from kvxfer.errors import DeadlineExceeded, PeerError
+from kvxfer.errors import DeadlineExceeded, EngineError
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from kvxfer._native import TransferEngine
+    from kvxfer.engine.arguments import (
+        Descriptor,
+        Imm,
+        Integers,
+        Length,
+        Nic,
+        Offset,
+        Seconds,
+        Stride,
+    )
     from kvxfer.engine.counter import Counter
-    from kvxfer.engine.integers import Integers
-    from kvxfer.engine.memory import Memory, MemoryRegion
+    from kvxfer.engine.memory import Memory, Region
     from kvxfer.engine.watcher import WatchFor
 
 
@@ -48,12 +59,12 @@ class Peer:
     ) -> None:
         self.engine = engine
         self._on_lost: list[Callable[[Peer], object]] = []
-        self._inbox: asyncio.Queue[bytes | PeerError] = asyncio.Queue()
+        self._inbox: asyncio.Queue[bytes | EngineError] = asyncio.Queue()
         self.id = peer_id
         self.engine_id = engine_id
         self.name = name
         self.fabric = fabric
-        self.error: PeerError | None = None
+        self.error: EngineError | None = None
 
     @property
     def alive(self) -> bool:
@@ -62,27 +73,28 @@ class Peer:
 
     def write(
         self,
-        src: MemoryRegion,
-        dst: bytes,
+        src: Region,
+        dst: Descriptor,
         *,
-        length: int,
-        src_offset: int = 0,
-        dst_offset: int = 0,
-        imm: int | None = None,
-        timeout: float | None = None,
-        nic: int | None = None,
+        length: Length,
+        src_offset: Offset = 0,
+        dst_offset: Offset = 0,
+        imm: Imm | None = None,
+        timeout: Seconds | None = None,
+        nic: Nic | None = None,
         after: WatchFor | None = None,
     ) -> Operation:
         """Writes `length` contiguous bytes into the peer's region `dst` (a descriptor).
 
-        imm: counts at the receiver, `immediates` times in all. timeout: seconds until the
-        operation fails with DeadlineExceeded; the engine's operation_timeout by default.
-        nic: only over this one of engine.nics. after: watcher.at(value), to hold the write back
-        until the watcher has reached the value.
-        Raises OutOfBounds, UnknownRegion, Backpressure, or the reason why the peer is lost.
+        imm: counts at the receiver, `immediates` times in all; a grant needs that of its counter.
+        timeout: seconds until the operation fails with DeadlineExceeded; the engine's
+        operation_timeout by default. nic: only over this one of engine.nics. after:
+        watcher.at(value), to hold the write back until the watcher has reached the value.
+        Raises OutOfBounds, UnknownRegion, Backpressure, EngineClosed, or the reason why the peer
+        is lost.
         """
         self._require_connected()
-        with translated():
+        try:
             submitted = self.engine.native.write(
                 self.id,
                 src.handle,
@@ -91,38 +103,41 @@ class Peer:
                 destination_offset=dst_offset,
                 length=length,
                 imm=imm,
-                timeout=timeout or 0.0,
+                timeout=timeout,
                 nic=nic,
                 after=after,
             )
+        except REFUSALS as error:
+            raise refused(error, Peer.write, locals()) from None
         return self.engine._track(Operation(self.engine.native, *submitted))
 
     def write_pages(
         self,
-        src: MemoryRegion,
-        dst: bytes,
+        src: Region,
+        dst: Descriptor,
         *,
-        page_length: int,
-        src_pages: Any,
-        dst_pages: Any,
-        src_stride: int,
-        dst_stride: int,
-        src_offset: int = 0,
-        dst_offset: int = 0,
-        imm: int | None = None,
-        timeout: float | None = None,
-        nic: int | None = None,
+        page_length: Length,
+        src_pages: Integers,
+        dst_pages: Integers,
+        src_stride: Stride | None = None,
+        dst_stride: Stride | None = None,
+        src_offset: Offset = 0,
+        dst_offset: Offset = 0,
+        imm: Imm | None = None,
+        timeout: Seconds | None = None,
+        nic: Nic | None = None,
         after: WatchFor | None = None,
     ) -> Operation:
         """Writes pages: page i moves `page_length` bytes from src_offset + src_pages[i] *
         src_stride to dst_offset + dst_pages[i] * dst_stride.
 
-        src_pages, dst_pages: one-dimensional buffers of int32 or int64 (numpy arrays), of equal
-        length. One call for all pages of a layer: 100,000 pages are one native crossing. See
-        write() for the rest.
+        src_pages, dst_pages: equally many integers, as a sequence, or as a one-dimensional array
+        or tensor; an array of int64 is not copied. src_stride, dst_stride: page_length by default.
+        One call for all pages of a layer: 100,000 pages are one native crossing. See write() for
+        the rest.
         """
         self._require_connected()
-        with translated():
+        try:
             submitted = self.engine.native.write_pages(
                 self.id,
                 src.handle,
@@ -130,91 +145,100 @@ class Peer:
                 page_length=page_length,
                 source_pages=src_pages,
                 destination_pages=dst_pages,
-                source_stride=src_stride,
-                destination_stride=dst_stride,
+                source_stride=page_length if src_stride is None else src_stride,
+                destination_stride=page_length if dst_stride is None else dst_stride,
                 source_offset=src_offset,
                 destination_offset=dst_offset,
                 imm=imm,
-                timeout=timeout or 0.0,
+                timeout=timeout,
                 nic=nic,
                 after=after,
             )
+        except REFUSALS as error:
+            raise refused(error, Peer.write_pages, locals()) from None
         return self.engine._track(Operation(self.engine.native, *submitted))
 
     def write_list(
         self,
-        src: Sequence[MemoryRegion],
-        dst: Sequence[bytes],
+        src: Sequence[Region],
+        dst: Sequence[Descriptor],
         *,
         src_offsets: Integers,
         dst_offsets: Integers,
         lengths: Integers,
-        imm: int | None = None,
-        timeout: float | None = None,
-        nic: int | None = None,
+        imm: Imm | None = None,
+        timeout: Seconds | None = None,
+        nic: Nic | None = None,
         after: WatchFor | None = None,
     ) -> Operation:
         """Many writes as one operation with one total: lengths[i] bytes from src_offsets[i] of the
         region src[i] to dst_offsets[i] of the region dst[i] (a descriptor).
 
-        src_offsets, dst_offsets, lengths: as many integers as there are regions, as a sequence or
-        a one-dimensional buffer of int32 or int64. All are submitted, or none. See write() for
-        the rest.
+        src_offsets, dst_offsets, lengths: as many integers as there are regions, given as those
+        of write_pages(). All are submitted, or none. See write() for the rest.
         """
         self._require_connected()
-        with translated():
+        try:
             submitted = self.engine.native.write_list(
                 self.id,
                 [region.handle for region in src],
                 dst,
-                source_offsets=buffer_of(src_offsets),
-                destination_offsets=buffer_of(dst_offsets),
-                lengths=buffer_of(lengths),
+                source_offsets=src_offsets,
+                destination_offsets=dst_offsets,
+                lengths=lengths,
                 imm=imm,
-                timeout=timeout or 0.0,
+                timeout=timeout,
                 nic=nic,
                 after=after,
             )
+        except REFUSALS as error:
+            raise refused(error, Peer.write_list, locals()) from None
         return self.engine._track(Operation(self.engine.native, *submitted))
 
     def write_imm(
         self,
-        imm: int,
+        imm: Imm,
         *,
-        timeout: float | None = None,
-        nic: int | None = None,
+        timeout: Seconds | None = None,
+        nic: Nic | None = None,
         after: WatchFor | None = None,
     ) -> Operation:
         """Counts one at the receiver, without any bytes."""
         self._require_connected()
-        with translated():
+        try:
             submitted = self.engine.native.write_imm(
-                self.id, imm, timeout=timeout or 0.0, nic=nic, after=after
+                self.id, imm, timeout=timeout, nic=nic, after=after
             )
+        except REFUSALS as error:
+            raise refused(error, Peer.write_imm, locals()) from None
         return self.engine._track(Operation(self.engine.native, *submitted))
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: Buffer) -> None:
         """Sends a message of at most 1 MiB: ordered among messages, not among writes. That it was
         lost shows as the peer being lost. Raises Backpressure while 16 MiB wait."""
         self._require_connected()
-        with translated():
-            self.engine.native.send(self.id, data)
+        try:
+            self.engine.native.send(
+                self.id, data if isinstance(data, bytes) else bytes(memoryview(data))
+            )
+        except REFUSALS as error:
+            raise refused(error, Peer.send, locals()) from None
 
-    async def receive(self, timeout: float | None = None) -> bytes:
-        """The next message. Only where the engine has no handler.
+    async def receive(self, timeout: Seconds | None = None) -> bytes:
+        """The next message. If the engine has a handler, messages go there, and none comes here.
 
         Raises the peer's error once it is lost, DeadlineExceeded after `timeout` seconds.
         """
         if self.error is not None and self._inbox.empty():
             raise self.error
         try:
-            async with asyncio.timeout(timeout):
+            async with deadline(timeout):
                 item = await self._inbox.get()
         except TimeoutError:
             raise DeadlineExceeded(
                 f"no message from peer {self.name!r} within {timeout} s"
             ) from None
-        if isinstance(item, PeerError):
+        if isinstance(item, EngineError):
             self._inbox.put_nowait(item)  # for the other waiters
             raise item
         return item
@@ -222,6 +246,7 @@ class Peer:
     def on_lost(self, callback: Callable[[Peer], object]) -> None:
         """Calls with this peer when it is lost, or now if it is; `error` says why. Before the
         engine's handler hears of it."""
+        require_callable("callback", callback)
         if self.error is not None:
             tell(callback, self)
         else:
@@ -229,6 +254,7 @@ class Peer:
 
     def forget_on_lost(self, callback: Callable[[Peer], object]) -> None:
         """Takes one on_lost() back."""
+        require_callable("callback", callback)
         if callback in self._on_lost:
             self._on_lost.remove(callback)
 
@@ -245,7 +271,7 @@ class Peer:
         """The engine's report of a message. Event loop only."""
         self._inbox.put_nowait(data)
 
-    def _lose(self, error: PeerError) -> None:
+    def _lose(self, error: EngineError) -> None:
         """The engine's report that the peer is lost. Event loop only."""
         self.error = error
         self._inbox.put_nowait(error)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvxfer.engine.integers import buffer_of
-from kvxfer.engine.native import translated
+from kvxfer.engine.arguments import REFUSALS, refused
 from kvxfer.engine.operation import Scattered
 from kvxfer.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from kvxfer.engine.arguments import Descriptor, Imm, Integers, Seconds
     from kvxfer.engine.core import EngineCore
-    from kvxfer.engine.integers import Integers
-    from kvxfer.engine.memory import MemoryRegion
+    from kvxfer.engine.memory import Region
     from kvxfer.engine.peer import Peer
     from kvxfer.engine.watcher import WatchFor
 
@@ -28,22 +27,25 @@ class PeerGroup:
     __slots__ = ("_engine", "peers")
 
     def __init__(self, engine: EngineCore, peers: Sequence[Peer]) -> None:
-        for peer in peers:
-            if peer.engine is not engine:
-                raise InvalidArgument(f"{peer!r} is a peer of another engine than the group's")
+        try:
+            for peer in peers:
+                if peer.engine is not engine:
+                    raise InvalidArgument(f"{peer!r} is a peer of another engine than the group's")
+            self.peers = tuple(peers)
+        except REFUSALS as error:
+            raise refused(error, PeerGroup.__init__, locals()) from None
         self._engine = engine
-        self.peers = tuple(peers)
 
     def scatter(
         self,
-        src: MemoryRegion,
-        dst: Sequence[bytes],
+        src: Region,
+        dst: Sequence[Descriptor],
         *,
         src_offsets: Integers,
         dst_offsets: Integers,
         lengths: Integers,
-        imm: int | None = None,
-        timeout: float | None = None,
+        imm: Imm | None = None,
+        timeout: Seconds | None = None,
         after: WatchFor | None = None,
     ) -> Scattered:
         """Writes to each peer its part of `src`: lengths[i] bytes from src_offsets[i] to
@@ -53,28 +55,32 @@ class PeerGroup:
         for all.
         """
         ids = self._connected()
-        with translated():
+        try:
             submitted = self._engine.native.scatter(
                 src.handle,
                 ids,
                 dst,
-                source_offsets=buffer_of(src_offsets),
-                destination_offsets=buffer_of(dst_offsets),
-                lengths=buffer_of(lengths),
+                source_offsets=src_offsets,
+                destination_offsets=dst_offsets,
+                lengths=lengths,
                 imm=imm,
-                timeout=timeout or 0.0,
+                timeout=timeout,
                 after=after,
             )
+        except REFUSALS as error:
+            raise refused(error, PeerGroup.scatter, locals()) from None
         return self._engine._track(Scattered(self._engine.native, *submitted))
 
     def barrier(
-        self, imm: int, *, timeout: float | None = None, after: WatchFor | None = None
+        self, imm: Imm, *, timeout: Seconds | None = None, after: WatchFor | None = None
     ) -> Scattered:
         """Counts one at every peer, without any bytes: its part of a barrier in which each waits
         for as many as there are others."""
         ids = self._connected()
-        with translated():
-            submitted = self._engine.native.barrier(ids, imm, timeout=timeout or 0.0, after=after)
+        try:
+            submitted = self._engine.native.barrier(ids, imm, timeout=timeout, after=after)
+        except REFUSALS as error:
+            raise refused(error, PeerGroup.barrier, locals()) from None
         return self._engine._track(Scattered(self._engine.native, *submitted))
 
     def _connected(self) -> list[int]:

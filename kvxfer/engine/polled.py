@@ -6,12 +6,20 @@ from collections.abc import Callable
 from typing import Final, Self, Unpack
 
 from kvxfer.clock import SYSTEM_CLOCK, Clock
+from kvxfer.engine.arguments import (
+    REFUSALS,
+    Address,
+    Count,
+    Seconds,
+    refused,
+    require_callable,
+    require_seconds,
+)
 from kvxfer.engine.core import EngineCore
 from kvxfer.engine.counter import Counter
-from kvxfer.engine.native import translated
 from kvxfer.engine.options import EngineOptions
 from kvxfer.engine.peer import Peer
-from kvxfer.errors import DeadlineExceeded, EngineClosed, EngineError, PeerLost, StaleCounter
+from kvxfer.errors import DeadlineExceeded, EngineClosed, PeerLost, ProtocolError, StaleCounter
 
 # In native code between two looks at the clock, and at Ctrl-C.
 _TURN_SECONDS: Final = 0.01
@@ -59,12 +67,14 @@ class PolledEngine(EngineCore):
         self._drain()
         return moved
 
-    def connect(self, address: str, timeout: float = 2.0) -> Peer:
+    def connect(self, address: Address, timeout: Seconds = 2.0) -> Peer:
         """As Engine.connect(), polling meanwhile."""
         if self._closed:
-            raise EngineClosed("the engine was closed")
-        with translated():
+            raise EngineClosed("this engine was closed")
+        try:
             operation = self.native.connect(address, timeout)
+        except REFUSALS as error:
+            raise refused(error, PolledEngine.connect, locals()) from None
         while operation not in self._connected:
             self.poll()
         ended = self._connected.pop(operation)
@@ -75,20 +85,37 @@ class PolledEngine(EngineCore):
             raise PeerLost(f"the peer at {address} was lost right after connecting")
         return peer
 
-    def poll_until(self, done: Callable[[], bool], timeout: float) -> None:
+    def accept(self, timeout: Seconds) -> Peer:
+        """As Engine.accept(), polling meanwhile."""
+        self._poll_until(
+            lambda: bool(self._to_accept), timeout, "no peer has connected within {} s"
+        )
+        return self._to_accept.pop(next(iter(self._to_accept)))
+
+    def poll_until(self, done: Callable[[], bool], timeout: Seconds) -> None:
         """Polls until `done()` is true, as with `operation.done`. Raises DeadlineExceeded after
-        `timeout` seconds."""
+        `timeout` seconds, and EngineClosed."""
+        require_callable("done", done)
+        self._poll_until(done, timeout, "nothing to show for {} s of polling")
+
+    def _poll_until(self, done: Callable[[], bool], timeout: Seconds, late: str) -> None:
+        require_seconds(timeout)
         deadline = self._clock.monotonic() + timeout
         while not done():
+            if self._closed:
+                raise EngineClosed("this engine was closed")
             if self._clock.monotonic() > deadline:
-                raise DeadlineExceeded(f"nothing to show for {timeout} s of polling")
+                raise DeadlineExceeded(late.format(timeout))
             self.poll()
 
-    def poll_counter(self, counter: Counter, total: int, timeout: float) -> None:
+    def poll_counter(self, counter: Counter, total: Count, timeout: Seconds) -> None:
         """Polls in native code, faster than poll_until(), until exactly `total` writes have
         arrived. Raises as Counter.wait() does."""
+        require_seconds(timeout)
         deadline = self._clock.monotonic() + timeout
-        while (value := self.native.poll_counter(counter.imm, total, _TURN_SECONDS)) < total:
+        while (value := self._polled(counter, total)) < total:
+            if self._closed:
+                raise EngineClosed("this engine was closed")
             if self._counters.get(counter.imm) is not counter:
                 raise StaleCounter(f"counter {counter.imm} was released")
             if self._clock.monotonic() > deadline:
@@ -97,9 +124,16 @@ class PolledEngine(EngineCore):
                     f"after {timeout} s"
                 )
         if value > total:
-            raise EngineError(
-                f"counter {counter.imm} stands at {value} immediates, but {total} were announced"
+            raise ProtocolError(
+                f"counter {counter.imm} stands at {value} immediates, but {total} were waited for; "
+                "wait for the sum of `immediates` of all operations that carry it"
             )
+
+    def _polled(self, counter: Counter, total: Count) -> int:
+        try:
+            return self.native.poll_counter(counter.imm, total, _TURN_SECONDS)
+        except REFUSALS as error:
+            raise refused(error, PolledEngine.poll_counter, locals()) from None
 
     def _connect_ended(self, ident: int, peer_id: int, error: Exception | None) -> None:
         self._connected[ident] = peer_id if error is None else error

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import operator
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
+from kvxfer.engine.arguments import REFUSALS, Bytes, Slots, refused
 from kvxfer.engine.callback import logger
 from kvxfer.engine.pool_wire import HEADER_BYTES, Header, PoolOffer, SlotOffer, encode
 from kvxfer.errors import EngineClosed, InvalidArgument, OutOfMemory, PeerError
@@ -77,16 +79,17 @@ class ReceivePool:
     messages that had arrived whole are still yielded. Event loop only.
     """
 
-    def __init__(self, engine: Engine, slots: int, slot_bytes: int) -> None:
-        if slots < 1 or slot_bytes < 1:
-            raise InvalidArgument(
-                f"a pool of {slots} slots of {slot_bytes} bytes; both must be at least 1"
-            )
+    def __init__(self, engine: Engine, slots: Slots, slot_bytes: Bytes) -> None:
+        try:
+            self._free = deque(range(slots))
+            self._stride = HEADER_BYTES + -(-slot_bytes // HEADER_BYTES) * HEADER_BYTES
+            if slots < 1 or slot_bytes < 1:
+                raise InvalidArgument(f"a pool of {slots} slots of {slot_bytes} bytes")
+            self._memory = engine.alloc(slots * self._stride)
+        except REFUSALS as error:
+            raise refused(error, ReceivePool.__init__, locals()) from None
         self._engine = engine
-        self._stride = HEADER_BYTES + -(-slot_bytes // HEADER_BYTES) * HEADER_BYTES
-        self._memory = engine.alloc(slots * self._stride)
         self._view = memoryview(self._memory)
-        self._free = deque(range(slots))
         self._loans: dict[Peer, list[_Loan]] = {}
         self._arrived: asyncio.Queue[Received | None] = asyncio.Queue()
         self._closed = False
@@ -99,19 +102,28 @@ class ReceivePool:
         """Slots that are not lent."""
         return len(self._free)
 
-    def offer(self, peer: Peer, slots: int) -> bytes:
+    def offer(self, peer: Peer, slots: Slots) -> bytes:
         """Lends slots to a peer, until it is lost or withdraw(). Send it the bytes.
 
-        Raises OutOfMemory where fewer slots are free, and the reason why the peer is lost.
+        Raises OutOfMemory where fewer slots are free, EngineClosed, and the reason why the peer is
+        lost.
         """
+        if self._engine_closed:
+            raise EngineClosed("the engine was closed")
         if self._closed:
             raise InvalidArgument("this pool was closed")
-        if peer.engine is not self._engine:
-            raise InvalidArgument(f"{peer!r} is a peer of another engine than the pool's")
-        peer._require_connected()
-        if not 1 <= slots <= len(self._free):
-            kind = InvalidArgument if slots < 1 else OutOfMemory
-            raise kind(f"{slots} slots for peer {peer.name!r}; {len(self._free)} are free")
+        try:
+            if peer.engine is not self._engine:
+                raise InvalidArgument(f"{peer!r} is a peer of another engine than the pool's")
+            peer._require_connected()
+            if operator.index(slots) < 1:
+                raise InvalidArgument(f"{slots} slots for peer {peer.name!r}")
+            if slots > len(self._free):
+                raise OutOfMemory(
+                    f"{slots} slots for peer {peer.name!r}; {len(self._free)} are free"
+                )
+        except REFUSALS as error:
+            raise refused(error, ReceivePool.offer, locals()) from None
         loans: list[_Loan] = []
         with contextlib.ExitStack() as on_error:
             for index in list(self._free)[:slots]:
@@ -142,7 +154,10 @@ class ReceivePool:
     def withdraw(self, peer: Peer) -> None:
         """Takes back what a peer was lent: its offers are void, and nothing of it is yielded.
         A slot comes back once the peer has answered, and its message, if any, is released."""
-        peer.forget_on_lost(self.withdraw)
+        try:
+            peer.forget_on_lost(self.withdraw)
+        except AttributeError as error:
+            raise refused(error, ReceivePool.withdraw, locals()) from None
         for loan in self._loans.pop(peer, ()):
             loan.withdrawn = True
             loan.header.revoke(partial(loan.payload.revoke, partial(self._revoked, loan)))
@@ -220,6 +235,6 @@ class ReceivePool:
                 self._free.append(loan.index)
             return
         # A peer whose loss is about to be reported: then the slot comes back, if it is not held.
-        with contextlib.suppress(PeerError):
+        with contextlib.suppress(PeerError, EngineClosed):
             loan.peer.write_imm(loan.credit)
         loan.held = False

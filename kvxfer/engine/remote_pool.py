@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
+from kvxfer.engine.arguments import REFUSALS, deadline, refused
 from kvxfer.engine.operation_group import OperationGroup
 from kvxfer.engine.pool_wire import HEADER_BYTES, Header, SlotOffer, decode
 from kvxfer.errors import Backpressure, DeadlineExceeded, InvalidArgument, OutOfBounds
 
 if TYPE_CHECKING:
+    from kvxfer.engine.arguments import Length, Offer, Offset, Seconds
     from kvxfer.engine.counter import Counter
-    from kvxfer.engine.memory import MemoryRegion
+    from kvxfer.engine.memory import Region
     from kvxfer.engine.operation import Operation
     from kvxfer.engine.peer import Peer
     from kvxfer.engine.watcher import WatchFor
@@ -37,11 +39,14 @@ class _Slot:
 class RemotePool:
     """The slots of one offer of a peer. The loss of the peer closes it. Event loop only."""
 
-    def __init__(self, peer: Peer, offer: bytes) -> None:
+    def __init__(self, peer: Peer, offer: Offer) -> None:
         """offer: what ReceivePool.offer() returned there. Raises InvalidArgument, or the reason
         why the peer is lost, or OutOfMemory."""
-        said = decode(offer)
-        peer._require_connected()
+        try:
+            said = decode(offer)
+            peer._require_connected()
+        except REFUSALS as error:
+            raise refused(error, RemotePool.__init__, locals()) from None
         self._peer = peer
         self._region = said.region
         self._closed = False
@@ -68,11 +73,11 @@ class RemotePool:
 
     def send(
         self,
-        src: MemoryRegion,
-        length: int,
-        src_offset: int = 0,
+        src: Region,
+        length: Length,
+        src_offset: Offset = 0,
         *,
-        timeout: float | None = None,
+        timeout: Seconds | None = None,
         after: WatchFor | None = None,
     ) -> OperationGroup:
         """Sends `length` bytes of `src` into a free slot, as one message. Two operations:
@@ -82,8 +87,12 @@ class RemotePool:
         Peer.write raises. A send that fails later costs its slot, until the peer withdraws it.
         """
         self._require_open()
-        if not 0 <= length <= self.slot_bytes:
-            raise OutOfBounds(f"a message of {length} bytes; the slots have {self.slot_bytes}")
+        try:
+            src.handle  # noqa: B018
+            if not 0 <= length <= self.slot_bytes:
+                raise OutOfBounds(f"length is {length}; the slots have {self.slot_bytes} bytes")
+        except (TypeError, AttributeError) as error:
+            raise refused(error, RemotePool.send, locals()) from None
         if not self._free:
             raise Backpressure(
                 f"none of the {len(self._slots)} slots of peer {self._peer.name!r} is free"
@@ -133,11 +142,11 @@ class RemotePool:
             operation.on_end(partial(self._ended, slot, operation))
         return OperationGroup(operations)
 
-    async def available(self, timeout: float | None = None) -> None:
+    async def available(self, timeout: Seconds | None = None) -> None:
         """Returns once a slot is free. Raises DeadlineExceeded after `timeout` seconds,
         Backpressure if failed sends have cost all slots, or the peer's error."""
         try:
-            async with asyncio.timeout(timeout):
+            async with deadline(timeout):
                 while not self._free:
                     self._require_open()
                     if all(slot.lost for slot in self._slots):

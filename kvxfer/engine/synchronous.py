@@ -6,9 +6,9 @@ import select
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, Unpack
 
+from kvxfer.engine.arguments import REFUSALS, Address, Seconds, refused
 from kvxfer.engine.core import EngineCore, NativeCompletion
 from kvxfer.engine.counter import Counter
-from kvxfer.engine.native import translated
 from kvxfer.engine.options import EngineOptions
 from kvxfer.engine.peer import Peer
 from kvxfer.errors import PeerLost
@@ -51,10 +51,12 @@ class SynchronousEngine(EngineCore):
             self._readable.poll(seconds * 1000)
             self.take()
 
-    def connect(self, address: str, timeout: float, then: Connected) -> None:
+    def connect(self, address: Address, timeout: Seconds, then: Connected) -> None:
         """Begins to connect; `then` is told of the peer, or of the error, in take()."""
-        with translated():
+        try:
             self._connecting[self.native.connect(address, timeout)] = then
+        except REFUSALS as error:
+            raise refused(error, SynchronousEngine.connect, locals()) from None
 
     def _connect_ended(self, ident: int, peer_id: int, error: Exception | None) -> None:
         then = self._connecting.pop(ident)

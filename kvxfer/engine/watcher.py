@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import operator
+from typing import NamedTuple
 
+from kvxfer.engine.arguments import REFUSALS, Count, Stream, refused
 from kvxfer.engine.native import native, translated
 from kvxfer.errors import InvalidArgument
 
@@ -17,8 +18,8 @@ class WatchFor(NamedTuple):
     value: int
 
 
-def stream_handle(stream: Any) -> int:
-    """Of a CUstream, a torch.cuda.Stream, or what has `__cuda_stream__`. Raises InvalidArgument."""
+def stream_handle(stream: Stream) -> int:
+    """Of a CUstream, a torch.cuda.Stream, or what has `__cuda_stream__`. Raises TypeError."""
     if isinstance(stream, int):
         return stream
     if hasattr(stream, "__cuda_stream__"):
@@ -26,10 +27,7 @@ def stream_handle(stream: Any) -> int:
         return int(handle)
     if hasattr(stream, "cuda_stream"):
         return int(stream.cuda_stream)
-    raise InvalidArgument(
-        f"a {type(stream).__name__} is no CUDA stream; pass a torch.cuda.Stream, an object with "
-        "__cuda_stream__, or a CUstream as an int"
-    )
+    raise TypeError(stream)
 
 
 class Watcher:
@@ -48,10 +46,7 @@ class Watcher:
     thread.
     """
 
-    __slots__ = ("_engine", "_on_gpu", "_word", "count")
-
-    count: Callable[[int], int]
-    """Adds without a call that wakes the engine. Returns the new value."""
+    __slots__ = ("_engine", "_on_gpu", "_word")
 
     def __init__(
         self, engine: native.TransferEngine, on_gpu: native.StreamWord | None = None
@@ -59,7 +54,6 @@ class Watcher:
         self._engine = engine
         self._on_gpu = on_gpu
         self._word = native.WatchWord() if on_gpu is None else on_gpu.word
-        self.count = self._word.add if on_gpu is None else _refuse_count
 
     @property
     def address(self) -> int:
@@ -71,13 +65,25 @@ class Watcher:
         """What the word has been counted up to."""
         return self._word.value
 
-    def add(self, by: int = 1) -> int:
+    def count(self, by: Count = 1) -> int:
+        """Adds without a call that wakes the engine. Returns the new value."""
+        if self._on_gpu is not None:
+            raise InvalidArgument(
+                f"streams of a GPU count this watcher up; use add_on(stream, {by}), or a watcher "
+                "of no GPU"
+            )
+        try:
+            return self._word.add(by)
+        except REFUSALS as error:
+            raise refused(error, Watcher.count, locals()) from None
+
+    def add(self, by: Count = 1) -> int:
         """Adds, and starts what waited for that. Returns the new value."""
         value = self.count(by)
         self._engine.wake()
         return value
 
-    def add_on(self, stream: Any, by: int = 1) -> None:
+    def add_on(self, stream: Stream, by: Count = 1) -> None:
         """Queues on a CUDA stream that the word grows by `by` once all that the stream has before
         it has ended. No thread waits. A stream that is captured counts at each run of the graph.
 
@@ -89,23 +95,23 @@ class Watcher:
             raise InvalidArgument(
                 "a stream cannot count up a watcher of no GPU; make it with engine.watcher(gpu=…)"
             )
-        with translated():
+        try:
             self._on_gpu.add_on(stream_handle(stream), by)
+        except REFUSALS as error:
+            raise refused(error, Watcher.add_on, locals()) from None
 
-    def at(self, value: int) -> WatchFor:
+    def at(self, value: Count) -> WatchFor:
         """For the `after` of a write."""
-        if not 0 <= value < 1 << 64:
-            raise InvalidArgument(f"a watcher never reaches {value}; it counts from 0 to 2**64 - 1")
-        return WatchFor(self._word, value)
+        try:
+            reached = operator.index(value)
+        except TypeError as error:
+            raise refused(error, Watcher.at, locals()) from None
+        if not 0 <= reached < 1 << 64:
+            raise InvalidArgument(f"value is {value}; a watcher counts from 0 to 2**64 - 1")
+        return WatchFor(self._word, reached)
 
     def __repr__(self) -> str:
         return f"Watcher(address={self.address:#x}, value={self.value})"
-
-
-def _refuse_count(by: int = 1) -> int:
-    raise InvalidArgument(
-        f"streams of a GPU count this watcher up; use add_on(stream, {by}), or a watcher of no GPU"
-    )
 
 
 class StreamWait:

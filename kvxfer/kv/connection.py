@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kvxfer.clock import Clock
 from kvxfer.errors import (
     Backpressure,
+    EngineClosed,
     EngineError,
     KvxferError,
     PeerError,
@@ -105,7 +106,7 @@ class Outbox:
                     f"peer {self._peer.engine_id} took no message for {PATIENCE_SECONDS:g} s: "
                     f"{full}"
                 )
-            except PeerError:
+            except (PeerError, EngineClosed):
                 self._waiting.clear()  # its loss is reported
                 return
             except EngineError as other:

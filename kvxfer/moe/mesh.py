@@ -18,6 +18,8 @@ from kvxfer.engine.peer import Peer
 from kvxfer.engine.synchronous import SynchronousEngine
 from kvxfer.errors import (
     AuthenticationFailed,
+    EngineClosed,
+    EngineError,
     InvalidArgument,
     KvxferError,
     PeerError,
@@ -247,7 +249,7 @@ class Mesh:
         else:
             self._receive(peer, message)
 
-    def peer_lost(self, peer: Peer, error: PeerError) -> None:
+    def peer_lost(self, peer: Peer, error: EngineError) -> None:
         if (asked := self._asked.pop(peer.id, None)) is not None:
             self._handler.answered(*asked, None)
         self._secrets.pop(peer.id, None)
@@ -396,12 +398,12 @@ class Mesh:
             self._handler.set_up(rank)
 
     def _say(self, peer: Peer, message: Message) -> None:
-        with contextlib.suppress(PeerError):  # it is lost, and reported
+        with contextlib.suppress(PeerError, EngineClosed):  # it is lost, and reported
             peer.send(encode(message))
 
 
 def _fence(peer: Peer) -> None:
-    with contextlib.suppress(PeerError):  # it is lost already
+    with contextlib.suppress(PeerError, EngineClosed):  # it is lost already
         peer.fence()
 
 

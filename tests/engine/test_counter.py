@@ -87,7 +87,7 @@ async def test_what_a_wait_that_was_given_up_left_behind_does_not_answer_the_nex
     group = [pair.to_reader.write_imm(counter.imm) for _ in range(3)]
     # The event loop stands still, so the old wait's completion is not taken meanwhile.
     wait_until(lambda: counter.value == 3)
-    with pytest.raises(ProtocolError, match="stands at 3 immediates, but 2 were announced"):
+    with pytest.raises(ProtocolError, match="stands at 3 immediates, but 2 were waited for"):
         await counter.wait(2, timeout=PATIENCE)
     await counter.wait(3, timeout=PATIENCE)
     await asyncio.gather(*(asyncio.wait_for(write, PATIENCE) for write in group))

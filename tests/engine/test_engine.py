@@ -149,7 +149,7 @@ async def test_memory_is_read_and_written_by_its_owner(pair: Pair) -> None:
     for move in (region.read, region.write):
         with pytest.raises(OutOfBounds, match="8 bytes from 4089 leave the region of 4096 bytes"):
             move(seen, 4089)
-        with pytest.raises((BufferError, ValueError), match="contiguous"):
+        with pytest.raises(InvalidArgument, match=r"is array.*; pass a contiguous buffer"):
             move(np.zeros(8, np.uint8)[::2])
     region.close()
     with pytest.raises(UnknownRegion, match="was closed"):
@@ -197,7 +197,7 @@ async def test_parts_of_shared_memory_are_registered_by_any_engine(
     await counter.wait(write.immediates, timeout=PATIENCE)
     before[2 << 20 :] = source
     assert np.array_equal(memory, before)
-    with pytest.raises(InvalidArgument, match="at least 1 byte"):
+    with pytest.raises(InvalidArgument, match="nbytes is 0; pass an int of at least 1"):
         alloc_shared(0)
     with pytest.raises(OutOfMemory, match="bytes of memory available"):
         alloc_shared(1 << 46)
@@ -305,19 +305,21 @@ async def test_bad_writes_are_refused_before_or_at_the_receiver_by_name(pair: Pa
         write_pages(ok, np.array([0, -1]))
     with pytest.raises(InvalidArgument, match="2 source pages, 1 destination pages"):
         write_pages(ok, ok[:1])
-    with pytest.raises(TypeError, match="src_pages must be"):
+    with pytest.raises(InvalidArgument, match=r"src_pages is array\(\[0.5\]\); pass integers"):
         write_pages(np.array([0.5]), ok)
-    with pytest.raises(TypeError, match="dst_pages must be a buffer"):
-        write_pages(ok, [0, 1])
+    with pytest.raises(InvalidArgument, match=r"dst_pages is \[0, '1'\]; pass integers"):
+        write_pages(ok, [0, "1"])
+    with pytest.raises(OutOfBounds, match="src_pages has 18446744073709551615 at position 0"):
+        write_pages(np.array([2**64 - 1], np.uint64), [0])
     with pytest.raises(OutOfBounds, match="leaves the region of 8192 bytes"):
         pair.to_reader.write(source.region, target.region.descriptor, length=8193)
-    with pytest.raises(InvalidArgument, match="not a memory region descriptor"):
+    with pytest.raises(InvalidArgument, match=r"dst is b'garbage'; pass the bytes of"):
         pair.to_reader.write(source.region, b"garbage", length=1)
     with pytest.raises(UnknownRegion, match="belongs to engine"):
         pair.to_reader.write(source.region, source.region.descriptor, length=1)
     stale = pair.reader.alloc(4096)
     stale.close()
-    with pytest.raises(UnknownRegion, match="foreign, or the region was deregistered"):
+    with pytest.raises(UnknownRegion, match="the region was deregistered"):
         await pair.to_reader.write(source.region, stale.region.descriptor, length=1)
     counter = pair.reader.counter()
     counter.release()
@@ -344,7 +346,7 @@ async def test_a_wait_has_a_deadline_and_ends_when_the_counter_is_released(pair:
     await pair.to_reader.write_imm(counter.imm)
     await pair.to_reader.write_imm(counter.imm)
     await eventually(lambda: counter.value == 2)
-    with pytest.raises(EngineError, match="1 were announced"):
+    with pytest.raises(EngineError, match="1 were waited for"):
         await counter.wait(1, timeout=PATIENCE)
 
 
@@ -364,29 +366,6 @@ async def test_cancelling_an_operation_ends_it(pair: Pair) -> None:
         write.cancel()
     with pytest.raises(Cancelled):
         await writes[-1]
-
-
-@pytest.mark.parametrize("told", ["add", "count"])
-async def test_a_task_that_stops_waiting_does_not_disturb_the_operation(
-    pair: Pair, told: str
-) -> None:
-    source, target = pair.writer.alloc(4096), pair.reader.alloc(4096)
-    watcher = pair.writer.watcher()
-    write = pair.to_reader.write(
-        source.region, target.region.descriptor, length=4096, after=watcher.at(1)
-    )
-
-    async def wait() -> None:
-        await write
-
-    task = asyncio.create_task(wait())
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert not write.done()
-    getattr(watcher, told)(1)
-    await write
 
 
 async def test_a_lost_peer_is_named_and_unknown_afterwards(pair: Pair) -> None:
@@ -456,7 +435,7 @@ async def test_unregistrable_memory_is_named() -> None:
             engine.register({})
         with pytest.raises(InvalidArgument, match="needs nbytes"):
             engine.register(1 << 40)
-        with pytest.raises(InvalidArgument, match="at least 1 byte"):
+        with pytest.raises(InvalidArgument, match="nbytes is 0; pass an int of at least 1"):
             engine.alloc(0)
 
 

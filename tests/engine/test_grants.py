@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvxfer.errors import EngineError, InvalidArgument, OutOfBounds, UnknownRegion
+from kvxfer.errors import EngineError, InvalidArgument, OutOfBounds
 from tests.engine.conftest import Pair
 from verify.polling import PATIENCE
 
@@ -30,8 +30,11 @@ async def test_a_writer_reaches_what_is_granted_and_nothing_else(pair: Pair) -> 
     assert int(memory.sum()) == 7 * 8192
     with pytest.raises(OutOfBounds):
         pair.to_reader.write(source.region, first, length=4096, dst_offset=1, imm=counter.imm)
-    with pytest.raises(UnknownRegion):
-        await pair.to_reader.write(source.region, first, length=4096)
+    for wrong in (None, counter.imm + 1):
+        with pytest.raises(
+            InvalidArgument, match=rf"a grant of peer 'reader'.* imm={counter.imm};"
+        ):
+            pair.to_reader.write(source.region, first, length=4096, imm=wrong)
 
     counter.release()
     # Some NICs leave it to the writer, which need not answer once all has arrived.

@@ -75,10 +75,22 @@ def test_a_wrong_cluster_key_is_not_in_the_error(key: Any) -> None:
 
 
 @pytest.mark.parametrize("option", ["prot", "local", "thread"])
-def test_an_unknown_option_is_a_type_error(option: str) -> None:
+def test_an_unknown_option_is_refused_by_name(option: str) -> None:
     options: Any = {"cluster_key": KEY, option: True}
-    with pytest.raises(TypeError, match=f"'{option}'"):
+    with pytest.raises(InvalidArgument, match=f"Engine has no option '{option}'"):
         Engine(**options)
+
+
+def test_an_option_like_an_unknown_one_is_named() -> None:
+    options: Any = {"cluster_key": KEY, "peer_timeuot": 1}
+    with pytest.raises(InvalidArgument, match="did you mean 'peer_timeout'"):
+        Engine(**options)
+
+
+@pytest.mark.parametrize("fabrics", ["tcp", 5, b"tcp"])
+def test_fabrics_are_a_list(fabrics: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"fabrics is .*; pass a list of names, such as"):
+        Engine(cluster_key=KEY, fabrics=fabrics)
 
 
 def test_the_engine_knows_which_use_of_a_fabric_it_is_asked_for() -> None:

@@ -131,13 +131,13 @@ async def test_all_is_submitted_or_nothing(star: Star) -> None:
         scatter(src_offsets=[0, 0, -1])
     with pytest.raises(InvalidArgument, match="3 peers"):
         scatter(lengths=[8, 8])
-    with pytest.raises(InvalidArgument, match="not a memory region descriptor"):
+    with pytest.raises(InvalidArgument, match=r"dst\[2\] is b'garbage'; pass the bytes of"):
         scatter([*targets.descriptors[:2], b"garbage"])
     with pytest.raises(UnknownRegion, match="belongs to engine"):
         scatter([*targets.descriptors[:2], targets.descriptors[0]])
-    with pytest.raises(TypeError):
+    with pytest.raises(InvalidArgument, match=r"lengths is .*0\.5"):
         scatter(lengths=[8, 8, 0.5])
-    with pytest.raises(TypeError, match="lengths must be"):
+    with pytest.raises(InvalidArgument, match="lengths is array"):
         scatter(lengths=np.array([8.0, 8.0, 8.0]))
     await scatter()
     for counter in targets.counters:

@@ -156,7 +156,7 @@ def test_more_writes_than_announced_are_an_error(fabric: str, engine: PolledEngi
         back = engine.counter()
         peer.send(back.imm.to_bytes(4))
         engine.poll_until(lambda: back.value == 2, PATIENCE)
-        with pytest.raises(EngineError, match="2 immediates, but 1 were announced"):
+        with pytest.raises(EngineError, match="2 immediates, but 1 were waited for"):
             engine.poll_counter(back, 1, PATIENCE)
 
 

@@ -157,6 +157,8 @@ class TransferEngine {
 
  private:
   explicit TransferEngine(std::unique_ptr<DomainGroup> group);
+  // Why there is no such peer.
+  Error no_peer(PeerId peer) const;
   SubmissionPtr begin(std::size_t parts, const WriteOptions& options) const;
   // Add a part to what is to be submitted.
   struct Part;

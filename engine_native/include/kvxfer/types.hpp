@@ -107,8 +107,8 @@ enum class MemoryKind : std::uint8_t { host, cuda };
 struct MrDescriptor {
   EngineId engine;
   std::uint64_t key = 0;
-  std::uint64_t address = 0;
   std::uint64_t length = 0;
+  Imm imm = 0;  // of a grant: the only immediate that writes with it may carry
   MemoryKind kind = MemoryKind::host;
   std::uint8_t device = 0;  // of cuda: its number in the process that registered the region
 
@@ -249,7 +249,9 @@ struct Completion {
     notice,
   };
   Kind kind = Kind::write;
-  std::uint64_t id = 0;  // operation; immediate for counter, arrival and released
+  // The operation. The immediate for counter, arrival and released. peer_up: 1 if the peer has
+  // connected, 0 if this engine has.
+  std::uint64_t id = 0;
   PeerId peer = 0;
   Errc code = Errc::ok;
   std::string text;                // of an error or a notice; peer_up: the peer's name

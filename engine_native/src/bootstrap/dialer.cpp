@@ -32,6 +32,17 @@ void Dialer::on_stream_lost(Error error) {
   if (!ended_) end(Error{Errc::connect_failed, std::move(error.text)});
 }
 
+std::string Dialer::trouble() const {
+  if (!stream_ || !stream_->connected()) {
+    return "nothing answers there; its host is down or cut off, or a firewall drops the packets";
+  }
+  if (!handshake_.replied()) {
+    return "something accepts connections there, and does not answer; it is no kvxfer engine (an "
+           "HTTP port?), or its process is frozen";
+  }
+  return "the engine there has answered, and then fell silent; its process is frozen or starved";
+}
+
 void Dialer::end(Result<Session> result) {
   ended_ = true;
   events_.on_dialed(*this, std::move(result));

@@ -38,6 +38,8 @@ class Dialer final : private StreamOwner {
   const EngineAddress& address() const { return address_; }
   std::unique_ptr<Stream> take_stream() { return std::move(stream_); }
   bool ended() const { return ended_; }
+  // Why it has not ended yet.
+  std::string trouble() const;
   // Nothing is reported any more.
   void abandon() { ended_ = true; }
   ConnectWaiters waiters;

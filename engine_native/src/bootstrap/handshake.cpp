@@ -71,9 +71,26 @@ std::optional<T> take(std::string& in) {
 }
 
 Error not_kvxfer() {
-  return {Errc::connect_failed, "what answers there does not speak the kvxfer protocol versions " +
-                                    std::to_string(kOldestVersion) + " to " +
-                                    std::to_string(kNewestVersion)};
+  return {Errc::connect_failed,
+          "what answers there is no kvxfer engine: it does not speak the protocol versions " +
+              std::to_string(kOldestVersion) + " to " + std::to_string(kNewestVersion)};
+}
+
+bool refused_as_restarted(std::uint16_t status) {
+  return status == static_cast<std::uint16_t>(Errc::peer_restarted);
+}
+
+bool known_version(std::uint16_t version) {
+  return version >= kOldestVersion && version <= kNewestVersion;
+}
+
+// Whether what has come can be a Reply: another server's answer may be shorter.
+bool may_be_reply(std::string_view in) {
+  std::array<std::uint16_t, 2> head{};
+  if (in.size() < sizeof head) return true;
+  std::memcpy(head.data(), in.data(), sizeof head);
+  const auto [status, version] = head;
+  return status == 0 ? known_version(version) : refused_as_restarted(status);
 }
 
 Error wrong_key() {
@@ -171,13 +188,10 @@ ClientHandshake::ClientHandshake(const Identity& self, EngineId target)
 
 Result<bool> ClientHandshake::advance(std::string& in, std::string& out) {
   if (!proved_) {
+    if (!may_be_reply(in)) return not_kvxfer();
     const auto reply = take<Reply>(in);
     if (!reply) return false;
-    if (reply->status == static_cast<std::uint16_t>(Errc::peer_restarted))
-      return restarted(target_);
-    if (reply->status != 0 || reply->version < kOldestVersion || reply->version > kNewestVersion) {
-      return not_kvxfer();
-    }
+    if (refused_as_restarted(reply->status)) return restarted(target_);
     if (!target_.any() && reply->engine != target_) return restarted(target_);
     if (reply->engine.any()) return not_kvxfer();
     if (reply->engine == self_.engine) {

@@ -69,6 +69,8 @@ class ClientHandshake {
   // Takes what it understands from `in`, appends answers to `out`. True once done.
   Result<bool> advance(std::string& in, std::string& out);
   const Session& session() const { return session_; }
+  // Whether an engine that knows the cluster key has answered.
+  bool replied() const { return proved_; }
 
  private:
   const Identity& self_;

@@ -34,6 +34,8 @@ class Stream final : private EventSink {
   void set_owner(StreamOwner& owner) { owner_ = &owner; }
   // Queues and sends what the socket takes at once.
   void write(std::string bytes);
+  // Whether the other end's host has accepted the connection.
+  bool connected() const { return connected_; }
   std::size_t unsent() const { return unsent_; }
   // Whether something has come that was not read yet.
   bool has_input() const;

@@ -74,7 +74,7 @@ void Connections::expire(std::uint64_t now, std::uint64_t stalled_ns) {
     }
   };
   for (const auto& dialer : dialers_) {
-    give_up(dialer->waiters.take_late(now), dialer->address().text(), "");
+    give_up(dialer->waiters.take_late(now), dialer->address().text(), dialer->trouble());
     if (dialer->waiters.empty()) dialer->abandon();
   }
   std::erase_if(dialers_, [](const auto& dialer) { return dialer->ended(); });

@@ -27,6 +27,8 @@ constexpr std::uint64_t kCopiesNs = 20'000u;
 // Messages that have arrived and are not drained.
 constexpr std::size_t kMaxUnreadBytes = 64u << 20;
 
+Error engine_closed() { return {Errc::engine_closed, "this engine was closed"}; }
+
 // Equal for engines that share a kernel boot and a network namespace: only those can meet over
 // an abstract unix socket.
 std::string host_identity() {
@@ -122,6 +124,11 @@ Result<void> DomainGroup::start() {
 
 DomainGroup::~DomainGroup() { close(); }
 
+Result<void> DomainGroup::require_open() const {
+  if (loop_.closed()) return engine_closed();
+  return {};
+}
+
 // --- the loop --------------------------------------------------------------------------------
 
 void DomainGroup::step() {
@@ -175,13 +182,13 @@ bool DomainGroup::prepare_sleep() {
 
 void DomainGroup::shut_down() {
   // First: closing a handle of CUDA's, in the background, may wait for the stream.
-  stream_waits_.end_all({Errc::engine_closed, "this engine was closed"});
+  stream_waits_.end_all(engine_closed());
   connections_.close();
   std::vector<PeerId> ids;
   for (const auto& [id, peer] : peers_.all()) ids.push_back(id);
   for (const PeerId id : ids) {
     peers_.find(id)->say_goodbye({});
-    close_peer(id, {Errc::engine_closed, "this engine was closed"});
+    close_peer(id, engine_closed());
   }
   fabrics_.close_local();
   while (!peers_.closing().empty() || !background_.idle() || gpus_.busy()) {
@@ -212,7 +219,7 @@ EngineStats DomainGroup::stats() {
 void DomainGroup::submit(const SubmissionPtr& submission) {
   if (loop_.driven()) return operations_.begin(submission);
   if (loop_.post([this, submission] { operations_.begin(submission); })) return;
-  operations_.refuse(*submission, {Errc::engine_closed, "this engine was closed"});
+  operations_.refuse(*submission, engine_closed());
 }
 
 void DomainGroup::cancel(OperationId operation) {
@@ -221,7 +228,7 @@ void DomainGroup::cancel(OperationId operation) {
 
 void DomainGroup::wait_for_stream(const StreamWaits::Waiting& waiting) {
   if (loop_.post([this, waiting] { stream_waits_.add(waiting); })) return;
-  waiting.wait->end(Error{Errc::engine_closed, "this engine was closed"});
+  waiting.wait->end(engine_closed());
 }
 
 void DomainGroup::mirror_counter(Imm imm, const std::shared_ptr<cuda::MirroredCount>& mirror) {
@@ -277,7 +284,7 @@ Result<std::vector<MrDescriptor>> DomainGroup::grant(Imm imm, std::span<const Re
   if (!grants) return grants.error();
   if (!loop_.post([this, imm, made = *grants] { exposed_.track_grants(imm, made); })) {
     exposed_.drop_grants(*grants);
-    return Error{Errc::engine_closed, "this engine was closed"};
+    return engine_closed();
   }
   std::vector<MrDescriptor> descriptors;
   for (const RegionPtr& grant : *grants) descriptors.push_back(grant->descriptor());
@@ -299,7 +306,7 @@ void DomainGroup::connect(OperationId id, const EngineAddress& address, Duration
   const bool posted = loop_.post([this, id, address, timeout] {
     connections_.begin(id, address, now_ns() + static_cast<std::uint64_t>(timeout.count()));
   });
-  if (!posted) connections_.complete(id, Error{Errc::engine_closed, "this engine was closed"});
+  if (!posted) connections_.complete(id, engine_closed());
 }
 
 void DomainGroup::send(PeerId peer, std::string data) {
@@ -311,6 +318,7 @@ void DomainGroup::send(PeerId peer, std::string data) {
 void DomainGroup::on_up(Peer& peer) {
   peers_.publish(peer);
   completions_->push({.kind = Completion::Kind::peer_up,
+                      .id = peer.initiator() ? 0u : 1u,
                       .peer = peer.id(),
                       .text = peer.session().introduction.name,
                       .data = peer.session().peer.hex(),

@@ -68,6 +68,8 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   Result<void> deregister(const RegionPtr& region);
   EngineStats stats();
   void close() { loop_.close(); }
+  // Fails once the engine is closed.
+  Result<void> require_open() const;
 
  private:
   // Memory whose owner waits until nothing reads it or writes there.

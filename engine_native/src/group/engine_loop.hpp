@@ -49,6 +49,7 @@ class EngineLoop {
   // --- any thread; where there is none only the caller's, and not within a step. Then what is
   // asked for is done at once.
   bool driven() const { return driven_; }
+  bool closed() const { return closed_.load(std::memory_order_acquire); }
   // False once the loop is closed.
   bool post(Command command);
   // Returns once the loop has run it. False, and it has not, where the loop was closed before.
@@ -83,7 +84,7 @@ class EngineLoop {
   std::mutex commands_mutex_;
   std::vector<Command> commands_;
   std::atomic<bool> commanded_ = false;  // whether there are any
-  bool closed_ = false;                  // guarded by commands_mutex_
+  std::atomic<bool> closed_ = false;     // set with commands_mutex_
   std::promise<void> ending_;
   std::shared_future<void> ended_ = ending_.get_future().share();  // nothing is touched any more
   std::atomic<bool> sleeping_ = false;

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import (
     DeadlineExceeded,
+    EngineError,
     InvalidArgument,
     KvxferError,
-    PeerError,
     PeerLost,
     ProtocolError,
     WeightsMismatch,
@@ -198,7 +198,7 @@ class WeightCoordinator:
         if self._readiness.withdraw(member, withdraw) and self._round is not None:
             self._round.fail(WeightUpdateAborted(f"{member.name} has withdrawn its push"))
 
-    def _lost(self, peer: Peer, error: PeerError) -> None:
+    def _lost(self, peer: Peer, error: EngineError) -> None:
         member = self._members.remove(peer)
         if member is None:
             return

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Generator
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.errors import KvxferError, PeerError
+from kvxfer.errors import EngineError, KvxferError, PeerLost
 
 if TYPE_CHECKING:
     from kvxfer.engine import Peer
@@ -27,9 +27,9 @@ def _leaves(failed: BaseExceptionGroup[BaseException]) -> Generator[BaseExceptio
             yield error
 
 
-def loss_of(peer: Peer, who: str) -> PeerError:
+def loss_of(peer: Peer, who: str) -> EngineError:
     """Why a peer is lost, with its name."""
-    error = peer.error or PeerError("the connection ended")
+    error = peer.error or PeerLost("the connection ended")
     return type(error)(f"{who} was lost: {error}")
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from kvxfer.clock import Clock
-from kvxfer.errors import KvxferError, PeerError, WeightUpdateAborted
+from kvxfer.errors import KvxferError, PeerLost, WeightUpdateAborted
 from kvxfer.weights.report import InstanceReport, UpdateReport
 from kvxfer.weights.transfer.links import Links, logger
 from kvxfer.weights.transfer.members import InferenceRank, Member, Members, Standing
@@ -131,7 +131,7 @@ class Execution:
         for ranks in list(self._going.values()):
             for rank in ranks:
                 if not rank.peer.alive:
-                    error = rank.peer.error or PeerError("the connection ended")
+                    error = rank.peer.error or PeerLost("the connection ended")
                     answer = Answer("lost", error=f"{rank.name} was lost: {error}")
                     self._leave_out(rank.joined.instance_id, answer)
                     break
@@ -151,7 +151,7 @@ class Execution:
         self.round = current = Round(wave_id, members)
         for member in members:
             if not member.peer.alive:
-                current.lose(member, member.peer.error or PeerError("the connection ended"))
+                current.lose(member, member.peer.error or PeerLost("the connection ended"))
         current.check()
         prepare = Prepare(
             wave_id,

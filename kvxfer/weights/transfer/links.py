@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 from kvxfer.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
+    EngineError,
     InvalidArgument,
     KvxferError,
-    PeerError,
     PeerRestarted,
     ProtocolError,
 )
@@ -37,7 +37,7 @@ class Links:
         self,
         engine: Engine,
         on_message: Callable[[Peer, Message], None],
-        on_lost: Callable[[Peer, PeerError], None],
+        on_lost: Callable[[Peer, EngineError], None],
     ) -> None:
         self.engine = engine
         self._on_message = on_message
@@ -146,6 +146,6 @@ class Links:
             logger.warning("%s", error)
             peer.close()
 
-    def peer_lost(self, peer: Peer, error: PeerError) -> None:
+    def peer_lost(self, peer: Peer, error: EngineError) -> None:
         self._inboxes.pop(peer.id, None)
         self._on_lost(peer, error)

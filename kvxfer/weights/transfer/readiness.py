@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvxfer.errors import DeadlineExceeded, PeerError, WeightsMismatch, WeightUpdateAborted
+from kvxfer.errors import DeadlineExceeded, EngineError, WeightsMismatch, WeightUpdateAborted
 from kvxfer.weights.transfer.members import Members, TrainingRank
 from kvxfer.weights.transfer.messages import Ready, Said, Withdraw
 
@@ -16,7 +16,7 @@ class Readiness:
         self._members = members
         self._ready: dict[int, Ready] = {}
         """By training rank: what it has said of its push."""
-        self._lost: dict[int, PeerError] = {}
+        self._lost: dict[int, EngineError] = {}
         """By training rank: those that have not joined again."""
         self._changed = asyncio.Event()
 
@@ -36,7 +36,7 @@ class Readiness:
         self._changed.set()
         return True
 
-    def lose(self, member: TrainingRank, error: PeerError) -> None:
+    def lose(self, member: TrainingRank, error: EngineError) -> None:
         if member.joined.rank in self._refusals():  # it may have ended for that
             return
         self._ready.pop(member.joined.rank, None)

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Literal, Self
 
 from kvxfer.errors import (
+    EngineError,
     InvalidArgument,
     KvxferError,
     NotStaged,
-    PeerError,
     ProtocolError,
     WeightUpdateAborted,
 )
@@ -402,7 +402,7 @@ class WeightReceiver:
 
     # --- the loss of the coordinator
 
-    def _lost(self, peer: Peer, error: PeerError) -> None:
+    def _lost(self, peer: Peer, error: EngineError) -> None:
         self._senders.remove(peer)
         if peer is not self._coordinator:
             return

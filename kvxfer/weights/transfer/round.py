@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
-from kvxfer.errors import DeadlineExceeded, KvxferError, PeerError
+from kvxfer.errors import DeadlineExceeded, EngineError, KvxferError
 from kvxfer.weights.transfer.members import InferenceRank, Member
 from kvxfer.weights.transfer.messages import Applied, Failed, Planned, Read, Vote
 
@@ -47,7 +47,7 @@ class Round:
             self.fail(_by(member, message.failed.error()))
         self._change()
 
-    def lose(self, member: Member, error: PeerError) -> None:
+    def lose(self, member: Member, error: EngineError) -> None:
         if member.peer.id in self._members:
             loss = type(error)(f"{member.name} was lost: {error}")
             self._lost[member.peer.id] = loss

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from kvxfer.errors import (
+    EngineError,
     InvalidArgument,
     KvxferError,
     OldVersion,
-    PeerError,
     PeerLost,
     ProtocolError,
     WeightsMismatch,
@@ -321,7 +321,7 @@ class WeightSender:
             if not push.pushed.report.done():
                 push.pushed.report.set_exception(error)
 
-    def _lost(self, peer: Peer, error: PeerError) -> None:
+    def _lost(self, peer: Peer, error: EngineError) -> None:
         if peer is not self._coordinator:
             return
         self._coordinator = None
