@@ -1,7 +1,7 @@
 """Shell sessions in documents: ```console blocks, and the shell that they are tried in.
 
-Documents name ports. A shell has a network of its own, so these are free there, whatever else runs
-on the machine.
+Documents name ports. Each shell has a network namespace, where they are free, whatever else runs on
+the machine.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ _APART: Final = ("unshare", "--net", *(() if os.geteuid() == 0 else ("--map-root
 
 
 class Shell:
-    """One bash in a folder and in a network namespace. Programs that were started in it end with it, even if not stopped."""
+    """One bash in a folder and in a network namespace. Programs that were started in it end with
+    it, even if not stopped."""
 
     def __init__(self, folder: Path) -> None:
         kept = {name: v for name, v in os.environ.items() if not name.startswith(_PRIVATE)}
