@@ -30,7 +30,7 @@ def test_an_ipv6_address_is_in_brackets_beside_its_port(host: str, said: str) ->
         ("http://10.0.0.5:8000", HTTP_FORM),
         ("https://worker-0.decode.llm.svc.cluster.local.:8443", HTTP_FORM),
         ("http://worker_1", HTTP_FORM),
-        ("http://[::1]:8000", HTTP_FORM),
+        ("http://[::1]:8000", HTTP_FORM),  # text
         ("kvx://[fd00::1]:7400/9f1c2a7be0d44c5e8a3b6d7f01e2c3d4", ENGINE_FORM),
         ("[fd00::1]:8998", BOOTSTRAP_FORM),
     ],

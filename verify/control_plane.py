@@ -29,8 +29,8 @@ def worker(instance_id: str, role: Role | str = Role.PREFILL, **changes: Any) ->
         instance_id=instance_id,
         role=Role(role),
         model="llama",
-        engine_address=f"kvx://127.0.0.1:7400/{instance_id}",
-        http_address="http://127.0.0.1:8000",
+        engine_address=f"kvx://127.0.0.1:1/{instance_id}",
+        http_address="http://127.0.0.1:9",
         layout=replace(LAYOUT, **layout),
         num_blocks=64,
     )

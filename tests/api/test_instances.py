@@ -31,7 +31,7 @@ async def test_registration_answers_with_the_lease_and_where_the_instance_is(api
 
 async def test_instance_is_told_as_it_was_registered(api, clock):
     body = registration(
-        "p", labels={"zone": "a"}, fabrics=["tcp"], rank_addresses=["kvx://127.0.0.1:7400/p"]
+        "p", labels={"zone": "a"}, fabrics=["tcp"], rank_addresses=["kvx://127.0.0.1:1/p"]
     )
     lease = (await api.post("/v1/instances", json=body)).json()
     told = (await api.get("/v1/instances/p")).json()

@@ -275,17 +275,17 @@ def put_back(number: int, count: int) -> None:
 @pytest.mark.parametrize(
     ("text", "server"),
     [
-        ("127.0.0.1", "127.0.0.1:7480"),
-        ("127.0.0.1:81", "127.0.0.1:81"),
-        ("::1", "[::1]:7480"),
-        ("[::1]:81", "[::1]:81"),
+        ("127.0.0.1", "127.0.0.1:7480"),  # text
+        ("127.0.0.1:81", "127.0.0.1:81"),  # text
+        ("::1", "[::1]:7480"),  # text
+        ("[::1]:81", "[::1]:81"),  # text
     ],
 )
 def test_a_server_is_an_address_with_or_without_a_port(text: str, server: str) -> None:
     assert str(Server.parse(text, 7480)) == server
 
 
-@pytest.mark.parametrize("text", ["", ":81", "127.0.0.1:x", "127.0.0.1:70000"])
+@pytest.mark.parametrize("text", ["", ":81", "127.0.0.1:x", "127.0.0.1:70000"])  # text
 def test_an_address_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="write it as HOST or HOST:PORT"):
         Server.parse(text, 7480)

@@ -359,7 +359,7 @@ async def test_members_that_a_later_control_plane_adds_are_ignored(client):
         assert (await later.instance("p")).instance_id == "p"
 
 
-@pytest.mark.parametrize("url", ["localhost:8080", "ftp://h", "http://[::1"])
+@pytest.mark.parametrize("url", ["localhost:8080", "ftp://h", "http://[::1"])  # text
 def test_url_that_is_none_is_refused(url):
     with pytest.raises(InvalidArgument, match="write it as http://HOST:PORT"):
         ControlPlaneClient(url)
@@ -369,4 +369,4 @@ def test_url_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("KVXFER_CONTROL_PLANE", "http://cp:1/")
     assert ControlPlaneClient().url == "http://cp:1"
     monkeypatch.delenv("KVXFER_CONTROL_PLANE")
-    assert ControlPlaneClient().url == "http://127.0.0.1:8080"
+    assert ControlPlaneClient().url == "http://127.0.0.1:8080"  # text

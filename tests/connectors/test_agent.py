@@ -135,7 +135,7 @@ def test_transfers_are_traced_by_what_their_tickets_say(monkeypatch: pytest.Monk
 def test_variables_that_are_meant_for_others_do_not_keep_a_server_from_starting(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")  # text
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     with RunningControlPlane() as control_plane:
         agent = Agent(settings_of(control_plane))

@@ -1,4 +1,8 @@
-"""Shell sessions in documents: ```console blocks, and the shell that they are tried in."""
+"""Shell sessions in documents: ```console blocks, and the shell that they are tried in.
+
+Documents name ports. Each shell has a network namespace, where they are free, whatever else runs on
+the machine.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +54,13 @@ def _steps(block: str) -> Iterator[Step]:
         yield Step("\n".join([first, *(line[2:] for line in more)]), lines[len(more) :])
 
 
+# Other users than root are root of a namespace of users then, where the system allows that.
+_APART: Final = ("unshare", "--net", *(() if os.geteuid() == 0 else ("--map-root-user",)))
+
+
 class Shell:
-    """One bash in a folder. Programs that were started in it end with it, even if not stopped."""
+    """One bash in a folder and in a network namespace. Programs that were started in it end with
+    it, even if not stopped."""
 
     def __init__(self, folder: Path) -> None:
         kept = {name: v for name, v in os.environ.items() if not name.startswith(_PRIVATE)}
@@ -59,7 +68,7 @@ class Shell:
         # Each process of this shell holds the other end of this pipe until it has ended.
         self._ended, held = os.pipe()
         self._bash = subprocess.Popen(
-            ["bash", "--noprofile", "--norc"],
+            [*_APART, "sh", "-c", "ip link set lo up && exec bash --noprofile --norc"],
             cwd=folder,
             env={**kept, "PATH": programs, "COLUMNS": "120", "LC_ALL": "C.UTF-8"},
             stdin=subprocess.PIPE,

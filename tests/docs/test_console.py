@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +69,17 @@ def test_commands_and_their_output_are_found():
 )
 def test_what_is_printed_as_said_passes(shell, command, output):
     shell.take(Step(command, output))
+
+
+def test_each_shell_has_all_ports_for_itself(tmp_path: Path, shell: Shell) -> None:
+    program = "import socket, time; s = socket.create_server(('127.0.0.1', 18080)); "
+    program += "print('listens', flush=True); time.sleep(1000)"
+    with contextlib.closing(Shell(tmp_path)) as other:
+        for number, each in enumerate((shell, other)):
+            each.take(Step(f'python -c "{program}" > {number} 2>&1 &', []))
+            each.take(
+                Step(f"until [ -s {number} ]; do sleep 0.05; done; cat {number}", ["listens"])
+            )
 
 
 @pytest.mark.parametrize(

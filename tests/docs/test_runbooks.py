@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,12 +49,9 @@ class Installation:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
-    """Its ports are those of the document: one at a time on this machine."""
-    with (Path(tempfile.gettempdir()) / f"kvxfer-runbooks-{os.getuid()}").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        fleet = Installation(tmp_path_factory)
-        yield fleet
-        fleet.close()
+    fleet = Installation(tmp_path_factory)
+    yield fleet
+    fleet.close()
 
 
 @pytest.mark.timeout(1200)

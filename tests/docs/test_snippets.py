@@ -121,7 +121,7 @@ async def test_an_instance_of_your_own_is_in_the_fleet(other: Engine) -> None:
     with RunningControlPlane() as control_plane:
         source = snippet("docs/api.md", "from kvxfer.client import ControlPlaneClient")
         bound = await run(
-            source.replace("http://127.0.0.1:8080", control_plane.url),
+            source.replace("http://127.0.0.1:8080", control_plane.url),  # text
             engine=other,
             layout=layout,
             pool=SimpleNamespace(num_free=4096),

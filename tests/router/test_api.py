@@ -103,14 +103,14 @@ async def test_both_workers_are_told_of_a_brokered_handshake(network, asked) -> 
         assert params.pop("do_remote_decode", False) is (side == "prefill")
         assert params == {
             "handshake": "brokered",
-            "prefill_engine_address": "kvx://127.0.0.1:7400/p",
-            "decode_engine_address": "kvx://127.0.0.1:7400/d",
+            "prefill_engine_address": "kvx://127.0.0.1:1/p",
+            "decode_engine_address": "kvx://127.0.0.1:1/d",
         }
 
 
 async def test_workers_are_told_where_every_rank_of_prefill_is(network, control_plane) -> None:
     bodies: dict[str, dict[str, Any]] = {}
-    ranks = ["kvx://127.0.0.1:7400/p", "kvx://127.0.0.1:7401/p"]
+    ranks = ["kvx://127.0.0.1:1/p", "kvx://127.0.0.1:2/p"]
     both = {"layout": dataclasses.replace(LAYOUT, tp_size=2), "rank_addresses": tuple(ranks)}
     await network.join("p", Role.PREFILL, noting(bodies, Role.PREFILL), **both)
     await network.join("d", Role.DECODE, noting(bodies, Role.DECODE))

@@ -27,8 +27,8 @@ async def registry() -> EmbeddedRegistry:
 
 async def test_pair_that_maps_gets_addresses_fabrics_and_plan(registry):
     hands = await shake_hands(registry, "p", "d")
-    assert hands.prefill.engine_address == "kvx://127.0.0.1:7400/p"
-    assert hands.decode.engine_address == "kvx://127.0.0.1:7400/d"
+    assert hands.prefill.engine_address == "kvx://127.0.0.1:1/p"
+    assert hands.decode.engine_address == "kvx://127.0.0.1:1/d"
     assert hands.decode.epoch == (await registry.instance("d")).epoch
     assert hands.fabrics == ("local", "tcp")
     # 2 layers of K and V: 16 tokens, 2 heads of 8 float32
@@ -77,7 +77,7 @@ async def test_other_block_sizes_and_orders_map(registry, change, cycle, runs, p
 
 
 async def test_instances_with_all_their_ranks_map(registry):
-    ranks = tuple(f"kvx://127.0.0.1:740{rank}/r" for rank in range(2))
+    ranks = tuple(f"kvx://127.0.0.1:{rank + 1}/r" for rank in range(2))
     for field in ("tp_size", "pp_size"):
         layout = replace(LAYOUT, **{field: 2})
         await registry.register(worker(field, "both", layout=layout, rank_addresses=ranks))

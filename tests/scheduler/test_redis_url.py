@@ -43,7 +43,7 @@ def test_url_with_sentinels_says_where_they_are_and_how_to_log_in():
     [
         ("", "begins with ''"),
         ("http://r1", "begins with 'http'"),
-        ("localhost:6379", "begins with 'localhost'"),
+        ("localhost:6379", "begins with 'localhost'"),  # text
         ("redis://", "names no host"),
         ("redis://:secret@r1:port", "Port could not be cast"),
         ("redis://:secret@r1/fleet", "the database is 'fleet'"),

@@ -105,7 +105,7 @@ async def test_live_id_is_refused_to_another_with_both_addresses_and_the_rest_of
     with pytest.raises(InstanceExists) as refusal:
         await fleet.registry.register(other)
     assert str(refusal.value) == (
-        "two instances have the instance_id 'p': one is alive at http://127.0.0.1:8000 (epoch "
+        "two instances have the instance_id 'p': one is alive at http://127.0.0.1:9 (epoch "
         f"{lease.epoch}), the other registers from http://[fd00::2]:8000; leave instance_id out, "
         "or make it unique for each replica. An instance that replaces another is taken when the "
         f"lease before ends, in {LEASE - 2:.1f} s without a heartbeat"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from verify.faults.control.load import Sent
 from verify.faults.control.run import CALM, Outcome, Phase
 
-KILLED = "http://127.0.0.1:4000"
+KILLED = "http://h:4000"
 
 
 def sent(seconds: float = 1.0, tokens: int = 16, failure: str | None = None) -> Sent:
@@ -34,7 +34,7 @@ def test_a_request_may_not_fail_before_its_first_token():
 
 
 def test_a_stream_of_another_worker_may_not_fail():
-    assert broken(sent(tokens=3, failure="the worker at http://127.0.0.1:40001 does not answer"))
+    assert broken(sent(tokens=3, failure="the worker at http://h:40001 does not answer"))
 
 
 def test_a_wrong_answer_a_slow_one_and_what_is_left_are_told():

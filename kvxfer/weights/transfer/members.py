@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvxfer.errors import WeightsMismatch
 from kvxfer.weights.transfer.arena import arena_of
-from kvxfer.weights.transfer.messages import JoinInference, JoinTraining, Plan, Target
+from kvxfer.weights.transfer.messages import JoinInference, JoinTraining, Plan, Target, rank_name
 from kvxfer.weights.transfer.settings import UpdateSettings
 from kvxfer.weights.transfer.waves import Bounded, waves_of
 
@@ -31,9 +31,7 @@ class InferenceRank(NamedTuple):
 
     @property
     def name(self) -> str:
-        if self.joined.ranks == 1:
-            return f"{self.joined.instance_id!r}"
-        return f"rank {self.joined.rank} of {self.joined.instance_id!r}"
+        return rank_name(self.joined.instance_id, self.joined.rank)
 
 
 Member = TrainingRank | InferenceRank

@@ -89,12 +89,21 @@ class JoinInference(msgspec.Struct, frozen=True, tag="join-inference"):
     version: int = VERSION
 
 
+def rank_name(instance_id: str, rank: int) -> str:
+    """What errors call an inference rank."""
+    return f"rank {rank} of {instance_id!r}"
+
+
 class Target(msgspec.Struct, frozen=True):
     """An inference rank, as all members know it."""
 
     instance_id: str
     rank: Rank
     address: str
+
+    @property
+    def name(self) -> str:
+        return rank_name(self.instance_id, self.rank)
 
 
 class Plan(msgspec.Struct, frozen=True, tag="plan"):

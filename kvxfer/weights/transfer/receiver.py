@@ -39,6 +39,7 @@ from kvxfer.weights.transfer.messages import (
     Sent,
     Tell,
     Vote,
+    rank_name,
     said,
 )
 from kvxfer.weights.transfer.receiving import Receiving
@@ -229,8 +230,8 @@ class WeightReceiver:
 
     @property
     def _name(self) -> str:
-        instance_id, rank, ranks = self._me
-        return f"{instance_id!r}" if ranks == 1 else f"rank {rank} of {instance_id!r}"
+        instance_id, rank, _ = self._me
+        return rank_name(instance_id, rank)
 
     def _message(self, peer: Peer, message: Message) -> None:
         match message:

@@ -89,7 +89,7 @@ class Receiving:
         counter = self._engine.counter(peer)
         self._counters.append(counter)
 
-        who = f"training rank {number} ({peer.name!r})"
+        who = f"training rank {number}"
         with told_of_loss(peer, sent, who):
             (descriptor,) = counter.grant([(self._arena, 0, self._arena.nbytes)])
             self._send(peer, Grant(self._prepare.update_id, counter.imm, descriptor))

@@ -35,6 +35,7 @@ from kvxfer.weights.transfer.messages import (
     Read,
     Ready,
     Settled,
+    Target,
     Withdraw,
     said,
 )
@@ -212,27 +213,30 @@ class WeightSender:
 
         async def meet(number: int) -> tuple[int, Receiver]:
             hello = Hello(plan.plan_id, plan.number)
-            peer = await self._met(plan.targets[number].address, hello)
-            return number, Receiver(peer, plan.targets[number].address, hello)
+            target = plan.targets[number]
+            return number, Receiver(await self._met(target, hello), target, hello)
 
         return dict(await asyncio.gather(*map(meet, numbers)))
 
-    async def _met(self, address: str, hello: Hello) -> Peer:
-        peer = await self._engine.connect(address, timeout=_CONNECT_SECONDS)
+    async def _met(self, target: Target, hello: Hello) -> Peer:
+        try:
+            peer = await self._engine.connect(target.address, timeout=_CONNECT_SECONDS)
+        except PeerError as error:
+            raise type(error)(f"{target.name} cannot be reached: {error}") from error
         self._links.send(peer, hello)
         return peer
 
-    async def _writes(self, message: Push) -> dict[int, tuple[Peer, Writes]]:
+    async def _writes(self, message: Push) -> list[tuple[Receiver, Writes]]:
         """Of a wave. Dials receivers whose connection was lost since the plan was made."""
-        found = {}
+        found = []
         for number, writes in self._waves[message.wave].items():
             if number not in message.receivers:
                 continue
             receiver = self._receivers[number]
             if not receiver.peer.alive:
-                peer = await self._met(receiver.address, receiver.hello)
+                peer = await self._met(receiver.target, receiver.hello)
                 self._receivers[number] = receiver = receiver._replace(peer=peer)
-            found[number] = receiver.peer, writes
+            found.append((receiver, writes))
         return found
 
     def _begin(self, coordinator: Peer, message: Push) -> None:

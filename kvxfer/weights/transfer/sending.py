@@ -14,7 +14,7 @@ from kvxfer.errors import Backpressure, DeadlineExceeded, KvxferError
 from kvxfer.weights.transfer.endings import first_error, loss_of, told_of_loss, until_ended
 from kvxfer.weights.transfer.links import Links
 from kvxfer.weights.transfer.member_plan import Bursts
-from kvxfer.weights.transfer.messages import Grant, Hello, Push, Sent
+from kvxfer.weights.transfer.messages import Grant, Hello, Push, Sent, Target
 from kvxfer.weights.transfer.runs import Stretch, source_digest
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Receiver(NamedTuple):
     """An inference rank that a training rank writes to."""
 
     peer: Peer
-    address: str
+    target: Target
     hello: Hello
     """That tells it which rank of the plan this one is."""
 
@@ -115,7 +115,7 @@ class Sending:
         self,
         links: Links,
         push: Push,
-        receivers: Mapping[int, tuple[Peer, Writes]],
+        receivers: Sequence[tuple[Receiver, Writes]],
         regions: Mapping[str, MemoryRegion],
     ) -> None:
         self._links = links
@@ -124,7 +124,7 @@ class Sending:
         self._regions = regions
         loop = asyncio.get_running_loop()
         self._grants: dict[int, asyncio.Future[Grant]] = {
-            peer.id: loop.create_future() for peer, _ in receivers.values()
+            receiver.peer.id: loop.create_future() for receiver, _ in receivers
         }
 
     def granted(self, peer: Peer, grant: Grant) -> None:
@@ -138,8 +138,8 @@ class Sending:
         what the engine raises. However it ends, memory of this rank is not read any more."""
         try:
             async with asyncio.timeout(self._push.seconds), asyncio.TaskGroup() as group:
-                for number, (peer, writes) in self._receivers.items():
-                    group.create_task(self._to(number, peer, writes))
+                for receiver, writes in self._receivers:
+                    group.create_task(self._to(receiver, writes))
         except TimeoutError:
             raise DeadlineExceeded(
                 f"update {self._push.update_id} was not written within {self._push.seconds:g} s"
@@ -147,9 +147,9 @@ class Sending:
         except BaseExceptionGroup as failed:
             raise first_error(failed) from None
 
-    async def _to(self, number: int, peer: Peer, writes: Writes) -> None:
+    async def _to(self, receiver: Receiver, writes: Writes) -> None:
+        peer, who = receiver.peer, receiver.target.name
         grant = self._grants[peer.id]
-        who = f"inference rank {number} ({peer.name!r})"
         with told_of_loss(peer, grant, who):
             granted = await grant
         digest: asyncio.Future[int] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvxfer.weights.report import UpdateReport
 from kvxfer.weights.transfer.links import Links
 from kvxfer.weights.transfer.messages import (
     Commit,
+    Failed,
     Grant,
     Planned,
     Read,
@@ -88,11 +90,33 @@ async def test_a_member_that_is_lost_before_the_vote_changes_nothing(
             pytest.skip("the votes were faster than the loss")  # both ends are right
         told = [each for each in ended if isinstance(each, WeightUpdateAborted)]
         assert told, ended
-        named = {"t1": "training rank 1", "i0/1": "rank 1 of 'i0'", "i1/0": "'i1'"}[victim]
-        assert named in str(told[0])
+        names = {"t1": "training rank 1", "i0/1": "rank 1 of 'i0'", "i1/0": "rank 0 of 'i1'"}
+        assert names[victim] in str(told[0])
         survivors = [each for each in at.instances if victim.split("/")[0] != each.name]
         for instance in survivors:
             assert served_by(instance) == 1
+
+
+@pytest.mark.parametrize("victim", ["i0/1", "i1/0"])
+@pytest.mark.parametrize("first", ["coordinator", "training ranks"])
+async def test_a_lost_rank_has_one_name_whichever_member_notices_first(
+    fabric: str, victim: str, first: str
+) -> None:
+    async with job(fabric, train=TRAIN, infer=INFER) as at:
+        await push(at, 1)
+        if first == "training ranks":
+            at.coordinator._links._on_lost = lambda *_: None
+        else:
+            for sender in at.senders:
+                instead_of(sender._links, Failed, lambda: None)
+        instead_of(at.links(victim), Grant, die(at, victim))
+        ended = await push(at, 2)
+        instance, rank = victim.split("/")
+        for error in ended:
+            assert isinstance(error, WeightUpdateAborted)
+            told = f"rank {rank} of {instance!r} (was lost|cannot be reached): "
+            expected = told if first == "coordinator" else f"training rank [01]: {told}"
+            assert re.search(rf"served on: {expected}", str(error)), error
 
 
 @pytest.mark.parametrize("victim", ["i0/1", "i1/0"])

@@ -116,7 +116,10 @@ async def test_a_bound_that_takes_the_whole_model_makes_one_wave() -> None:
         (UpdateSettings(), ARENA, True, "rank 0 of 'i0' stages 18944 bytes for a whole update"),
         (WAVES, None, True, "rank 0 of 'i0' takes updates without arena_bytes"),
         (WAVES, ARENA, False, "rank 0 of 'i0' takes updates by its engine's control path"),
-        (WAVES, 12 << 10, True, "embed takes 15360 bytes at 'i1', whose arena_bytes are 12288"),
+        (
+            *(WAVES, 12 << 10, True),
+            "embed takes 15360 bytes at rank 0 of 'i1', whose arena_bytes are 12288",
+        ),
     ],
 )
 async def test_ranks_that_cannot_take_the_mode_are_named(
