@@ -200,7 +200,7 @@ async def test_a_damaged_value_that_a_step_comes_upon_fails_that_step_alone(
         assert (await registry.heartbeat("d", living.epoch)).epoch == living.epoch
 
 
-def test_a_spec_of_an_earlier_control_plane_is_of_a_worker_that_does_not_tell_its_versions() -> None:
+def test_a_spec_of_an_earlier_control_plane_has_the_versions_of_a_worker_that_tells_none() -> None:
     told = msgspec.to_builtins(worker("p"))
     del told["kv_versions"]
     held = {"epoch": 1, "state": "ready", "role": "prefill", "reserved": {}}
