@@ -14,6 +14,8 @@ CLOCK_LEEWAY: Final = 5.0
 
 
 class Clock(Protocol):
+    """What the time is read from: of this machine, or of a test."""
+
     def monotonic(self) -> float:
         """Seconds from an arbitrary point, never set back: what deadlines are measured with."""
 
@@ -26,6 +28,9 @@ class Clock(Protocol):
 
 class SystemClock:
     """The clock of this machine."""
+
+    def __repr__(self) -> str:  # in signatures that help() shows
+        return "SYSTEM_CLOCK"
 
     def monotonic(self) -> float:
         return time.monotonic()

@@ -56,8 +56,12 @@ class Credentials:
             key_file=file("KEY"),
         )
 
-    def auth(self) -> _Bearer | None:
-        """Raises InvalidArgument where the token file cannot be read."""
+    def auth(self) -> httpx2.Auth | None:
+        """What authorises requests of httpx2; None without a token. Raises InvalidArgument where
+        the token file cannot be read."""
+        return self._auth()
+
+    def _auth(self) -> _Bearer | None:
         if self.token is not None:
             token = _checked(self.token, "the token")
             return _Bearer(lambda: token, refresh=lambda: False)
@@ -71,7 +75,7 @@ class Credentials:
 
         Raises InvalidArgument where the token file cannot be read.
         """
-        auth = self.auth()
+        auth = self._auth()
         return None if auth is None else auth.token
 
     def tls(self) -> ssl.SSLContext:

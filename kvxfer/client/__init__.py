@@ -19,13 +19,16 @@ Every method raises the error of `kvxfer.errors` that the control plane names,
 ControlPlaneUnavailable if there is no answer, and UntrustedCertificate if TLS fails.
 """
 
+from kvxfer.cached_blocks import CachedBlocks
 from kvxfer.client.answers import Answer
+from kvxfer.client.calls import Call
 from kvxfer.client.clients import ControlPlaneClient, SyncControlPlaneClient
 from kvxfer.client.registration import Registration
 from kvxfer.client.update_registrar import ControlPlaneRegistrar
 from kvxfer.client.weight_update_report import WeightUpdateReport
 from kvxfer.control_plane import DEFAULT_URL, ENVIRONMENT, Credentials
 from kvxfer.instances import (
+    BlockUpdate,
     Change,
     Instance,
     InstanceSpec,
@@ -36,13 +39,23 @@ from kvxfer.instances import (
     Snapshot,
     Traffic,
 )
-from kvxfer.transfers import OpenedTransfer, Transfer
-from kvxfer.weight_updates import Decision, PartReport, PartState, UpdatePolicy, WeightUpdate
+from kvxfer.transfers import OpenedTransfer, Party, Transfer
+from kvxfer.weight_updates import (
+    Decision,
+    PartReport,
+    PartState,
+    UpdateError,
+    UpdatePolicy,
+    WeightUpdate,
+)
 
 __all__ = [
     "DEFAULT_URL",
     "ENVIRONMENT",
     "Answer",
+    "BlockUpdate",
+    "CachedBlocks",
+    "Call",
     "Change",
     "ControlPlaneClient",
     "ControlPlaneRegistrar",
@@ -56,12 +69,14 @@ __all__ = [
     "OpenedTransfer",
     "PartReport",
     "PartState",
+    "Party",
     "Registration",
     "Role",
     "Snapshot",
     "SyncControlPlaneClient",
     "Traffic",
     "Transfer",
+    "UpdateError",
     "UpdatePolicy",
     "WeightUpdate",
     "WeightUpdateReport",

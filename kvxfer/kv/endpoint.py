@@ -288,7 +288,9 @@ class KvEndpoint:
         decode_address: str | None = None,
         lease_seconds: float | None = None,
     ) -> PrefillSession:
-        """Starts the prefill side of a transfer out of `blocks`, which it pins until it ends.
+        """Starts the prefill side of a transfer out of `blocks`, which it pins until it ends: enter
+        it with `async with`, or await it and leave it yourself.
+
         `adapter` is the digest of the LoRA that they were computed with; an OFFER with another one
         is refused.
 
@@ -339,7 +341,8 @@ class KvEndpoint:
         lease_seconds: float | None = None,
     ) -> DecodeSession:
         """Offers blocks to the prefill worker at an engine address: so many free ones of the pool,
-        or those that an engine has allocated itself.
+        or those that an engine has allocated itself. Enter it with `async with`, or await it and
+        leave it yourself.
 
         Of a prefill worker with several ranks all addresses are given, in the order of its ranks
         (KvLayout.rank); those that have a part of these blocks get an OFFER. Every rank of this

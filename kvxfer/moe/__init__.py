@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from kvxfer.moe.all_to_all import AllToAll
-    from kvxfer.moe.module import GroupedExperts, MoEAllToAll
+    from kvxfer.moe.module import GroupedExperts, LocalExperts, MoEAllToAll
     from kvxfer.moe.placement import Placement
     from kvxfer.moe.results import Combined, Dispatched
     from kvxfer.moe.shape import MoeShape
@@ -27,6 +27,7 @@ _HOMES: Final = {
     "Combined": "kvxfer.moe.results",
     "Dispatched": "kvxfer.moe.results",
     "GroupedExperts": "kvxfer.moe.module",
+    "LocalExperts": "kvxfer.moe.module",
     "MoEAllToAll": "kvxfer.moe.module",
     "MoeShape": "kvxfer.moe.shape",
     "Placement": "kvxfer.moe.placement",
@@ -37,6 +38,7 @@ __all__ = [
     "Combined",
     "Dispatched",
     "GroupedExperts",
+    "LocalExperts",
     "MoEAllToAll",
     "MoeShape",
     "Placement",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from kvxfer.weights.holdings import Holding, Holdings, map_of
     from kvxfer.weights.maps import Parameters, Part, Side, WeightMap
-    from kvxfer.weights.plan.schedule import plan_weights
+    from kvxfer.weights.plan.schedule import Piece, Schedule, Write, plan_weights
     from kvxfer.weights.plan.settings import ScheduleSettings
     from kvxfer.weights.pushing import forget, push
     from kvxfer.weights.quantize import (
@@ -31,18 +31,22 @@ if TYPE_CHECKING:
     )
     from kvxfer.weights.report import InstanceReport, UpdateReport
     from kvxfer.weights.torch_state import TrainingState, state_of
-    from kvxfer.weights.trainer import Push, Trainer
+    from kvxfer.weights.trainer import Push, SyncControlPath, Trainer
     from kvxfer.weights.transfer.arena import Arena, Place
     from kvxfer.weights.transfer.coordinator import WeightCoordinator
+    from kvxfer.weights.transfer.execution import ControlPath
     from kvxfer.weights.transfer.receiver import WeightReceiver
-    from kvxfer.weights.transfer.sender import WeightSender
+    from kvxfer.weights.transfer.registrar import Announced, Registrar
+    from kvxfer.weights.transfer.sender import Pushed, WeightSender
     from kvxfer.weights.transfer.settings import UpdateSettings
     from kvxfer.weights.transfer.staged import Staged
     from kvxfer.weights.vllm_quantization import quantized_for_vllm
 
 # Imported when they are used: the command line needs the plan alone, and no torch.
 _HOMES: Final = {
+    "Announced": "kvxfer.weights.transfer.registrar",
     "Arena": "kvxfer.weights.transfer.arena",
+    "ControlPath": "kvxfer.weights.transfer.execution",
     "FP8_BLOCKS": "kvxfer.weights.quantize",
     "FP8_CHANNELS": "kvxfer.weights.quantize",
     "FP8_TENSOR": "kvxfer.weights.quantize",
@@ -52,12 +56,17 @@ _HOMES: Final = {
     "InstanceReport": "kvxfer.weights.report",
     "Parameters": "kvxfer.weights.maps",
     "Part": "kvxfer.weights.maps",
+    "Piece": "kvxfer.weights.plan.schedule",
     "Place": "kvxfer.weights.transfer.arena",
     "Push": "kvxfer.weights.trainer",
+    "Pushed": "kvxfer.weights.transfer.sender",
     "Quantization": "kvxfer.weights.quantize",
+    "Registrar": "kvxfer.weights.transfer.registrar",
+    "Schedule": "kvxfer.weights.plan.schedule",
     "ScheduleSettings": "kvxfer.weights.plan.settings",
     "Side": "kvxfer.weights.maps",
     "Staged": "kvxfer.weights.transfer.staged",
+    "SyncControlPath": "kvxfer.weights.trainer",
     "Trainer": "kvxfer.weights.trainer",
     "TrainingState": "kvxfer.weights.torch_state",
     "UpdateReport": "kvxfer.weights.report",
@@ -66,6 +75,7 @@ _HOMES: Final = {
     "WeightMap": "kvxfer.weights.maps",
     "WeightReceiver": "kvxfer.weights.transfer.receiver",
     "WeightSender": "kvxfer.weights.transfer.sender",
+    "Write": "kvxfer.weights.plan.schedule",
     "forget": "kvxfer.weights.pushing",
     "map_of": "kvxfer.weights.holdings",
     "plan_weights": "kvxfer.weights.plan.schedule",
@@ -79,18 +89,25 @@ __all__ = [
     "FP8_CHANNELS",
     "FP8_TENSOR",
     "INT8_CHANNELS",
+    "Announced",
     "Arena",
+    "ControlPath",
     "Holding",
     "Holdings",
     "InstanceReport",
     "Parameters",
     "Part",
+    "Piece",
     "Place",
     "Push",
+    "Pushed",
     "Quantization",
+    "Registrar",
+    "Schedule",
     "ScheduleSettings",
     "Side",
     "Staged",
+    "SyncControlPath",
     "Trainer",
     "TrainingState",
     "UpdateReport",
@@ -99,6 +116,7 @@ __all__ = [
     "WeightMap",
     "WeightReceiver",
     "WeightSender",
+    "Write",
     "forget",
     "map_of",
     "plan_weights",

@@ -60,7 +60,8 @@ class TrainingState:
     another device. What instances have planned with must stay: names, whole shapes, the boxes of
     this rank, the dtypes that are sent, and which names are tied.
 
-    Until the next `staged()`, the state keeps memory alive that parameters have left.
+    Until the next `staged()`, the state keeps memory alive that parameters have left. Made by
+    state_of().
     """
 
     def __init__(

@@ -17,7 +17,7 @@ import pytest
 
 from tests.docs.test_public_names import PUBLIC, names_of
 
-CHECKED = ("kvxfer.kv",)
+CHECKED = ("kvxfer.kv", "kvxfer.client", "kvxfer.moe", "kvxfer.weights")
 # What only programs of this tree pass: spans go where the environment says.
 NOT_FOR_USERS = {"kvxfer.tracing.tracer.Tracer"}
 

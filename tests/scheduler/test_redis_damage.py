@@ -13,6 +13,7 @@ from kvxfer.clock import SystemClock
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.instances import BlockUpdate, InstanceState, Role
 from kvxfer.scheduler.redis_registry import RedisRegistry
+from kvxfer.scheduler.redis_registry.records import decode_instance
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
 from kvxfer.weight_updates import AnnounceUpdate
@@ -197,3 +198,12 @@ async def test_a_damaged_value_that_a_step_comes_upon_fails_that_step_alone(
                 await call()
         assert registry.stale_seconds is None
         assert (await registry.heartbeat("d", living.epoch)).epoch == living.epoch
+
+
+def test_a_spec_of_an_earlier_control_plane_has_the_versions_of_a_worker_that_tells_none() -> None:
+    told = msgspec.to_builtins(worker("p"))
+    del told["kv_versions"]
+    held = {"epoch": 1, "state": "ready", "role": "prefill", "reserved": {}}
+    member = msgspec.msgpack.encode({**held, "registered_at": 0.0, "heartbeat_at": 0.0})
+    instance = decode_instance(b"p", member, msgspec.json.encode(told))
+    assert instance.kv_versions == (7, 7)

@@ -49,7 +49,8 @@ class Write(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """All writes of an update. Equal maps and settings give equal schedules."""
+    """All writes of an update. Equal maps and settings give equal schedules. Made by
+    plan_weights()."""
 
     weights: WeightMap
     demands: Demands

@@ -31,6 +31,9 @@ class Announced(Protocol):
 
 
 class Registrar(Protocol):
+    """What is told of updates and records their decisions; kvxfer.client.ControlPlaneRegistrar is
+    one."""
+
     def announce(
         self, update_id: str, version: int, instances: Sequence[str]
     ) -> contextlib.AbstractAsyncContextManager[Announced]:
