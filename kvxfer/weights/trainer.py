@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias, TypeVar, Unpack
 
@@ -140,7 +141,10 @@ class Trainer:
         each address was not connected to; at once AuthenticationFailed where a receiver has another
         cluster key, and other errors of connecting that would not pass.
         """
-        self._thread.run(self._thread.joined(instances, timeout), timeout + _CALL_SECONDS)
+        if not timeout > 0:
+            raise InvalidArgument(f"the wait for instances is {timeout} s; use more than 0")
+        seconds = min(timeout + _CALL_SECONDS, threading.TIMEOUT_MAX)
+        self._thread.run(self._thread.joined(instances, timeout), seconds)
 
     def push(self, version: int) -> Push:
         """Begins an update once all training ranks have called this. The parameters must not be
