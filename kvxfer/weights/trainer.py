@@ -18,7 +18,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias, TypeVar, Unpack
 
-from kvxfer.errors import DeadlineExceeded, EngineClosed, InvalidArgument, WeightUpdateAborted
+from kvxfer.errors import (
+    DeadlineExceeded,
+    EngineClosed,
+    InvalidArgument,
+    KvxferError,
+    WeightUpdateAborted,
+)
 from kvxfer.loop_thread import START_SECONDS, LoopThread
 from kvxfer.weights.holdings import Holdings
 from kvxfer.weights.report import UpdateReport
@@ -158,7 +164,8 @@ class Trainer:
         try:
             tensors = self._tensors()
         except Exception as error:
-            self._thread.run(self._thread.refuse(version, error), _CALL_SECONDS)
+            with contextlib.suppress(KvxferError, TimeoutError):
+                self._thread.run(self._thread.refuse(version, error), _CALL_SECONDS)
             raise
         self._push = self._thread.run(self._thread.push(version, tensors), _CALL_SECONDS)
         return self._push
