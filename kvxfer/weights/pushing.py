@@ -59,7 +59,7 @@ def push(
             (KVXFER_CLUSTER_KEY).
 
     Each call follows parameters to other memory, and refuses others than in the first one
-    (TrainingState). A call that fails at one rank fails at all of them.
+    (TrainingState). A push that one rank cannot make fails at all ranks.
 
     Raises InvalidArgument; WeightsMismatch, with the name, where a parameter is not what it was; at
     the first call DeadlineExceeded where instances do not come, AuthenticationFailed at once where

@@ -14,10 +14,17 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias, TypeVar, Unpack
 
-from kvxfer.errors import DeadlineExceeded, EngineClosed, InvalidArgument, WeightUpdateAborted
+from kvxfer.errors import (
+    DeadlineExceeded,
+    EngineClosed,
+    InvalidArgument,
+    KvxferError,
+    WeightUpdateAborted,
+)
 from kvxfer.loop_thread import START_SECONDS, LoopThread
 from kvxfer.weights.holdings import Holdings
 from kvxfer.weights.report import UpdateReport
@@ -140,7 +147,10 @@ class Trainer:
         each address was not connected to; at once AuthenticationFailed where a receiver has another
         cluster key, and other errors of connecting that would not pass.
         """
-        self._thread.run(self._thread.joined(instances, timeout), timeout + _CALL_SECONDS)
+        if not timeout > 0:
+            raise InvalidArgument(f"the wait for instances is {timeout} s; use more than 0")
+        seconds = min(timeout + _CALL_SECONDS, threading.TIMEOUT_MAX)
+        self._thread.run(self._thread.joined(instances, timeout), seconds)
 
     def push(self, version: int) -> Push:
         """Begins an update once all training ranks have called this. The parameters must not be
@@ -154,7 +164,8 @@ class Trainer:
         try:
             tensors = self._tensors()
         except Exception as error:
-            self._thread.run(self._thread.refuse(version, error), _CALL_SECONDS)
+            with contextlib.suppress(KvxferError, TimeoutError):
+                self._thread.run(self._thread.refuse(version, error), _CALL_SECONDS)
             raise
         self._push = self._thread.run(self._thread.push(version, tensors), _CALL_SECONDS)
         return self._push

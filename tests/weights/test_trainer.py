@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -298,6 +299,22 @@ def test_a_push_says_why_no_instance_came(monkeypatch: pytest.MonkeyPatch) -> No
         assert "127.0.0.1:1" in told
         assert "training ranks" not in told
         assert isinstance(failed.value.__cause__, ConnectFailed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"receivers": DEAD}, "receivers is 'kvx://127.*pass a list"),
+        ({"receivers": ["nowhere"], "wait_seconds": float("inf")}, "nowhere"),
+        ({"wait_seconds": 0}, "the wait for instances is 0 s; use more than 0"),
+    ],
+)
+def test_arguments_of_a_wait_are_checked(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], text: str
+) -> None:
+    monkeypatch.setenv("KVXFER_CLUSTER_KEY", KEY)
+    with pytest.raises(InvalidArgument, match=text):
+        weights.push(torch.nn.Linear(4, 2), 1, fabrics=["local"], **arguments)
 
 
 def test_another_cluster_key_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

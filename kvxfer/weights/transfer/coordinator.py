@@ -82,6 +82,8 @@ class WeightCoordinator:
     ) -> None:
         """trainers: training ranks of the job. receivers: addresses of inference ranks to dial;
         others dial this engine. registrar: where updates are announced and decided."""
+        if isinstance(receivers, str):
+            raise InvalidArgument(f"receivers is {receivers!r}; pass a list of addresses")
         self._engine = engine
         self._settings = settings or UpdateSettings()
         self._control_path = control_path

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
 import torch
 
-from kvxfer.errors import InvalidArgument, WeightsMismatch
+from kvxfer.errors import InvalidArgument, OldVersion, WeightsMismatch
 from kvxfer.weights.holdings import Holding, Holdings
 from kvxfer.weights.report import UpdateReport
+from kvxfer.weights.transfer.registrar import Announced, NoRegistrar
 from kvxfer.weights.transfer.settings import UpdateSettings
 from verify.polling import eventually
 
@@ -77,6 +80,22 @@ async def test_a_version_that_is_not_greater_is_refused(fabric: str) -> None:
         assert_serves(at, 5)
         await push(at, 6)
         assert_serves(at, 6)
+
+
+async def test_a_version_that_the_control_plane_refuses_is_refused_as_such(fabric: str) -> None:
+    class Refusing(NoRegistrar):
+        @contextlib.asynccontextmanager
+        async def announce(self, *_: object) -> AsyncIterator[Announced]:
+            raise OldVersion("i0 serves version 9")
+            yield self
+
+    async with job(
+        fabric, train=[shards(0, 1)], infer=[[shards(0, 1)]], registrar=Refusing()
+    ) as at:
+        with pytest.raises(WeightsMismatch, match="i0 serves version 9") as refused:
+            await push(at, 5)
+        assert isinstance(refused.value.report, UpdateReport)
+        assert refused.value.report.code == "old-version"
 
 
 async def test_parameters_that_do_not_fit_are_refused_as_such(fabric: str) -> None:
