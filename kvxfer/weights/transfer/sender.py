@@ -11,6 +11,7 @@ from kvxfer.errors import (
     InvalidArgument,
     KvxferError,
     OldVersion,
+    PeerError,
     PeerLost,
     ProtocolError,
     WeightsMismatch,
