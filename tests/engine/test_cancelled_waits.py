@@ -184,7 +184,7 @@ async def test_an_operation_that_has_ended_does_not_mind(pair: Pair) -> None:
 
     async def wait() -> None:
         await write
-        await asyncio.sleep(PATIENCE)
+        await asyncio.Event().wait()
 
     task = asyncio.create_task(wait())
     await asyncio.sleep(0)
