@@ -1,6 +1,6 @@
 """What the arguments of the engine's calls may be.
 
-Each kind of argument is a type of its own name, which the signatures say. A call checks nothing
+Each kind of argument is a named type, which the signatures say. A call checks nothing
 beforehand, for the native engine does. Where that or Python refuses, the call raises what refused()
 returns: the first argument that is not of its kind is named there, with its value and what to pass.
 So arguments that are right cost nothing.
