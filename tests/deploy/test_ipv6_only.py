@@ -78,7 +78,7 @@ def answers(folder: Path, fleet: Fleet, redis_port: int) -> list[httpx2.Response
                 f"{role}-0", "--host", listening(role), "--fabrics", "tcp", "--threads", "1"
             )
         fleet.start(
-            *("router", "router", "--port", "0", "--bytes-per-token", "1", "--allow-anonymous"),
+            *("router", "router", "--port", "0", "--allow-anonymous"),
             *("--host", listening("router")),
         )
         wait_until(fleet.whole, 120)

@@ -42,7 +42,7 @@ def test_a_fleet_runs_under_a_uid_that_its_image_does_not_know(
         fleet.start_control_plane()
         for name in ("prefill-0", "decode-0"):
             fleet.begin_worker(name, "--threads", "1")
-        fleet.start_router("--bytes-per-token", "1")
+        fleet.start_router()
         wait_until(fleet.whole, 120)
         status = Path(f"/proc/{fleet.running['decode-0'].pid}/status").read_text()
         assert "\nUid:\t1000680000\t" in status
