@@ -1,4 +1,28 @@
-"""kvxfer: moves KV caches between prefill and decode workers of LLM inference."""
+"""One-sided writes between processes; with them, KV caches, weights and tokens of MoE layers move.
+
+An engine and what it gives out:
+
+    Engine, EngineOptions, EngineHandler    of an asyncio program; its options; told of its peers
+    PolledEngine                            of a program that polls
+    Peer, PeerGroup                         engines that it is connected to
+    Memory, MemoryRegion, alloc_shared      memory to write from and into
+    Operation, OperationGroup, Scattered    writes under way
+    Counter, CounterMirror, StreamWait      what has arrived, also for streams and kernels of GPUs
+    Watcher, WatchFor                       what holds writes back until their bytes are computed
+    ReceivePool, Received, RemotePool       messages into registered slots
+
+    KvxferError                             base of all errors
+
+On top of it:
+
+    kvxfer.kv        KV caches: layouts, block pools, the two sessions of a transfer
+    kvxfer.weights   weight updates
+    kvxfer.moe       dispatch and combine of mixture-of-experts models
+    kvxfer.client    the control plane: registering instances, reserving pairs
+    kvxfer.errors    every error
+
+docs/python-api.md begins with an example.
+"""
 
 from __future__ import annotations
 
@@ -68,3 +92,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(engine, name)
     raise AttributeError(f"module 'kvxfer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, overload
+from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar, overload
 
 import httpx2
 from tenacity import AsyncRetrying, Retrying
@@ -47,7 +48,7 @@ class _Method(Generic[P, T]):
         self.__doc__ = describe.__doc__
 
     @overload
-    def __get__(self, client: None, owner: type) -> Self: ...
+    def __get__(self, client: None, owner: type) -> Callable[Concatenate[Any, P], Any]: ...
     @overload
     def __get__(
         self, client: ControlPlaneClient, owner: type
@@ -56,12 +57,30 @@ class _Method(Generic[P, T]):
     def __get__(self, client: SyncControlPlaneClient, owner: type) -> Callable[P, T]: ...
     def __get__(self, client: Any, owner: type) -> Any:
         if client is None:
-            return self
+            return self._unbound(owner)
 
         @functools.wraps(self._describe)
         def send(*args: P.args, **kwargs: P.kwargs) -> Any:
             return client.send(self._describe(*args, **kwargs))
 
+        return send
+
+    def _unbound(self, owner: type) -> Callable[Concatenate[Any, P], Any]:
+        """As help() shows it."""
+
+        def send(client: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+            return client.send(self._describe(*args, **kwargs))
+
+        functools.update_wrapper(send, self._describe)
+        described = inspect.signature(self._describe)
+        client = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        returned = str(described.return_annotation).removeprefix("Call[").removesuffix("]")
+        send.__dict__["__signature__"] = described.replace(
+            parameters=[client, *described.parameters.values()],
+            return_annotation=(
+                f"Awaitable[{returned}]" if owner is ControlPlaneClient else returned
+            ),
+        )
         return send
 
 

@@ -4,9 +4,12 @@ their defaults."""
 from __future__ import annotations
 
 import difflib
+import inspect
+import textwrap
 from collections.abc import Sequence
 from typing import Final, TypedDict
 
+from kvxfer.docstrings import docstrings
 from kvxfer.engine.native import native
 from kvxfer.errors import InvalidArgument
 
@@ -107,6 +110,20 @@ class EngineOptions(TypedDict, total=False):
     spin: float
     """Seconds of busy polling after the last progress, before the thread sleeps; 200e-6 by
     default."""
+
+
+def _described() -> str:
+    """What help() shows: the texts of the members, too, which Python does not keep."""
+    texts = (f"{name}: {text}" for name, text in docstrings(EngineOptions).items())
+    return "\n\n".join(
+        [
+            inspect.cleandoc(EngineOptions.__doc__ or ""),
+            *(textwrap.fill(text, 92, subsequent_indent="    ") for text in texts),
+        ]
+    )
+
+
+EngineOptions.__doc__ = _described()
 
 
 def native_options(given: EngineOptions) -> dict[str, object]:
