@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from kvxfer.errors import InvalidArgument, KvxferError, StepRefused
+from kvxfer.errors import DeadlineExceeded, InvalidArgument, KvxferError, StepRefused
 from kvxfer.moe import AllToAll, MoeShape
 from tests.moe.test_set_up import KEY, Gather, close, together
 
@@ -24,6 +24,12 @@ X: Final = np.arange(64, dtype=np.float32).reshape(2, 32)
 
 @pytest.fixture
 def groups(fabric: str) -> Iterator[list[AllToAll]]:
+    groups = form(fabric)
+    yield groups
+    close(groups)  # type: ignore[arg-type]
+
+
+def form(fabric: str, timeout: float = 30.0) -> list[AllToAll]:
     gather = Gather(RANKS)
 
     def made(rank: int) -> AllToAll:
@@ -34,12 +40,13 @@ def groups(fabric: str) -> Iterator[list[AllToAll]]:
             cluster_key=KEY,
             exchange=gather.of(rank),
             torch=False,
+            timeout=timeout,
             fabrics=[fabric] if fabric == "tcp" else ["local", "tcp"],
         )
 
-    made_groups = together(RANKS, made)
-    yield made_groups  # type: ignore[misc]
-    close(made_groups)
+    groups = together(RANKS, made)
+    assert all(isinstance(group, AllToAll) for group in groups), groups
+    return groups  # type: ignore[return-value]
 
 
 def on_each(groups: list[AllToAll], run: Callable[[AllToAll], Any]) -> list[Any]:
@@ -157,6 +164,34 @@ def test_the_step_in_the_other_slot_is_whole(groups: list[AllToAll]) -> None:
         return [*found, begin(group, slot=1), end(group, slot=1)]
 
     assert on_each(groups, run) == [[True, 2, True]] * RANKS
+
+
+def test_a_rank_may_refuse_a_step_while_the_others_close(groups: list[AllToAll]) -> None:
+    assert on_each(groups, step) == [True] * RANKS
+
+    def run(group: AllToAll) -> object:
+        return group.dispatch_send(None, IDS, WEIGHTS) if group.rank == 1 else group.close()
+
+    none, refused, also_none = on_each(groups, run)
+    assert (none, also_none) == (None, None)
+    assert isinstance(refused, InvalidArgument)
+    assert groups[1].members == (1,)
+    assert begin(groups[1]) == 2
+
+
+def test_a_refusal_that_the_others_do_not_hear_in_time_holds_once_they_do(fabric: str) -> None:
+    groups = form(fabric, timeout=0.5)
+    with pytest.raises(DeadlineExceeded, match=r"ranks \[1, 2\] do not agree") as raised:
+        groups[0].dispatch_send(None, IDS, WEIGHTS)
+    assert isinstance(raised.value.__context__, InvalidArgument)
+    for group in groups:
+        group.timeout = 30.0
+    errors = on_each(groups, step)
+    assert {str(error) for error in errors} == {
+        "rank 0 refused step 0: x is a NoneType, not a torch tensor or an array"
+    }
+    assert on_each(groups, step) == [True] * RANKS
+    close(groups)  # type: ignore[arg-type]
 
 
 def test_a_call_out_of_order_refuses_no_step(groups: list[AllToAll]) -> None:
