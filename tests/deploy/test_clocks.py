@@ -34,7 +34,7 @@ def test_an_error_and_the_log_name_the_clock(
         fleet.start_control_plane()
         fleet.begin_worker("prefill-0", "--threads", "1")
         decode = fleet.begin_worker("decode-0", "--threads", "1", **wrong)
-        fleet.start_router("--bytes-per-token", "1", "--attempts", "1")
+        fleet.start_router("--attempts", "1")
         wait_until(fleet.whole, 120)
         assert f"s {how} the control plane's" in decode.output
         body = {"model": "kvxfer-demo-8l", "prompt": "what time is it?", "max_tokens": 4}
