@@ -5,13 +5,15 @@ from pathlib import Path
 from resource import RLIM_INFINITY
 from types import ModuleType
 
+import httpx2
 import pytest
 
-from kvxfer.doctor import devices, fabrics, limits, nic_fabrics, python_packages, settings
+from kvxfer.doctor import clocks, devices, fabrics, limits, nic_fabrics, python_packages, settings
 from kvxfer.doctor.examination import core_works, examine
 from kvxfer.doctor.finding import Area, Finding, Status
 from kvxfer.doctor.host import Host
 from tests.topology import machines
+from tests.virtual_time import VirtualClock
 
 THP = "sys/kernel/mm/transparent_hugepage"
 
@@ -416,6 +418,37 @@ def test_the_cluster_key_is_never_shown(tmp_path: Path) -> None:
     assert (key.status, key.detail, key.remedy) == (Status.OK, "set", None)
     assert control_plane.status is Status.INFO
     assert control_plane.remedy is not None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "said"),
+    [
+        (0, Status.OK, "as the control plane's"),
+        (4, Status.OK, "as the control plane's"),
+        (90, Status.LIMITED, "89 s ahead of the control plane's"),
+        (-90, Status.LIMITED, "90 s behind the control plane's"),
+    ],
+)
+def test_a_clock_that_differs_from_the_control_planes(
+    tmp_path: Path, wrong: float, status: Status, said: str
+) -> None:
+    date = {"Date": "Sun, 29 Nov 2026 12:00:00 GMT"}
+    transport = httpx2.MockTransport(lambda _: httpx2.Response(200, headers=date))
+    here = VirtualClock(1795953600.0 + wrong)
+    named = host(tmp_path, KVXFER_CONTROL_PLANE="http://[fd00::1]:8080/")
+    [found] = clocks.clock(named, transport=transport, clock=here)
+    assert (found.status, said in found.detail) == (status, True), found
+    assert (found.remedy is None) == (status is Status.OK)
+
+
+def test_a_control_plane_that_tells_no_time_is_no_reason_to_fail(tmp_path: Path) -> None:
+    assert clocks.clock(host(tmp_path)) == []
+    for url in ("http://fd00::1:8080", "http://127.0.0.1:1"):
+        [found] = clocks.clock(
+            host(tmp_path, KVXFER_CONTROL_PLANE=url),
+            transport=httpx2.MockTransport(lambda _: httpx2.Response(200)),
+        )
+        assert (found.status, "KVXFER_CONTROL_PLANE" in str(found.remedy)) == (Status.INFO, True)
 
 
 @pytest.mark.parametrize(

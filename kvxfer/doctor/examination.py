@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvxfer.doctor import (
+    clocks,
     devices,
     fabrics,
     limits,
@@ -52,6 +53,7 @@ def examine(host: Host) -> list[Finding]:
         python_packages.interpreter(),
         *python_packages.extras(),
         *settings.variables(host),
+        *clocks.clock(host),
     ]
 
 
