@@ -30,7 +30,9 @@ from kvxfer.errors import (
 from kvxfer.weights import pushing
 from kvxfer.weights.holdings import Holdings
 from kvxfer.weights.trainer import Trainer
+from kvxfer.weights.transfer.coordinator import WeightCoordinator
 from kvxfer.weights.transfer.receiver import WeightReceiver
+from verify.polling import eventually, wait_until
 from verify.processes.process import ROOT, Process
 
 from .transfer.job import KEY, Instance, boxes, shards
@@ -288,17 +290,35 @@ def test_ranks_push_together_and_fail_together(tmp_path: Path) -> None:
 DEAD = "kvx://127.0.0.1:1/" + "0" * 32
 
 
-def test_a_push_says_why_no_instance_came(monkeypatch: pytest.MonkeyPatch) -> None:
+def leader_of(trainer: Trainer) -> WeightCoordinator:
+    leader = trainer._thread._leader
+    assert leader is not None
+    return leader
+
+
+def test_a_wait_says_why_no_instance_came() -> None:
+    with Trainer(
+        shards(0, 1), dict, rank=0, world_size=1, cluster_key=KEY, receivers=[DEAD], fabrics=["tcp"]
+    ) as lead:
+        wait_until(lambda: leader_of(lead)._dialed[DEAD] is not None)
+        with pytest.raises(DeadlineExceeded) as failed:
+            lead.wait_for(1, 0.01)
+        cause = failed.value.__cause__
+        assert isinstance(cause, ConnectFailed)
+        assert str(failed.value) == f"after 0.01 s 0 of 1 instances are connected: {cause}"
+        assert "127.0.0.1:1" in str(cause)
+
+
+def test_a_push_whose_wait_has_ended_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVXFER_CLUSTER_KEY", KEY)
     model = torch.nn.Linear(4, 2)
-    for _ in range(2):  # the second one begins anew, too
-        with pytest.raises(DeadlineExceeded) as failed:
-            weights.push(model, 1, receivers=[DEAD], wait_seconds=0.5, fabrics=["tcp"])
-        told = str(failed.value)
-        assert "after 0.5 s 0 of 1 instances are connected: " in told
-        assert "127.0.0.1:1" in told
-        assert "training ranks" not in told
-        assert isinstance(failed.value.__cause__, ConnectFailed)
+    serving = _Serving(holdings=weights.state_of(model).holdings)
+    with serving:
+        with pytest.raises(DeadlineExceeded, match="0 of 1 instances are connected"):
+            weights.push(model, 1, wait_seconds=0.01, fabrics=["local"])
+        push = weights.push(model, 1, receivers=[serving.address], fabrics=["local"])
+        assert push.result(60).state == "committed"
+        weights.forget(model)
 
 
 @pytest.mark.parametrize(
@@ -349,12 +369,13 @@ def test_a_wait_names_the_ranks_that_are_missing() -> None:
                 WeightReceiver(engine, holdings, instance_id="i0", rank=1, ranks=3) as receiver,
             ):
                 await receiver.join(lead.coordinator)
+                await eventually(lambda: bool(list(leader_of(lead)._members.incomplete())))
                 with pytest.raises(DeadlineExceeded) as failed:
-                    await asyncio.to_thread(lead.wait_for, 2, 0.5)
+                    await asyncio.to_thread(lead.wait_for, 2, 0.01)
                 return str(failed.value)
 
         assert asyncio.run(join()) == (
-            "after 0.5 s 0 of 2 instances are connected: training rank 1 has not joined; training "
+            "after 0.01 s 0 of 2 instances are connected: training rank 1 has not joined; training "
             "rank 2 has not joined; 'i0' lacks of its 3 ranks 0, 2"
         )
 

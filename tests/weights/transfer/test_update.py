@@ -148,6 +148,7 @@ async def test_a_rank_that_ends_as_it_cannot_push_is_no_other_reason(fabric: str
     train = [shards(number, 2) for number in range(2)]
     async with job(fabric, train=train, infer=[[shards(0, 1)]]) as at:
         at.senders[1].refuse(1, WeightsMismatch("up.weight was 1, and is 2"))
+        await eventually(lambda: bool(at.coordinator._readiness._refusals()))
         await at.engines[-1].close()
         await eventually(lambda: at.coordinator._members.missing_trainers() == [1])
         pushed = at.senders[0].push(1, boxes(at.senders[0].holdings, weights(1)))
