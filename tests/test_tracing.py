@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvxfer.client import Credentials, SyncControlPlaneClient
 from kvxfer.errors import InvalidArgument, NotBuilt, UnknownTrace
 from kvxfer.tracing import setup
+from kvxfer.tracing.exporter import TroubleToldOnce
 from kvxfer.tracing.setup import start_tracing
 from kvxfer.tracing.span import child, current, span
 from kvxfer.web.tls import ServerTls
@@ -112,6 +117,26 @@ def test_spans_go_to_the_control_plane_with_the_credentials_of_the_process(
             assert (span.service, span.instance_id, span.name) == ("worker", "worker", "request")
             with pytest.raises(UnknownTrace):
                 client.trace("of-nobody")
+
+
+@pytest.mark.native
+def test_an_endpoint_that_is_away_is_told_of_once_and_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    exporter = TroubleToldOnce(OTLPSpanExporter("http://127.0.0.1:9/v1/traces"), "http://h")
+    others = logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    for _ in range(3):
+        assert exporter.export([]) is SpanExportResult.FAILURE
+        others.error("another exporter's")
+    exporter._exporter = InMemorySpanExporter()
+    for _ in range(2):
+        assert exporter.export([]) is SpanExportResult.SUCCESS
+    away, *rest = [line for line in caplog.messages if "another" not in line]
+    assert away.startswith("spans do not reach http://h, and are lost meanwhile: ")
+    assert rest == ["spans reach http://h again"]
+    assert caplog.messages.count("another exporter's") == 3
 
 
 def test_the_environment_has_the_last_word_on_who_the_spans_are_of(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable
 from typing import TypeVar
+
+from kvxfer.tracing.span import child
 
 T = TypeVar("T")
 
@@ -41,26 +44,42 @@ class ComputeThread:
 
     def __init__(self, begin: Callable[[], object] = lambda: None) -> None:
         """`begin` is called once, in that thread, before the first."""
+        self._under_way = 0
         self._executor = concurrent.futures.ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="kvxfer-compute", initializer=begin
         )
 
-    async def run(self, computation: Callable[[], T], abandon: Abandon | None = None) -> T:
-        """The result of `computation`.
+    async def run(
+        self, computation: Callable[[], T], abandon: Abandon | None = None, *, waits: str = ""
+    ) -> T:
+        """The result of `computation`, which has the caller's context. While it waits for earlier
+        ones, a traced request has a span of the name `waits`.
 
         When the waiting task is cancelled, the computation is taken out of the queue, or told by
         `abandon` and waited for: once this has raised CancelledError nothing of it runs, so the
         blocks it wrote to can be given away.
         """
-        job = self._executor.submit(computation)
+        waiting = child(waits) if waits and self._under_way else None
+
+        def begin() -> T:
+            if waiting is not None:
+                waiting.end()
+            return computation()
+
+        self._under_way += 1
+        job = self._executor.submit(contextvars.copy_context().run, begin)
         try:
             return await asyncio.wrap_future(job)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as left:
+            if waiting is not None:
+                waiting.end(left)
             # Cancelling the wrapper has cancelled the job where it had not begun.
             if abandon is not None:
                 abandon.set()
             await _ended(job)
             raise
+        finally:
+            self._under_way -= 1
 
     def close(self) -> None:
         """Waits for what runs; drops what is queued."""

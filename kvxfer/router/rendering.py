@@ -221,7 +221,7 @@ class Rendering:
             async with asyncio.timeout(_GIVE_UP_SECONDS):
                 answer = await self._post(worker + "/tokenize", content)
             if answer.is_client_error and answer.status_code not in _NOT_THERE:
-                self._count("failed")  # the prompt's fault; a worker will say so
+                self._count("failed")  # the worker that gets the request says why
                 return None
             answer.raise_for_status()
             tokens = msgspec.json.decode(answer.content, type=_Tokenized).tokens

@@ -78,6 +78,7 @@ def start_tracing(
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+    from kvxfer.tracing.exporter import TroubleToldOnce
     from kvxfer.tracing.tracer import Tracer, provider_of
 
     options: dict[str, Any] = {}
@@ -86,7 +87,9 @@ def start_tracing(
     provider = provider_of(resource(service, instance_id))
     delay = None if "OTEL_BSP_SCHEDULE_DELAY" in os.environ else _DELAY_MS
     provider.add_span_processor(
-        BatchSpanProcessor(OTLPSpanExporter(**options), schedule_delay_millis=delay)
+        BatchSpanProcessor(
+            TroubleToldOnce(OTLPSpanExporter(**options), url), schedule_delay_millis=delay
+        )
     )
     return Tracer(provider)
 

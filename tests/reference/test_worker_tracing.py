@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import httpx2
@@ -81,6 +82,26 @@ async def test_a_recorded_request_has_spans_down_to_each_layer(
     written = [dict(s.attributes or {})["kvxfer.bytes"] for s in found if s.name == "kv.write"]
     assert sum(written) == by_name["kv.receive"]["kvxfer.bytes"] > 0
     assert workers.all_blocks_free()
+
+
+@pytest.mark.parametrize("workers", ["local"], indirect=True)
+async def test_a_prompt_that_waits_for_earlier_ones_says_so(
+    workers: WorkerPair, tracer: Tracer, spans: InMemorySpanExporter
+) -> None:
+    ended, prefill = threading.Event(), workers.prefill
+    earlier = asyncio.create_task(prefill.service._compute.run(ended.wait))
+    await asyncio.sleep(0)
+    later = asyncio.create_task(both(workers, tracer, {"traceparent": RECORDED}))
+    await eventually(lambda: prefill.service._compute._under_way == 2)
+    ended.set()
+    assert [answer.status_code for answer in await later] == [200, 200]
+    await earlier
+    found = {span.name: span for span in spans.get_finished_spans()}
+    waited, computed = found["prefill.wait"], found["prefill.compute"]
+    assert waited.parent == computed.parent
+    assert waited.end_time is not None
+    assert computed.start_time is not None
+    assert waited.end_time <= computed.start_time
 
 
 @pytest.mark.parametrize("workers", ["local"], indirect=True)

@@ -223,15 +223,13 @@ class WorkerService:
                 params.ticket, hold, decode_address=params.prefill_dials
             ) as session:
                 abandon = Abandon()
-                with (
-                    self._meter.request(len(tokens)),
-                    span("prefill.compute", prompt_tokens=len(tokens)),
-                ):
+                with self._meter.request(len(tokens)):
                     tail = await self._compute.run(
                         lambda: self._compute_prompt(
                             tokens, hold.ids.tolist(), session, abandon, admission
                         ),
                         abandon,
+                        waits="prefill.wait",
                     )
                 await session.finish(encode_tail(tail))
                 sent_at = self._clock.unix()
@@ -281,7 +279,8 @@ class WorkerService:
         admission.check(version)
         started = self._clock.monotonic()
         try:
-            first_token = self.runner.prefill(tokens, blocks, on_layer)
+            with span("prefill.compute", prompt_tokens=len(tokens)):
+                first_token = self.runner.prefill(tokens, blocks, on_layer)
         except BaseException:
             # The blocks go back to the pool, and others may be told to write into them.
             if isinstance(on_gpu, StreamOrder):
