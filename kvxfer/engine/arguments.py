@@ -142,7 +142,9 @@ _KINDS: Final[Mapping[str, _Kind]] = {
     "Peer": _named("Peer", takes="a Peer"),
     "Ranges": _Kind("(region, offset, bytes) tuples", _is_ranges),
     "Readable": _Kind(_BUFFER, lambda value: memoryview(value).c_contiguous),
-    "Region": _named("MemoryRegion", "Memory", takes="a MemoryRegion or a Memory"),
+    "Region": _named(
+        "MemoryRegion", "Memory", takes="what Engine.alloc() or Engine.register() returns"
+    ),
     "Seconds": _Kind("a number of seconds from 0 to 1e9", _seconds),
     "Slots": _whole(1, 2**16),
     "Stream": _Kind(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvxfer.engine import Engine, Memory, MemoryRegion
+    from kvxfer.engine.memory import Region
     from kvxfer.kv.block_pool import BlockIds
 
 Permute: TypeAlias = Callable[["KvCache", "BlockIds", HeadOrder], None]
@@ -44,7 +45,7 @@ class KvPlane:
     `offset`: KV cache groups that share no memory have ids of different ranges.
     """
 
-    region: MemoryRegion
+    region: Region
     offset: int
     block_stride: int
     ids: range | None = None

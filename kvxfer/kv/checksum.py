@@ -16,7 +16,7 @@ from kvxfer.kv.blocks import by_group
 from kvxfer.kv.plan import blocks_match
 
 if TYPE_CHECKING:
-    from kvxfer.engine import MemoryRegion
+    from kvxfer.engine.memory import Region
     from kvxfer.kv.block_pool import BlockIds
     from kvxfer.kv.cache import KvCache
     from kvxfer.kv.connection import Connection
@@ -35,7 +35,7 @@ class RunningChecksum:
 
     def add(
         self,
-        region: MemoryRegion,
+        region: Region,
         offset: int,
         runs: Runs,
         places: Offsets,

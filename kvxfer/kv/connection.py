@@ -32,7 +32,8 @@ from kvxfer.kv_versions import NEWEST, OLDEST, TELLS_MODEL
 from kvxfer.model_identity import require_same_model
 
 if TYPE_CHECKING:
-    from kvxfer.engine import MemoryRegion, Peer
+    from kvxfer.engine import Peer
+    from kvxfer.engine.memory import Region
     from kvxfer.kv.admission import Identity, Side
     from kvxfer.kv.block_pool import BlockIds
     from kvxfer.kv.cache import KvCache
@@ -136,7 +137,7 @@ def hello_from(cache: KvCache, identity: Identity, *, checksums: bool = False) -
 
 def grant_ranges(
     cache: KvCache, plan: TransferPlan, blocks: BlockIds
-) -> list[tuple[MemoryRegion, int, int]]:
+) -> list[tuple[Region, int, int]]:
     """What a writer of this plan to these blocks needs of each plane: region, offset and bytes."""
     rows = by_group(blocks, cache.layout)
     ends = [(int(row[row >= 0].min()), int(row.max())) for row in rows]

@@ -76,22 +76,25 @@ async def test_readme_writes_pages(other: Engine) -> None:
     assert [{*page.tolist()} for page in pages] == [{0}, {7}, {0}, {7}]
 
 
-async def test_a_counter_waits_for_what_a_peer_writes(other: Engine) -> None:
-    async def write() -> None:
-        peer = await first_peer(other)
-        descriptor, imm = msgspec.msgpack.decode(await peer.receive())
-        await peer.write(other.alloc(PAGE).region, descriptor, length=PAGE, imm=imm)
+async def test_a_counter_waits_for_what_a_peer_writes() -> None:
+    listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    writing = asyncio.create_task(write())
-    await run(
-        snippet("docs/python-api.md", "async with Engine"),
-        Engine=Engine,
-        KEY=KEY,
-        address=other.address,
-        pack=lambda *values: msgspec.msgpack.encode(values),
-        total=1,
-    )
-    await writing
+    class Told(Engine):
+        async def accept(self, timeout: float | None = None) -> Peer:
+            listening.set_result(self.address)
+            return await super().accept(timeout)
+
+    receiver, sender = snippet("docs/python-api.md", "async with Engine").split("\n\n")
+    messages = {
+        "pack": lambda *values: msgspec.msgpack.encode(values if values[1:] else values[0]),
+        "unpack": msgspec.msgpack.decode,
+        "KEY": KEY,
+    }
+    receiving = asyncio.create_task(run(receiver, Engine=Told, **messages))
+    sent = await run(sender, Engine=Engine, address=await listening, **messages)
+    received = await receiving
+    assert sent["write"].done()
+    assert received["counter"].imm == sent["imm"]
 
 
 async def test_pools_lend_slots(other: Engine) -> None:
