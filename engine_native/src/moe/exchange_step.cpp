@@ -365,7 +365,7 @@ Result<bool> Exchange::in_answers(std::uint32_t slot, Order order, const void* r
   if (!rows || std::less<>()(rows, first) || !std::less<>()(rows, last)) return false;
   const RowFormat row = shape_.combine_row();
   if (rows != first || order == Order::by_expert || row.bytes() != row.payload_bytes()) {
-    return invalid_argument("rows in answers() are by source, and begin where it does");
+    return invalid_argument("rows in answers() are of layout tokens, and begin where it does");
   }
   for (const Part& part : steps_[slot].parts) {
     if (!part.places.empty() &&
