@@ -1,10 +1,10 @@
 """Dispatch and combine of mixture-of-experts models that outlive a rank.
 
-    group = AllToAll(shape, rank=rank, ranks=ranks, cluster_key=key, exchange=all_gather_object)
-    group.dispatch_send(x, topk_ids, topk_weights)
-    got = group.dispatch_recv()
-    group.combine_send(experts(got))
-    combined = group.combine_recv()         # combined.missing names the ranks that were lost
+    with AllToAll(shape, rank=rank, ranks=ranks, cluster_key=key, exchange=gather) as group:
+        group.dispatch_send(x, topk_ids, topk_weights)
+        got = group.dispatch_recv()
+        group.combine_send(experts(got))
+        combined = group.combine_recv()     # combined.missing names the ranks that were lost
 
 docs/moe.md has the whole.
 """

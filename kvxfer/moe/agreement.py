@@ -210,7 +210,8 @@ class Agreement:
     def doubt(self, deadline: float) -> bool:
         """Whether a wait has ended because half of the members or more are lost: this rank itself
         may be the lost one. Then agrees on the next view, and the wait is to be tried again."""
-        if 2 * len(self._exchange.lost()) < len(self.view.members):
+        lost = self._exchange.lost()
+        if not lost or 2 * len(lost) < len(self.view.members):
             return False
         self.boundary(deadline)
         return True

@@ -28,7 +28,6 @@ from kvxfer.moe.tensors import (
     Tensor,
     address_of,
     choices,
-    count_of,
     memory_at,
     tensor_in,
 )
@@ -65,7 +64,7 @@ class _Slot:
     table: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """Of the view in which the step is run."""
     rows: tuple[int, ...] = ()
-    """The shape of what combine_send() takes."""
+    """The shape of what combine_send() takes; empty where that is not the next call."""
 
 
 class AllToAll:
@@ -226,6 +225,7 @@ class AllToAll:
 
     def _leave(self) -> None:
         self._closed = True
+        self._slots = []
         self._agreement.close()
         self._engine.close()
 
@@ -307,13 +307,13 @@ class AllToAll:
         their dispatch_recv() raises StepRefused. The next call begins the next step.
         """
         of_slot = self._slot(slot)
-        with translated():
-            self._exchange.check_free(slot)
         deadline = self._clock.monotonic() + self.timeout
         self._agreement.boundary(deadline)
         try:
             of_slot.step, of_slot.ids = self._send(slot, x, ids, weights, scales)
         except InvalidArgument as error:
+            with translated():
+                self._exchange.check_free(slot)  # a call out of order refuses no step
             self._agreement.refuse(error, deadline)
             raise
         self._agreement.steps.add(of_slot.step)
@@ -324,7 +324,11 @@ class AllToAll:
         self, slot: int, x: Any, ids: Any, weights: Any, scales: Any
     ) -> tuple[int, npt.NDArray[np.int64]]:
         """The step, and the choices in it."""
-        shape, count = self.shape, count_of(x, "x")
+        shape = self.shape
+        try:
+            count = len(x)
+        except TypeError:  # also of a scalar
+            raise InvalidArgument(f"x is a {type(x).__name__} that has no rows") from None
         chosen = choices(ids, "ids", np.int64, (count, shape.top_k))
         shares = choices(weights, "weights", np.float32, (count, shape.top_k))
         address = address_of(x, "x", shape.input, (count, shape.hidden))
@@ -407,11 +411,13 @@ class AllToAll:
         answers(): these not before combine_recv().
         """
         of_slot = self._slot(slot)
-        with translated():
-            self._exchange.check_placed(slot)
+        if not of_slot.rows:
+            with translated():
+                self._exchange.check_placed(slot)
         address = address_of(y, "y", self.shape.combine, of_slot.rows)
         with translated():
             self._exchange.combine_send(slot, address)
+        of_slot.rows = ()
 
     def combine_recv(self, *, slot: int = 0, out: Any = None) -> Combined:
         """Waits for the contributions of all ranks to this rank's tokens, adds them, and ends the
@@ -432,10 +438,10 @@ class AllToAll:
         return Combined(of_slot.step, out, missing, of_slot.ids, of_slot.table)
 
     def _slot(self, slot: int) -> _Slot:
+        if isinstance(slot, int) and 0 <= slot < len(self._slots):
+            return self._slots[slot]
         self._require_open()
-        if not isinstance(slot, int) or not 0 <= slot < len(self._slots):
-            raise InvalidArgument(f"slot is {slot!r}; the group has {len(self._slots)}, from 0 on")
-        return self._slots[slot]
+        raise InvalidArgument(f"slot is {slot!r}; the group has {len(self._slots)}, from 0 on")
 
     def _require_open(self) -> None:
         if self._closed:

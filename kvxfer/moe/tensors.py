@@ -37,15 +37,6 @@ def _name_of(dtype: object) -> str:
     return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
-def count_of(value: Any, name: str) -> int:
-    """The rows of a tensor. Raises InvalidArgument."""
-    if not (is_torch(value) or isinstance(value, np.ndarray)):
-        raise InvalidArgument(f"{name} is a {type(value).__name__}, not a torch tensor or an array")
-    if not value.shape:
-        raise InvalidArgument(f"{name} has no rows: it is a scalar")
-    return int(value.shape[0])
-
-
 def address_of(value: Any, name: str, dtype: str, shape: tuple[int, ...]) -> int:
     """The address of a contiguous tensor in host memory of this dtype and shape. bfloat16 and
     float8_e4m3fn of numpy may also be the unsigned integers of their bits. Raises
