@@ -36,8 +36,9 @@ logger = logging.getLogger("kvxfer.moe")
 
 _TURN_SECONDS: Final = 0.5
 """In native code between two looks at the clock, and at Ctrl-C."""
-_LOSS_TIMEOUTS: Final = 2.0
-"""Times the engine's peer_timeout: until a newcomer takes the process in its place for alive."""
+_LOSS_TIMEOUTS: Final = 3.0
+"""Times the engine's peer_timeout: the most that a silent peer is waited for. After it a newcomer
+takes the process in its place for alive."""
 _LAYOUTS: Final = frozenset(get_args(Layout))
 _NATIVE: Final[dict[DType, str]] = {
     "float32": "f32",
