@@ -240,6 +240,7 @@ def control() -> Iterator[bytes]:
 
 def descriptors() -> Iterator[bytes]:
     yield b"\x00KMR\x01" + bytes(16) + struct.pack("<QQQ", 1, 2, 3)
+    yield b"\x00KMR\x01" + bytes(16) + struct.pack("<QQQ", 1, 0xFFFFFFFF_00010000, 3)  # a grant
     for host in (b"127.0.0.1:7000", b"[::1]:7000", b"node-5:65535", b"[]:1", b":1", b"h:0"):
         yield b"\x01kvx://" + host + b"/" + b"0123456789abcdef" * 2
     yield b"\x01kvx://h:1/" + b"0123456789ABCDEF" * 2
