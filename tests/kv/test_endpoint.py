@@ -235,3 +235,13 @@ async def test_pool_and_cache_have_to_be_of_one_size(pair: tuple[Worker, Worker]
         KvEndpoint(
             prefill.engine, prefill.cache, BlockPool(3), instance_id="p", epoch=1, ticket_key=KEY
         )
+
+
+async def test_a_session_of_an_engine_that_is_closed_says_so(pair: tuple[Worker, Worker]) -> None:
+    prefill, decode = pair
+    ticket = make_ticket(prefill, decode)
+    receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
+    await decode.engine.close()
+    with pytest.raises(EngineClosed):
+        await asyncio.wait_for(receiver.wait(), PATIENCE)
+    assert decode.pool.num_free == NUM_BLOCKS
