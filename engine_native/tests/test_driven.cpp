@@ -80,6 +80,26 @@ void write_and_end(const std::string& fabric, Driven driven, Random& random) {
   CHECK(pair.writer.await(Kind::peer_down).peer == pair.to_reader);
 }
 
+void count_and_close(const std::string& fabric, int before) {
+  CAPTURE(fabric);
+  CAPTURE(before);
+  DrivenPair pair(fabric, {true, true});
+  const auto source = good(pair.writer->allocate(kPage));
+  const auto destination = good(pair.reader->allocate(kPage));
+  const Imm imm = good(pair.reader->allocate_counter());
+  for (int i = 0; i < before; ++i) pair.writer->poll();
+  const auto submitted =
+      good(pair.writer->write(pair.to_reader, source, destination->descriptor(), {.length = kPage},
+                              {.imm = imm, .timeout = kDeadline}));
+  while (pair.reader->counter_value(imm) == 0) {
+    pair.writer->poll();
+    pair.reader->poll();  // the last: the writer has not seen that it is counted
+  }
+  pair.reader->close();
+  CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
+  CHECK(pair.writer.await(Kind::peer_down).code == Errc::peer_lost);
+}
+
 }  // namespace
 
 TEST_SUITE_BEGIN("conformance");
@@ -90,6 +110,16 @@ TEST_CASE("an engine without a thread keeps its promises while its caller polls"
     for (const Driven driven : {Driven{true, false}, Driven{false, true}, Driven{true, true}}) {
       // On a separate thread: other cases count what threads that poll NICs do.
       std::async(std::launch::async, [&] { write_and_end(fabric, driven, random); }).get();
+    }
+  }
+}
+
+// `before`: where the writer is between two looks at its sockets.
+TEST_CASE("a write is delivered once it is counted, also if the receiver then closes") {
+  for (const std::string& fabric : EachFabric()) {
+    for (int before = 0; before < 8; ++before) {
+      // On a separate thread, as above.
+      std::async(std::launch::async, [&] { count_and_close(fabric, before); }).get();
     }
   }
 }

@@ -550,6 +550,7 @@ void LocalPath::wake_peer() {
 void LocalPath::lose(Error error) {
   if (lost_) return;
   lost_ = true;
+  reap();  // what the peer counted before it closed is delivered
   poller_.remove(socket_.get(), *this);
   events_.on_lost(*this, std::move(error));
 }
