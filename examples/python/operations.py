@@ -1,7 +1,6 @@
 """Runs a small fleet, asks it, looks at it, and drains a worker while requests go on.
 
-    pip install 'kvxfer[demo]'
-    python operations.py [REQUESTS]
+    python examples/python/operations.py [REQUESTS]
 
 Everything is a `kvxfer` command on a free port of 127.0.0.1, with its log in a temporary folder.
 Programs of your own read a fleet in the same way, by `kvxfer.client`.

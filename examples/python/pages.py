@@ -87,9 +87,8 @@ async def receive(told: Connection, sender: multiprocessing.process.BaseProcess)
         await peer.receive(timeout=30)
         os.kill(sender.pid or 0, signal.SIGKILL)
         try:
-            await peer.receive(
-                timeout=30
-            )  # a counter tells of arrivals alone; the peer of its loss
+            # A counter tells only of arrivals; the peer tells of its loss.
+            await peer.receive(timeout=30)
         except PeerError as error:
             print(f"the sender is killed: {error.code}, {counter.value} immediates came")
 

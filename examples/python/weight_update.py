@@ -1,6 +1,6 @@
 """A training process pushes its weights to an inference process after each step.
 
-    python weight_update.py
+    python examples/python/weight_update.py
 
 docs/weights.md explains what happens. On several hosts, give Engine() and push() a `host`.
 """

@@ -67,7 +67,7 @@ async def test_readme_writes_pages(other: Engine) -> None:
         Engine=Filled,
         KEY=KEY,
         address_of_the_other=other.address,
-        their_region=theirs.region.descriptor,
+        their_descriptor=theirs.descriptor,
         mine=np.array([5, 0]),
         theirs=np.array([1, 3]),
         their_counter=counter.imm,
