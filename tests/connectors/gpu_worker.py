@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -102,6 +103,9 @@ def sides(
             Side(stack, Role.PREFILL, url, told[Role.PREFILL], lease),
             Side(stack, Role.DECODE, url, told[Role.DECODE], lease),
         )
+    # What is left of the engines is in cycles. To free their GPU memory waits for all streams, so the
+    # collector must not do it while a later case holds one.
+    gc.collect()
 
 
 class Pinned:

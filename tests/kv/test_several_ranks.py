@@ -178,7 +178,7 @@ async def test_every_prefill_rank_frees_what_it_keeps_for_a_decode_worker_that_d
         senders = await ranks.requests(ticket, stack)
         for rank in ranks.decode:
             await rank.endpoint.keep(ticket, ranks.addresses)
-        await eventually(lambda: all(len(s.connections) == len(ranks.decode) for s in senders))
+        await eventually(lambda: all(len(s._met) == len(ranks.decode) for s in senders))
         await ranks.decode[-1].engine.close()
         for sender in senders:
             with pytest.raises(PeerError):
