@@ -103,8 +103,8 @@ def sides(
             Side(stack, Role.PREFILL, url, told[Role.PREFILL], lease),
             Side(stack, Role.DECODE, url, told[Role.DECODE], lease),
         )
-    # What is left of the engines is in cycles. To free their GPU memory waits for all streams, so the
-    # collector must not do it while a later case holds one.
+    # What is left of the engines is in cycles. Freeing their GPU memory waits for all streams, so
+    # the collector must not do it while a later case holds one.
     gc.collect()
 
 
