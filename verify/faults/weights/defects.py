@@ -15,13 +15,19 @@ from kvxfer.weights.transfer.staged import Staged
 from .catalogue import Fault
 
 
-def _first_vote_decides() -> None:
+def _lost_votes_are_not_missed() -> None:
     every = Round.all
 
-    async def one(self: Any, kind: Any, members: Any, seconds: float, what: str) -> Any:
-        return await every(self, kind, members[:1] if kind is Vote else members, seconds, what)
+    async def of_living(self: Any, kind: Any, members: Any, seconds: float, what: str) -> Any:
+        if kind is not Vote:
+            return await every(self, kind, members, seconds, what)
+        said, lost = self._said, self._lost
+        while any((m.peer.id, Vote) not in said and m.peer.id not in lost for m in members):
+            await self._changed.wait()
+        self._error = None
+        return [(m, said[m.peer.id, Vote]) for m in members if (m.peer.id, Vote) in said]
 
-    setattr(Round, "all", one)  # noqa: B010
+    setattr(Round, "all", of_living)  # noqa: B010
 
 
 def _leaders_in_doubt_do_not_ask() -> None:
@@ -49,8 +55,8 @@ def _some_waves_are_served() -> None:
 
 
 DEFECTS: Final[dict[str, tuple[Callable[[], None], Mode, Fault]]] = {
-    "the first vote decides": (
-        _first_vote_decides,
+    "the vote of a lost rank is not missed": (
+        _lost_votes_are_not_missed,
         "atomic",
         Fault("single-0", "send", "Vote", "kill"),
     ),
