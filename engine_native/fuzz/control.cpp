@@ -334,6 +334,7 @@ class Connection final : private PeerEvents, private OperationBook, private NicE
   }
   void on_nic_state(NicDomain&) override {}
   void on_credit_due(NicPath& path) override { peer_->nics()->on_credit_due(path); }
+  void on_refused(NicPath&, Imm imm) override { peer_->nics()->revoke(imm, false); }
   void on_window(NicPath& path, std::uint64_t grant) override {
     peer_->nics()->on_window(path, grant);
   }

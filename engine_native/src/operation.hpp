@@ -73,6 +73,7 @@ struct Operation {
   // delivers them any more, they fail. Null: none.
   std::shared_ptr<std::size_t> uncounted_left;
   bool arrived = false;  // the peer says that all its immediates have
+  bool revoked = false;  // the peer counts its immediates no more, whether they have arrived or not
   bool queued = false;   // at its peer
   bool ended = false;    // as far as its caller is concerned
   unsigned losses = 0;   // of paths with its writes, in a row: none was delivered between

@@ -477,6 +477,12 @@ void SimulatedEfa::have_cuda(bool has) {
   network_->has_cuda = has;
 }
 
+void SimulatedEfa::hold(bool held) {
+  const auto lock = efa::held();
+  network_->holds = held;
+  network_->work.notify_one();
+}
+
 SimulatedEfa& simulated_efa() {
   static SimulatedEfa efa;
   return efa;

@@ -61,6 +61,8 @@ class SimulatedEfa {
   void add(const SimulatedEfaDevice& device);
   // Whether libfabric was built with CUDA, and found it; it was until told otherwise.
   void have_cuda(bool has);
+  // While held, no write moves.
+  void hold(bool held);
 
  private:
   std::unique_ptr<efa::Network> network_;

@@ -11,7 +11,7 @@ void Network::run(const std::stop_token& stop) {
   std::unique_lock lock(mutex);
   while (!stop.stop_requested()) {
     gpu_writes().flush(now_ns());
-    if (!writes.empty()) {
+    if (!writes.empty() && !holds) {
       // The more there are the longer: to yield on a busy machine takes milliseconds.
       for (auto steps = random() % writes.size() + 1; steps > 0 && !writes.empty(); --steps) {
         step(random() % writes.size());

@@ -150,6 +150,7 @@ struct Network {
   std::condition_variable_any work;
   std::mt19937_64 random{std::random_device{}()};
   bool has_cuda = true;
+  bool holds = false;  // all writes, where they are
   std::vector<std::unique_ptr<Device>> devices;
   std::map<std::uint32_t, End*> ends;         // those that are enabled, by queue pair
   std::map<std::uint64_t, Memory*> memories;  // by lkey and rkey, which are equal

@@ -432,4 +432,10 @@ void DomainGroup::on_credit_due(NicPath& path) {
   if (peer) peer->nics()->on_credit_due(path);
 }
 
+// Else its writer would take the count for incomplete when the path is lost.
+void DomainGroup::on_refused(NicPath& path, Imm imm) {
+  Peer* const peer = peers_.find(path.identity().peer);
+  if (peer) peer->nics()->revoke(imm, false);
+}
+
 }  // namespace kvxfer

@@ -116,6 +116,7 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   void on_lost(Path& path, Error error) override;
   void on_nic_state(NicDomain& domain) override;
   void on_credit_due(NicPath& path) override;
+  void on_refused(NicPath& path, Imm imm) override;
   void on_window(NicPath& path, std::uint64_t grant) override;
 
   EngineOptions options_;

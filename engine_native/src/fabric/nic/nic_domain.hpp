@@ -23,6 +23,9 @@ class NicEvents : public PathEvents {
   virtual void on_nic_state(NicDomain& domain) = 0;
   // The peer may be told that path.consumed() has grown.
   virtual void on_credit_due(NicPath& path) = 0;
+  // The peer wrote with an immediate that counts for nothing: its counter is not live, or another
+  // writer's.
+  virtual void on_refused(NicPath& path, Imm imm) = 0;
   // path.window(grant) is open; without a value the NIC has none left.
   virtual void on_window(NicPath& path, std::uint64_t grant) = 0;
 

@@ -519,6 +519,7 @@ void NicLink::on_revoke(Imm imm, bool complete) {
     if (entry.path) entry.path->forget(imm);
   }
   for (const OperationPtr& operation : operations_.with(ends_.peer, imm)) {
+    operation->revoked = true;
     if (complete) {
       operation->arrived = true;
     } else {
@@ -599,9 +600,14 @@ Result<void> NicLink::on_frame(NicFrame type, std::string_view payload, std::uin
       on_revoke(imm, reader.get<std::uint8_t>() != 0);
       break;
     }
-    case NicFrame::revoked:
-      owner_.on_revoked(reader.get<Imm>());
+    case NicFrame::revoked: {
+      const auto imm = reader.get<Imm>();
+      for (auto& [id, entry] : entries_) {
+        if (entry.path) entry.path->end_refusal(imm);
+      }
+      owner_.on_revoked(imm);
       break;
+    }
     case NicFrame::credit: {
       const auto found = entries_.find(reader.get<PathId>());
       const auto consumed = reader.get<std::uint64_t>();

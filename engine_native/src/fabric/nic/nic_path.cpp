@@ -1,6 +1,7 @@
 #include "fabric/nic/nic_path.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "fabric/nic/nic_domain.hpp"
 
@@ -74,8 +75,9 @@ void NicPath::report(Batch& batch) {
   ++finished_batches_;
   const OperationPtr operation = std::move(batch.operation);
   // The peer that revoked it has forgotten its count.
-  const bool revoked = operation->arrived || operation->code == Errc::stale_counter;
-  if (batch.immediates > 0 && !revoked) delivered_[*operation->imm] += batch.immediates;
+  if (batch.immediates > 0 && !operation->revoked) {
+    delivered_[*operation->imm] += batch.immediates;
+  }
   events_.on_finished(operation, batch.writes, {});
 }
 
@@ -118,6 +120,7 @@ void NicPath::count_immediates(Imm imm, std::uint64_t count) {
     receive_context_.stats.writes_received += count;
   } else {
     receive_context_.stats.writes_refused.count(Errc::stale_counter, count);
+    if (std::exchange(refused_, imm) != imm) events_.on_refused(*this, imm);
   }
   if (consumed_ - credited_ >= std::max<std::uint64_t>(imm_window_ / 4, 1)) {
     credited_ = consumed_;

@@ -94,6 +94,11 @@ class NicPath : public Path {
   std::uint64_t consumed() const { return consumed_; }
   void add_credit(std::uint64_t consumed_by_peer);
 
+  // The peer has been told that this immediate of its does not count here, and has answered.
+  void end_refusal(Imm imm) {
+    if (refused_ == imm) refused_ = 0;
+  }
+
   // --- Path
   PathRank rank() const final { return PathRank::nic; }
   bool reaches(const Operation& operation) const final;
@@ -149,6 +154,7 @@ class NicPath : public Path {
   std::uint64_t imms_consumed_ = 0;  // by the peer
   std::uint64_t consumed_ = 0;       // by us
   std::uint64_t credited_ = 0;       // of those, told to the peer
+  Imm refused_ = 0;                  // the last one that it was told of; 0: none
   std::unordered_map<Imm, std::uint64_t> received_;
   std::unordered_map<Imm, std::uint64_t> delivered_;
 };
