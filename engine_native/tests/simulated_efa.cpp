@@ -185,7 +185,7 @@ int add_memory(fid* domain, Memory made, std::uint64_t access, fid_mr** added) {
 
 int register_host(fid* domain, const iovec& whole, std::uint64_t access, fid_mr** added) {
   if (gpu_memory_at(whole.iov_base, whole.iov_len).bytes) return -FI_EFAULT;
-  Memory made;
+  Memory made{};
   made.begin = reinterpret_cast<std::uint64_t>(whole.iov_base);
   made.size = whole.iov_len;
   made.bytes = static_cast<std::byte*>(whole.iov_base);
