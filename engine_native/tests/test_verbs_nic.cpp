@@ -2,8 +2,10 @@
 // at addresses that do not answer. On the devices of the host, and on simulated ones of the mlx5
 // driver.
 #include <algorithm>
+#include <memory>
 
 #include "fabric/verbs/path_endpoint.hpp"
+#include "simulated_verbs.hpp"
 #include "support.hpp"
 #include "verbs_bench.hpp"
 
@@ -140,6 +142,26 @@ TEST_CASE("a peer whose address does not answer is refused, and others are serve
     bench.post(*others.writer, operation);
     bench.until([&] { return operation->finished == 1 && bench.counters.value(imm) == 1; });
   }
+}
+
+TEST_CASE("a path is fenced while others wait for addresses that do not answer") {
+  VerbsBench bench("mlx5");
+  auto ends = bench.join();
+  std::vector<BarePath> lonely;
+  for (int i = 0; i < 64; ++i) lonely.push_back(good(bench.open(0)));
+  const std::string device = bench.nic(0).info().name;
+  const auto answer = [&device](void*) { simulated_verbs().silence(device, false); };
+  simulated_verbs().silence(device, true);
+  std::size_t joined = 0;
+  {
+    const std::unique_ptr<void, decltype(answer)> answers(&bench, answer);
+    for (BarePath& path : lonely) {
+      path->connect(ends.reader->endpoint(), [&](const Result<void>& good) { joined += bool(good); });
+    }
+    ends.writer.shut();
+    CHECK(joined == 0);
+  }
+  bench.until([&] { return joined == lonely.size(); });
 }
 
 TEST_CASE("a NIC that sleeps is woken by what arrives") {

@@ -42,6 +42,8 @@ class Engine(EngineCore):
 
     async def close(self) -> None:
         """Ends everything with EngineClosed and stops the engine's thread. Idempotent."""
+        if self._is_parents:
+            return
         self._closed = True
         self._to_accept_changed.set()
         # Shielded: a cancelled close still closes, and other closers wait for the same end.

@@ -125,6 +125,7 @@ Result<void> DomainGroup::start() {
 DomainGroup::~DomainGroup() { close(); }
 
 Result<void> DomainGroup::require_open() const {
+  if (auto good = require_own_process(); !good) return good;
   if (loop_.closed()) return engine_closed();
   return {};
 }

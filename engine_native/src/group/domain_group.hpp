@@ -44,7 +44,9 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   const std::vector<std::string>& fabrics() const { return fabrics_.names(); }
   // Registers memory with every NIC that can reach it, then lets peers write into it.
   Result<void> register_region(const RegionPtr& region, bool require_nics);
-  std::shared_ptr<PeerHandle> find_peer(PeerId peer) const { return peers_.handle(peer); }
+  std::shared_ptr<PeerHandle> find_peer(PeerId peer) const {
+    return loop_.process().here() ? peers_.handle(peer) : nullptr;
+  }
 
   void submit(const SubmissionPtr& submission);
   // Looks at watched words now.
@@ -68,7 +70,9 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   Result<void> deregister(const RegionPtr& region);
   EngineStats stats();
   void close() { loop_.close(); }
-  // Fails once the engine is closed.
+  // Fails in a process that was forked from the engine's.
+  Result<void> require_own_process() const { return loop_.process().require_here("the engine"); }
+  // Likewise, and once the engine is closed.
   Result<void> require_open() const;
 
  private:

@@ -47,6 +47,7 @@ Result<void> EngineLoop::start(bool thread, Duration spin, const std::vector<uns
 }
 
 void EngineLoop::close() {
+  if (!process_.here()) return;
   if (driven_) {
     driven_ = false;
     return end();
@@ -59,6 +60,7 @@ void EngineLoop::close() {
 // --- commands --------------------------------------------------------------------------------
 
 bool EngineLoop::post(Command command) {
+  if (!process_.here()) return false;  // whatever its mutex is in
   if (driven_) {
     command();
     ++activity_;
@@ -83,8 +85,12 @@ bool EngineLoop::run(const Command& command) {
     command();
     done->set_value();
   });
-  posted ? done->get_future().wait() : ended_.wait();
+  posted ? done->get_future().wait() : await_end();
   return posted;
+}
+
+void EngineLoop::await_end() const {
+  if (process_.here()) ended_.wait();
 }
 
 void EngineLoop::await(const std::future<void>& done) {
@@ -97,7 +103,7 @@ void EngineLoop::wake() const {
 }
 
 bool EngineLoop::poll() {
-  if (!driven_) return false;
+  if (!driven_ || !process_.here()) return false;
   work_.step();
   return std::exchange(activity_told_, activity_) != activity_;
 }

@@ -52,6 +52,8 @@ class Exchange {
   Exchange& operator=(const Exchange&) = delete;
 
   const Shape& shape() const { return shape_; }
+  // See TransferEngine.
+  Result<void> require_own_process() const { return engine_.require_own_process(); }
 
   // --- pairs, between steps. Ranks on this host hand each other their memory and doorbell (both
   // ways), the others their terms.

@@ -8,6 +8,7 @@
 
 #include "fd.hpp"
 #include "kvxfer/engine.hpp"
+#include "memory_order.hpp"
 #include "moe/memory_layout.hpp"
 #include "shared_memory.hpp"
 
@@ -40,10 +41,11 @@ class OwnMemory {
   void publish(std::size_t word_offset, std::uint64_t key) const {
     word(word_offset).value.store(key, std::memory_order_seq_cst);
   }
-  // Before what the word stands for is written to: a read-modify-write, so that no write to it
-  // moves before it.
+  // Before what the word stands for is written to: a reader that has read any of that sees the word
+  // withdrawn when it looks again, behind order_reads().
   void withdraw(std::size_t word_offset) const {
-    word(word_offset).value.exchange(0, std::memory_order_acq_rel);
+    word(word_offset).value.store(0, std::memory_order_relaxed);
+    order_stores();
   }
 
   // Sleeps until one of the descriptors is readable or the doorbell rings, unless `ready`.

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "fabric/local/region_message.hpp"
+#include "memory_order.hpp"
 #include "refusal.hpp"
 
 namespace kvxfer::local {
@@ -69,8 +70,13 @@ LocalPath::LocalPath(LocalLink link, PathPeer peer, Poller& poller, ReceiveConte
       gpu_sources_(std::move(gpus)) {}
 
 LocalPath::~LocalPath() {
-  // Before any source memory of ours can be used again: see RingMemory::revoked.
+  // Before any source memory of ours can be used again: see RingMemory::revoked. On ARM a store
+  // (STLR) lets later plain stores pass it: without an engine thread, whose hand-over would order
+  // them, the peer could copy what the caller stores into the source next and still see 0 here. The
+  // fence forbids it. The peer looks at the word by a read-modify-write behind its copy: if that
+  // reads 0, this store and all behind the fence come after what it copied.
   out_->revoked.store(1, std::memory_order_seq_cst);
+  order_stores();
   if (!lost_) poller_.remove(socket_.get(), *this);
   if (then_) then_();
 }

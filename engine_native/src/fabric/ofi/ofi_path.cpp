@@ -190,8 +190,8 @@ void OfiPath::shut(std::function<void()> then) {
 }
 
 void OfiPath::stop() {
-  domain_.context().background.run([endpoint = endpoint_] { endpoint->close(); },
-                                   [this] { end(); });
+  domain_.context().background.fence([endpoint = endpoint_] { endpoint->close(); },
+                                     [this] { end(); });
 }
 
 // What had arrived before the fence is counted.

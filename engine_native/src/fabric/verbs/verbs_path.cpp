@@ -145,8 +145,9 @@ void VerbsPath::connect(std::string_view endpoint, Connected then) {
 void VerbsPath::on_joined(int error, const PathEndpoint& theirs) {
   leave(State::starting);
   if (error != 0) return no_way(errno_text(error));
-  nic_.context.background.run<int>([pair = pair_, ours = ours_] { return pair->start(ours); },
-                                   [this, theirs](int refused) { on_started(refused, theirs); });
+  // shut() waits for it.
+  nic_.context.background.fence<int>([pair = pair_, ours = ours_] { return pair->start(ours); },
+                                     [this, theirs](int refused) { on_started(refused, theirs); });
 }
 
 void VerbsPath::on_started(int error, const PathEndpoint& theirs) {
@@ -335,7 +336,7 @@ void VerbsPath::shut(std::function<void()> then) {
 // What the peer sent had completed before, because the queue pair takes nothing once it is stopped.
 void VerbsPath::stop() {
   if (!pair_->started() || nic_.broken) return destroy();
-  nic_.context.background.run<bool>(
+  nic_.context.background.fence<bool>(
       [pair = pair_] {
         pair->stop();
         ibv_send_wr end{
@@ -349,7 +350,7 @@ void VerbsPath::stop() {
 void VerbsPath::destroy() {
   leave(State::gone);
   const auto windows = std::make_shared<std::vector<MemoryWindow>>(windows_.take_all());
-  nic_.context.background.run(
+  nic_.context.background.fence(
       [pair = pair_, windows] {
         windows->clear();
         pair->destroy();
