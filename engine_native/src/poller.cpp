@@ -21,6 +21,7 @@ Result<Poller> Poller::create() {
 }
 
 Result<void> Poller::add(int fd, std::uint32_t events, EventSink& sink) {
+  thread_.check("Poller");
   epoll_event event{.events = events, .data = {.ptr = &sink}};
   if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
     return Error{Errc::out_of_memory, std::string("cannot watch a descriptor: ") + errno_text()};
@@ -29,6 +30,7 @@ Result<void> Poller::add(int fd, std::uint32_t events, EventSink& sink) {
 }
 
 void Poller::modify(int fd, std::uint32_t events, EventSink& sink) {
+  thread_.check("Poller");
   epoll_event event{.events = events, .data = {.ptr = &sink}};
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
 }
@@ -41,6 +43,7 @@ void Poller::remove(int fd, EventSink& sink) {
 }
 
 void Poller::poll(std::uint64_t timeout_ns) {
+  thread_.check("Poller");
   const timespec timeout{.tv_sec = static_cast<time_t>(timeout_ns / 1'000'000'000u),
                          .tv_nsec = static_cast<long>(timeout_ns % 1'000'000'000u)};
   int ready = ::epoll_pwait2(epoll_.get(), ready_.data(), static_cast<int>(ready_.size()), &timeout,

@@ -9,6 +9,7 @@
 
 #include "fd.hpp"
 #include "kvxfer/error.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -33,12 +34,15 @@ class Poller {
   // Dispatches what is ready; sleeps up to timeout_ns for it.
   void poll(std::uint64_t timeout_ns);
 
+  // To the thread that calls next, before anything is dispatched.
+  void hand_over() { thread_.hand_over(); }
   // Ends a sleep of poll(); any thread.
   void wake() const;
 
  private:
   Poller(UniqueFd epoll, UniqueFd wake) : epoll_(std::move(epoll)), wake_(std::move(wake)) {}
 
+  [[no_unique_address]] ThreadOwner thread_;
   UniqueFd epoll_;
   UniqueFd wake_;
   std::array<epoll_event, 64> ready_{};
