@@ -1,4 +1,7 @@
 // epoll with owners: every descriptor belongs to one EventSink. Engine thread only, except wake().
+//
+// A forked process closes its copies of the descriptors that a poller of its parent watches: they
+// would keep the port taken and peers connected when the parent has died.
 #pragma once
 
 #include <sys/epoll.h>
@@ -25,6 +28,9 @@ class EventSink {
 class Poller {
  public:
   static Result<Poller> create();
+  ~Poller();
+  Poller(Poller&&) = default;
+  Poller& operator=(Poller&&) = default;
 
   Result<void> add(int fd, std::uint32_t events, EventSink& sink);
   void modify(int fd, std::uint32_t events, EventSink& sink);
