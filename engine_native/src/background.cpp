@@ -55,6 +55,7 @@ void Background::serve(Queue& queue) {
 }
 
 std::size_t Background::finish() {
+  thread_.check("Background");
   std::vector<Work> ended;
   {
     const std::lock_guard lock(mutex_);

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "poller.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -70,12 +71,14 @@ class Background {
   template <typename T>
   void begin_with(Queue& queue, std::function<T()> work, std::function<void(T)> then) {
     auto answer = std::make_shared<std::optional<T>>();
-    begin(queue, [answer, work = std::move(work)] { answer->emplace(work()); },
-          [answer, then = std::move(then)] { then(std::move(**answer)); });
+    begin(
+        queue, [answer, work = std::move(work)] { answer->emplace(work()); },
+        [answer, then = std::move(then)] { then(std::move(**answer)); });
   }
   void serve(Queue& queue);
   void end(Queue& queue);
 
+  [[no_unique_address]] ThreadOwner thread_;
   const Poller& poller_;
   mutable std::mutex mutex_;  // guards all below
   Queue work_;

@@ -1,5 +1,5 @@
-// What orders plain accesses to memory that a peer process maps. ThreadSanitizer knows no fences; it
-// sees two mappings of one memory as two memories anyway.
+// What orders plain accesses to memory that a peer process maps. ThreadSanitizer knows no fences;
+// it sees two mappings of one memory as two memories anyway.
 #pragma once
 
 #include <atomic>

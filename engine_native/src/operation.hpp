@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cassert>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -13,6 +14,7 @@
 
 #include "kvxfer/types.hpp"
 #include "memory_region.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -135,17 +137,22 @@ struct Operation {
     outstanding += count;
     if (reposts.empty()) {
       posted += count;
+      assert(ended || posted <= writes.size());
       return;
     }
     WriteRange& range = reposts.front();
+    assert(count <= range.count);
     range.first += count;
     range.count -= count;
     if (range.count == 0) reposts.erase(reposts.begin());
   }
   void finish(const WriteRange& range, bool delivered) {
+    assert(range.count <= outstanding);
     outstanding -= range.count;
     finished += range.count;
-    if (!range.counted && delivered) *uncounted_left -= range.count;
+    if (range.counted || !delivered) return;
+    assert(range.count <= *uncounted_left);
+    *uncounted_left -= range.count;
   }
   void fail(Errc why, std::string what) {
     if (code != Errc::ok) return;
@@ -164,6 +171,7 @@ struct Submission {
   std::vector<WireWrite> writes;  // of all parts, in their order
   std::size_t under_way = 0;      // parts that have not ended
   // Engine thread: how many OperationPtr there are, and while there are any, this.
+  [[no_unique_address]] ThreadOwner thread;
   std::size_t uses = 0;
   std::shared_ptr<Submission> self;
 };
@@ -176,10 +184,13 @@ class OperationPtr {
   OperationPtr() = default;
   OperationPtr(const SubmissionPtr& submission, Operation& part) : part_(&part) {
     part.submission = submission.get();
+    submission->thread.check("OperationPtr");
     if (submission->uses++ == 0) submission->self = submission;
   }
   OperationPtr(const OperationPtr& other) : part_(other.part_) {
-    if (part_) ++part_->submission->uses;
+    if (!part_) return;
+    part_->submission->thread.check("OperationPtr");
+    ++part_->submission->uses;
   }
   OperationPtr(OperationPtr&& other) noexcept : part_(std::exchange(other.part_, nullptr)) {}
   OperationPtr& operator=(OperationPtr other) noexcept {
@@ -187,7 +198,9 @@ class OperationPtr {
     return *this;
   }
   ~OperationPtr() {
-    if (part_ && --part_->submission->uses == 0) {
+    if (!part_) return;
+    part_->submission->thread.check("OperationPtr");
+    if (--part_->submission->uses == 0) {
       const auto last = std::move(part_->submission->self);
     }
   }

@@ -200,3 +200,30 @@ def test_a_forked_process_ends_by_its_own_end(kind: str) -> None:
         process.kill()
         pytest.fail("a forked process, or its parent, hangs at its end")
     assert said == "child ran;status 0;"
+
+
+ORPHAN: Final = """
+import os, sys
+from kvxfer.engine.synchronous import SynchronousEngine
+
+engine = SynchronousEngine(cluster_key="KEY", fabrics=["tcp"])
+if os.fork() == 0:
+    os.read(0, 1)  # until the test has ended
+    os._exit(0)
+os.write(1, engine.address.encode())
+os._exit(0)
+"""
+
+
+def test_the_port_of_a_dead_process_is_free_though_a_child_lives() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN.replace("KEY", KEY)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    with process.stdin, process.stdout:
+        address = os.read(process.stdout.fileno(), 1000).decode()
+        process.wait()
+        port = int(address.split("/")[2].rpartition(":")[2])
+        SynchronousEngine(cluster_key=KEY, fabrics=["tcp"], port=port).close()

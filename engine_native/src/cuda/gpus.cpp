@@ -124,6 +124,7 @@ bool Gpus::busy() const {
 }
 
 std::size_t Gpus::poll() {
+  thread_.check("Gpus");
   std::size_t ended = 0;
   {
     const std::lock_guard lock(mutex_);
@@ -142,6 +143,7 @@ std::size_t Gpus::poll() {
 }
 
 void Gpus::after_copies(std::function<void()> then) {
+  thread_.check("Gpus");
   flush_nic_writes();
   Waiting waiting;
   {

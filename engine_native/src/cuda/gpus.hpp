@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cuda/gpu.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::cuda {
 
@@ -50,6 +51,7 @@ class Gpus {
   Result<std::shared_ptr<const Driver>> driver();
   void flush_all();
 
+  [[no_unique_address]] ThreadOwner thread_;
   std::mutex opening_;  // one after the other, each for up to seconds; guards driver_
   std::shared_ptr<const Driver> driver_;
   mutable std::mutex mutex_;  // guards open_

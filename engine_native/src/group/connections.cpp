@@ -31,6 +31,7 @@ bool Connections::idle() const {
 }
 
 void Connections::close() {
+  thread_.check("Connections");
   for (const auto& dialer : dialers_) {
     if (!dialer->ended()) {
       on_dialed(*dialer, Error{Errc::engine_closed, "this engine is being closed"});
@@ -44,6 +45,7 @@ void Connections::close() {
 // --- connecting ------------------------------------------------------------------------------
 
 void Connections::begin(OperationId id, const EngineAddress& address, std::uint64_t deadline_ns) {
+  thread_.check("Connections");
   if (address.engine == context_.identity.engine) {
     return complete(id, Error{Errc::invalid_argument, "an engine cannot connect to itself"});
   }
@@ -65,6 +67,7 @@ void Connections::begin(OperationId id, const EngineAddress& address, std::uint6
 }
 
 void Connections::expire(std::uint64_t now, std::uint64_t stalled_ns) {
+  thread_.check("Connections");
   const auto give_up = [this](const std::vector<OperationId>& late, const std::string& whom,
                               const std::string& why) {
     for (const OperationId id : late) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cassert>
 #include <fstream>
 
 #include "clock.hpp"
@@ -199,6 +200,7 @@ void DomainGroup::shut_down() {
     fabrics_.poll();
   }
   end_deregistrations();
+  assert(peers_.all().empty() && lost_.empty() && deregistering_.empty());
   for (const RegionPtr& region : regions_.all()) {
     const auto closed = region->close_registrations();
     if (closed) continue;

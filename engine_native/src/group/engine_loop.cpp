@@ -38,8 +38,10 @@ Result<void> pin(pthread_t thread, const std::vector<unsigned>& cpus) {
 Result<void> EngineLoop::start(bool thread, Duration spin, const std::vector<unsigned>& cpus) {
   if (!thread) {
     driven_ = true;
+    owner_.check("TransferEngine");
     return {};
   }
+  poller_.hand_over();
   thread_ =
       std::jthread([this, spin_ns = static_cast<std::uint64_t>(spin.count())] { turn(spin_ns); });
   ::pthread_setname_np(thread_.native_handle(), kEngineThreadName);
@@ -62,6 +64,7 @@ void EngineLoop::close() {
 bool EngineLoop::post(Command command) {
   if (!process_.here()) return false;  // whatever its mutex is in
   if (driven_) {
+    owner_.check("TransferEngine");
     command();
     ++activity_;
     return true;
@@ -104,6 +107,7 @@ void EngineLoop::wake() const {
 
 bool EngineLoop::poll() {
   if (!driven_ || !process_.here()) return false;
+  owner_.check("TransferEngine");
   work_.step();
   return std::exchange(activity_told_, activity_) != activity_;
 }
@@ -142,6 +146,7 @@ bool EngineLoop::may_sleep() {
 }
 
 void EngineLoop::poll_sockets(bool only) {
+  owner_.check("EngineLoop");
   const bool moving = std::exchange(activity_before_, activity_) != activity_;
   if (!only && (moving || driven_) && ++steps_ < kStepsPerPoll) return;
   steps_ = 0;
@@ -149,6 +154,7 @@ void EngineLoop::poll_sockets(bool only) {
 }
 
 void EngineLoop::run_commands() {
+  owner_.check("EngineLoop");
   if (!commanded_.load(std::memory_order_acquire)) return;
   std::vector<Command> commands;
   {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <cassert>
 #include <cstdint>
 #include <functional>
 #include <future>
@@ -14,6 +15,7 @@
 #include "kvxfer/types.hpp"
 #include "poller.hpp"
 #include "process.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -39,6 +41,7 @@ class EngineLoop {
   using Command = std::function<void()>;
 
   EngineLoop(Poller poller, LoopWork& work) : poller_(std::move(poller)), work_(work) {}
+  ~EngineLoop() { assert(commands_.empty()); }
   EngineLoop(const EngineLoop&) = delete;
   EngineLoop& operator=(const EngineLoop&) = delete;
 
@@ -82,6 +85,7 @@ class EngineLoop {
   bool may_sleep();
   void end();
 
+  [[no_unique_address]] ThreadOwner owner_;
   Poller poller_;
   LoopWork& work_;
   const OwnProcess process_;

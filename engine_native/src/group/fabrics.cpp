@@ -203,10 +203,12 @@ void Fabrics::tell_once(std::string text, CompletionQueue& completions) {
 // --- driving them ----------------------------------------------------------------------------
 
 void Fabrics::send_owed() {
+  thread_.check("Fabrics");
   for (const auto& lane : lanes_) lane->poll();
 }
 
 void Fabrics::poll() {
+  thread_.check("Fabrics");
   if (local_) local_->poll();
   for (const auto& nic : nics_) nic->poll();
 }
@@ -221,6 +223,7 @@ void Fabrics::finish_sleep() {
 }
 
 void Fabrics::forget_source(const MemoryRegion& region) {
+  thread_.check("Fabrics");
   for (Domain* const domain : all_) domain->forget_source(region);
 }
 

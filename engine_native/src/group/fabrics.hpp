@@ -18,6 +18,7 @@
 #include "fabric/tcp/tcp_domain.hpp"
 #include "kvxfer/types.hpp"
 #include "poller.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -71,6 +72,7 @@ class Fabrics {
   Result<void> open_nics(const Context& context, Introduction& introduction);
   void tell_once(std::string text, CompletionQueue& completions);
 
+  [[no_unique_address]] ThreadOwner thread_;
   std::unique_ptr<local::LocalDomain> local_;
   std::vector<std::unique_ptr<NicDomain>> nics_;
   std::vector<std::unique_ptr<tcp::TcpDomain>> lanes_;

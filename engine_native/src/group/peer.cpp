@@ -238,6 +238,7 @@ Result<void> Peer::reaches(const Operation& operation) const {
 }
 
 void Peer::submit(const OperationPtr& operation) {
+  thread_.check("Peer");
   if (!nics_) {
     queue(operation);
   } else if (operation->imm && nics_->revoked_by_peer(*operation->imm)) {
@@ -292,6 +293,7 @@ Peer::Posted Peer::post(const OperationPtr& operation) {
 }
 
 void Peer::pump() {
+  thread_.check("Peer");
   for (std::size_t i = 0; i < backlog_.size();) {
     const OperationPtr operation = backlog_[i];
     const Posted posted = post(operation);
@@ -306,6 +308,7 @@ void Peer::pump() {
 }
 
 void Peer::close_paths(std::function<void()> then) {
+  thread_.check("Peer");
   set_lost();
   choices_.clear();
   paths_.clear();
@@ -317,6 +320,7 @@ void Peer::send_nic_frame(NicFrame type, std::string payload) {
 }
 
 void Peer::send_message(std::string_view data) {
+  thread_.check("Peer");
   const std::uint64_t charge = message_charge(data.size());
   if (state_ == State::up) return send_frame(ControlFrame::message, data, charge);
   handle_->queued_message_bytes -= charge;
@@ -340,6 +344,7 @@ void Peer::on_sent() {
 }
 
 void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
+  thread_.check("Peer");
   if (state_ == State::lost) return;
   patience_.forgive(stalled_ns, now);
   patience_.hear(last_input_ns_);
@@ -377,6 +382,7 @@ void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
 }
 
 void Peer::on_input(std::string& in) {
+  thread_.check("Peer");
   last_input_ns_ = now_ns();
   std::size_t at = 0;
   while (state_ != State::lost && in.size() - at >= sizeof(FrameHead)) {
@@ -408,6 +414,7 @@ void Peer::set_lost() {
 }
 
 void Peer::lose(Error error) {
+  thread_.check("Peer");
   if (state_ == State::lost) return;
   set_lost();
   events_.on_peer_lost(*this, std::move(error));

@@ -19,6 +19,7 @@
 #include "kvxfer/types.hpp"
 #include "operation.hpp"
 #include "patience.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -156,6 +157,7 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   void on_revoked(Imm imm) override { events_.on_revoked(*this, imm); }
   void on_paths_changed() override;
 
+  [[no_unique_address]] ThreadOwner thread_;
   std::shared_ptr<PeerHandle> handle_;
   std::unique_ptr<Stream> stream_;
   Session session_;

@@ -1,6 +1,7 @@
 // The memory of this rank that others read, and its doorbell.
 #pragma once
 
+#include <cassert>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -17,10 +18,16 @@ namespace kvxfer::moe {
 class OwnMemory {
  public:
   static Result<OwnMemory> create(const Shape& shape);
+  ~OwnMemory();
+  OwnMemory(OwnMemory&&) = default;
+  OwnMemory& operator=(OwnMemory&&) = default;
 
   // The number of a free inbox, which has memory now. Fails with out-of-memory.
   Result<std::size_t> take_inbox();
-  void give_inbox(std::size_t number) { taken_[number] = false; }
+  void give_inbox(std::size_t number) {
+    assert(taken_[number]);
+    taken_[number] = false;
+  }
 
   const OwnLayout& layout() const { return layout_; }
   std::byte* at(std::size_t offset) const { return memory_->bytes().data() + offset; }

@@ -34,6 +34,7 @@ GpuShares::GpuShares(GpuContext context, int socket, bool same_process, std::str
       next_number_(next_number) {}
 
 GpuShares::Share GpuShares::find(const MemoryRegion& region, int reader) {
+  thread_.check("GpuShares");
   const Key key{region.key(), reader};
   const int device = region.gpu()->device();
   const auto known = shares_.find(key);
@@ -137,6 +138,7 @@ GpuShares::Share* GpuShares::asked(std::uint32_t number) {
 }
 
 void GpuShares::on_answer(const RegionMessage& answer, std::string_view reason) {
+  thread_.check("GpuShares");
   if (unanswered_ > 0) --unanswered_;
   Share* const share = asked(answer.number);
   if (!share) return;
@@ -167,6 +169,7 @@ void GpuShares::tell(int from, int to, std::string_view why, bool slow) {
 }
 
 std::vector<std::uint32_t> GpuShares::forget(const MemoryRegion& region) {
+  thread_.check("GpuShares");
   std::vector<std::uint32_t> numbers;
   for (auto share = shares_.lower_bound({region.key(), 0});
        share != shares_.end() && share->first.first == region.key(); share = shares_.erase(share)) {

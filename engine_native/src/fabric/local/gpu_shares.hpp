@@ -17,6 +17,7 @@
 #include "fabric/local/gpu_sources.hpp"
 #include "fabric/local/region_message.hpp"
 #include "memory_region.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::local {
 
@@ -60,6 +61,7 @@ class GpuShares {
   // Said once, as it is much slower; once again where it was `slow` to be refused.
   void tell(int from, int to, std::string_view why, bool slow = false);
 
+  [[no_unique_address]] ThreadOwner thread_;
   GpuContext context_;
   int socket_;
   bool same_process_;

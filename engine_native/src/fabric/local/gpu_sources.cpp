@@ -38,6 +38,7 @@ bool GpuSources::full(std::size_t with_files) const {
 
 Result<void> GpuSources::add(const GpuRegionMessage& message, cuda::FileParts files,
                              bool same_process, Opened then) {
+  thread_.check("GpuSources");
   const std::uint32_t number = message.head.number;
   const std::size_t with_files = files.parts.empty() ? 0 : 1;
   if (regions_.contains(number) || regions_.size() >= kMostGpuRegions || full(with_files)) {
@@ -104,6 +105,7 @@ bool GpuSources::tried(const GpuRegionMessage& message) const {
 
 Result<void> GpuSources::probe(const GpuRegionMessage& message, cuda::FileParts files,
                                Opened then) {
+  thread_.check("GpuSources");
   if (files.parts.size() != 1 || tried_.size() >= kMostGpuRegions || full(1)) {
     return Error{Errc::protocol_error, "a probe of the peer's has no file, or there are too many"};
   }
@@ -127,6 +129,7 @@ Result<void> GpuSources::probe(const GpuRegionMessage& message, cuda::FileParts 
 }
 
 void GpuSources::remove(std::uint32_t number) {
+  thread_.check("GpuSources");
   const auto found = regions_.extract(number);
   if (found) close(std::move(found.mapped().memory));
 }

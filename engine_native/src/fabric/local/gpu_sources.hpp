@@ -14,6 +14,7 @@
 #include "cuda/gpus.hpp"
 #include "fabric/local/region_message.hpp"
 #include "kvxfer/error.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::local {
 
@@ -63,6 +64,7 @@ class GpuSources {
   bool full(std::size_t with_files) const;
   void close(std::shared_ptr<cuda::ImportedMemory> memory);
 
+  [[no_unique_address]] ThreadOwner thread_;
   GpuContext context_;
   std::unordered_map<std::uint32_t, Region> regions_;
   std::set<std::pair<cuda::Uuid, std::uint64_t>> tried_;  // whose probes which of our GPUs has read

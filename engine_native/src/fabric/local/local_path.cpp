@@ -102,6 +102,7 @@ bool LocalPath::has_room(const Operation&, bool) const {
 }
 
 std::size_t LocalPath::post(const OperationPtr& operation, const WriteRange& range) {
+  thread_.check("LocalPath");
   const MemoryRegion* const source = operation->source.get();
   std::optional<Origin> origin = Origin{};
   if (source && source->gpu()) {
@@ -434,6 +435,7 @@ bool LocalPath::end_placed() {
 }
 
 void LocalPath::revoke_counter(Imm imm) {
+  thread_.check("LocalPath");
   for (Placing& batch : placing_) batch.placement.revoke_counter(imm);
 }
 
@@ -512,6 +514,7 @@ void LocalPath::answer_gpu_region(RegionMessage::Kind kind, std::uint32_t number
 // --- both ------------------------------------------------------------------------------------
 
 void LocalPath::poll() {
+  thread_.check("LocalPath");
   if (lost_) return;
   if (!to_forget_.empty()) send_forgets();
   const bool posted = post_staged();
@@ -545,6 +548,7 @@ std::uint64_t LocalPath::wanted_progress() const {
 }
 
 void LocalPath::on_events(std::uint32_t) {
+  thread_.check("LocalPath");
   if (!lost_) receive_regions();
 }
 

@@ -23,6 +23,7 @@
 #include "fd.hpp"
 #include "placement.hpp"
 #include "poller.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::local {
 
@@ -127,6 +128,7 @@ class LocalPath final : public Path, private EventSink {
   void wake_peer();
   void lose(Error error);
 
+  [[no_unique_address]] ThreadOwner thread_;
   UniqueFd socket_;
   SharedRing out_;
   SharedRing in_;

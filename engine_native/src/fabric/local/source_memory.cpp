@@ -28,6 +28,7 @@ Errc read_error(int error) {
 }  // namespace
 
 Result<void> SourceMemory::add_region(std::uint32_t number, UniqueFd memfd, std::uint64_t size) {
+  thread_.check("SourceMemory");
   struct stat status{};
   if (size == 0 || !sealed_against_shrinking(memfd.get()) || ::fstat(memfd.get(), &status) != 0 ||
       static_cast<std::uint64_t>(status.st_size) < size) {
@@ -56,6 +57,7 @@ const std::byte* SourceMemory::in_region(std::uint32_t number, std::uint64_t off
 }
 
 Errc SourceMemory::read(std::span<const PageCopy> copies) {
+  thread_.check("SourceMemory");
   std::array<iovec, kMaxIovecs> local;
   std::array<iovec, kMaxIovecs> remote;
   while (!copies.empty()) {

@@ -433,6 +433,7 @@ bool NicLink::is_stuck(Entry& entry, std::uint64_t now, std::uint64_t stalled_ns
 }
 
 void NicLink::tick(std::uint64_t now, std::uint64_t stalled_ns) {
+  thread_.check("NicLink");
   now_ = now;
   for (auto& [id, entry] : entries_) {
     if (entry.state == Entry::State::open && is_stuck(entry, now, stalled_ns)) {
@@ -460,6 +461,7 @@ void NicLink::tick(std::uint64_t now, std::uint64_t stalled_ns) {
 }
 
 void NicLink::shut(std::function<void()> then) {
+  thread_.check("NicLink");
   shutting_ = true;
   usable_.clear();
   std::vector<PathId> ids;
@@ -502,6 +504,7 @@ void NicLink::forget_region(std::uint64_t key) {
 // --- revoking --------------------------------------------------------------------------------
 
 void NicLink::revoke(Imm imm, bool complete) {
+  thread_.check("NicLink");
   revoke_here(imm);
   owner_.send_nic_frame(NicFrame::revoke,
                         ByteWriter().put(imm).put(static_cast<std::uint8_t>(complete)).take());
@@ -560,6 +563,7 @@ void NicLink::on_credit_due(const NicPath& path) {
 }
 
 Result<void> NicLink::on_frame(NicFrame type, std::string_view payload, std::uint64_t now) {
+  thread_.check("NicLink");
   now_ = now;
   ByteReader reader(payload);
   switch (type) {

@@ -25,6 +25,7 @@
 #include "fabric/nic/nic_pairing.hpp"
 #include "fabric/nic/remote_regions.hpp"
 #include "operation.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -191,6 +192,7 @@ class NicLink {
   void on_revoke(Imm imm, bool complete);
   void answer_revokes();
 
+  [[no_unique_address]] ThreadOwner thread_;
   Ends ends_;
   const std::vector<std::unique_ptr<NicDomain>>& ours_;
   NicLinkOwner& owner_;

@@ -1,6 +1,7 @@
 #include "fabric/nic/nic_path.hpp"
 
 #include <algorithm>
+#include <cassert>
 #include <utility>
 
 #include "fabric/nic/nic_domain.hpp"
@@ -67,6 +68,8 @@ void NicPath::finish(std::uint64_t sequence) {
 }
 
 void NicPath::report(Batch& batch) {
+  thread_.check("NicPath");
+  assert(batch.bytes <= outstanding_bytes_ && outstanding_bytes_ <= load_.bytes);
   outstanding_bytes_ -= batch.bytes;
   load_.bytes -= batch.bytes;
   receive_context_.stats.bytes_sent += batch.bytes;
@@ -82,6 +85,7 @@ void NicPath::report(Batch& batch) {
 }
 
 std::vector<NicPath::Unfinished> NicPath::take_unfinished() {
+  thread_.check("NicPath");
   std::vector<Unfinished> unfinished;
   for (Batch& batch : batches_) {
     if (!batch.operation) continue;
@@ -113,6 +117,7 @@ void NicPath::add_credit(std::uint64_t consumed_by_peer) {
 }
 
 void NicPath::count_immediates(Imm imm, std::uint64_t count) {
+  thread_.check("NicPath");
   ++receive_context_.activity;
   consumed_ += count;
   if (receive_context_.counters.add(imm, identity_.peer, count)) {

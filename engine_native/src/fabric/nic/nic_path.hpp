@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "domain.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -141,6 +142,7 @@ class NicPath : public Path {
  private:
   void report(Batch& batch);
 
+  [[no_unique_address]] ThreadOwner thread_;
   std::uint64_t imm_window_;
   NicLoad& load_;
   bool open_ = false;

@@ -167,6 +167,7 @@ Result<void> Endpoint::attach(const std::string& peer_address) {
 }
 
 void Endpoint::serve(CompletionSink& path, Poller& poller) {
+  thread_.check("Endpoint");
   path_ = &path;
   // Linux refuses where too many queues wait for one device: then as if it had none.
   if (wait_fd_ >= 0 && !poller.add(wait_fd_, EPOLLIN, *this)) wait_fd_ = -1;
@@ -201,6 +202,7 @@ void Endpoint::reset() {
 // --- writes ----------------------------------------------------------------------------------
 
 ssize_t Endpoint::post(const Write& write) {
+  thread_.check("Endpoint");
   // What EFA does not take.
   if (disorder_ && (write.length == 0 || write.length > kMaxWriteBytes || !write.descriptor)) {
     return -FI_EINVAL;
@@ -265,6 +267,7 @@ Endpoint::Context* Endpoint::context_of(void* space) const {
 // --- completions -----------------------------------------------------------------------------
 
 void Endpoint::poll() {
+  thread_.check("Endpoint");
   if (disorder_ && chained_) {
     path_->on_failed({Errc::nic_lost, "writes wait for one without FI_MORE, which did not come"});
   }
@@ -294,6 +297,7 @@ bool Endpoint::prepare_sleep() {
 }
 
 void Endpoint::take_completions() {
+  thread_.check("Endpoint");
   // No more than the queue holds.
   for (std::size_t left = queue_size(); left > 0 && read_completions() >= 0; --left) {
   }

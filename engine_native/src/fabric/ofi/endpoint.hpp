@@ -13,6 +13,7 @@
 #include "fabric/ofi/disorder.hpp"
 #include "fabric/ofi/open_domain.hpp"
 #include "poller.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::ofi {
 
@@ -125,6 +126,7 @@ class Endpoint final : private EventSink {
   void report_immediates();
   void on_events(std::uint32_t) override {}  // poll() follows
 
+  [[no_unique_address]] ThreadOwner thread_;
   std::shared_ptr<const OpenDomain> domain_;
   const Poller& poller_;
   Options options_;

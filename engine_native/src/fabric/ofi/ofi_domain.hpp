@@ -13,6 +13,7 @@
 #include "fabric/ofi/endpoint.hpp"
 #include "fabric/ofi/ofi_registration.hpp"
 #include "fd.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::ofi {
 
@@ -61,6 +62,7 @@ class OfiDomain final : public NicDomain, private EventSink {
   void set_timer(std::uint64_t ns);
   void on_events(std::uint32_t) override;
 
+  [[no_unique_address]] ThreadOwner thread_;
   std::shared_ptr<const OpenDomain> domain_;
   NicContext context_;
   Settings settings_;

@@ -39,6 +39,7 @@ std::string OfiPath::endpoint() const {
 }
 
 void OfiPath::connect(std::string_view endpoint, Connected then) {
+  thread_.check("OfiPath");
   const auto theirs = PathEndpoint::decode(endpoint);
   if (!theirs) return then(Error{Errc::protocol_error, "malformed ofi endpoint"});
   joining_ = true;
@@ -72,6 +73,7 @@ ssize_t OfiPath::post_to_landing(std::uint64_t sequence, std::optional<Imm> imm)
 }
 
 void OfiPath::poll() {
+  thread_.check("OfiPath");
   if (shutting_) return;
   endpoint_->poll();
   if (lost()) return;
@@ -98,6 +100,7 @@ bool OfiPath::has_room(const Operation& operation, bool counted) const {
 }
 
 std::size_t OfiPath::post(const OperationPtr& operation, const WriteRange& writes) {
+  thread_.check("OfiPath");
   const std::size_t limit =
       batch_limit(operation, writes, std::min(kWriteBatch, kMaxWritesOfPath - in_flight_));
   std::size_t count = 0;
@@ -183,6 +186,7 @@ void OfiPath::on_failed(Error error) {
 }
 
 void OfiPath::shut(std::function<void()> then) {
+  thread_.check("OfiPath");
   then_shut_ = std::move(then);
   then_connected_ = nullptr;
   shutting_ = true;

@@ -12,6 +12,7 @@
 #include "fabric/nic/nic_domain.hpp"
 #include "fabric/ofi/endpoint.hpp"
 #include "fabric/ofi/flushes.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::ofi {
 
@@ -58,6 +59,7 @@ class OfiPath final : public NicPath, private CompletionSink {
   void stop();
   void end();
 
+  [[no_unique_address]] ThreadOwner thread_;
   OfiDomain& domain_;
   std::shared_ptr<Endpoint> endpoint_;
   std::uint64_t landing_address_ = 0;  // the peer's

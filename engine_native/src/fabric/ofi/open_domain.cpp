@@ -85,6 +85,7 @@ Result<UniqueFid<fid_mr>> OpenDomain::register_memory(const Memory& memory,
 }
 
 const char* OpenDomain::failure() const {
+  thread.check("OpenDomain");
   struct {
     fi_eq_err_entry entry{};
     std::uint64_t added_later[8]{};

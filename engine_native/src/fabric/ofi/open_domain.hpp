@@ -10,6 +10,7 @@
 #include "cuda/gpu.hpp"
 #include "fabric/ofi/device.hpp"
 #include "fabric/ofi/libfabric.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::ofi {
 
@@ -20,7 +21,8 @@ struct OpenDomain {
   UniqueFid<fid_eq> events;  // libfabric's efa aborts the process where an error finds none
   UniqueFid<fid_domain> domain;
   bool local_keys = false;  // memory that is read needs a descriptor
-  mutable int failed = 0;   // libfabric's number of it
+  [[no_unique_address]] ThreadOwner thread;
+  mutable int failed = 0;  // libfabric's number of it
 
   // `strict`: everything is registered, whatever the provider needs.
   static Result<std::shared_ptr<const OpenDomain>> open(const Libfabric& library, Device device,

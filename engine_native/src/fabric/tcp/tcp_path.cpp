@@ -42,12 +42,14 @@ TcpPath::~TcpPath() {
 }
 
 std::size_t TcpPath::post(const OperationPtr& operation, const WriteRange& writes) {
+  thread_.check("TcpPath");
   const std::size_t posted = sender_.post(operation, writes);
   flush();
   return posted;
 }
 
 void TcpPath::on_events(std::uint32_t events) {
+  thread_.check("TcpPath");
   if (lost_) return;
   ++receive_context_.activity;
   std::uint64_t read = 0;
@@ -64,6 +66,7 @@ void TcpPath::on_events(std::uint32_t events) {
 }
 
 void TcpPath::step() {
+  thread_.check("TcpPath");
   copies_ = false;
   if (lost_) return;
   sender_.drop_lost(events_);

@@ -9,6 +9,7 @@
 #include "fabric/tcp/sender.hpp"
 #include "fd.hpp"
 #include "poller.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::tcp {
 
@@ -58,6 +59,7 @@ class TcpPath final : public Path, private EventSink, private FrameSink {
   void note_copies();
   void lose(const Error& error);
 
+  [[no_unique_address]] ThreadOwner thread_;
   UniqueFd socket_;
   PathPeer peer_;
   Poller& poller_;

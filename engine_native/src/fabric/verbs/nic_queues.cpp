@@ -109,6 +109,7 @@ VerbsPath* NicQueues::find(std::uint32_t queue_pair) const {
 }
 
 std::size_t NicQueues::poll() {
+  thread_.check("NicQueues");
   std::array<ibv_wc, kBatch> done;
   const int polled = ibv_poll_cq(queue_, kBatch, done.data());
   if (polled <= 0) return 0;
@@ -150,6 +151,7 @@ std::size_t NicQueues::poll() {
 }
 
 void NicQueues::drain() {
+  thread_.check("NicQueues");
   std::size_t left = static_cast<std::size_t>(queue_->cqe) + 1;
   while (left > 0) {
     const std::size_t polled = poll();
@@ -159,6 +161,7 @@ void NicQueues::drain() {
 }
 
 bool NicQueues::arm() {
+  thread_.check("NicQueues");
   if (!armed_) armed_ = ibv_req_notify_cq(queue_, 0) == 0;
   // One that came before it was armed wakes no thread.
   return poll() == 0;

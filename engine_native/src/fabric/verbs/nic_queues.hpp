@@ -12,6 +12,7 @@
 #include "fabric/verbs/receive_queue.hpp"
 #include "fabric/verbs/verbs_device.hpp"
 #include "poller.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::verbs {
 
@@ -74,6 +75,7 @@ class NicQueues final : private EventSink {
 
   static constexpr std::size_t kBatch = 64;
 
+  [[no_unique_address]] ThreadOwner thread_;
   std::shared_ptr<const VerbsDevice> device_;
   Poller& poller_;
   cuda::Gpus& gpus_;

@@ -67,6 +67,7 @@ Result<std::shared_ptr<NicRegistration>> VerbsDomain::register_memory(const Memo
 }
 
 void VerbsDomain::open_path(NicPathIdentity identity, Opened then) {
+  thread_.check("VerbsDomain");
   if (!usable()) return then(nic_.down());
   VerbsPath::open(std::move(identity), nic_, std::move(then));
 }
@@ -76,6 +77,7 @@ std::uint64_t VerbsDomain::max_window() const {
 }
 
 void VerbsDomain::poll() {
+  thread_.check("VerbsDomain");
   for (const auto& queues : nic_.queues) {
     std::size_t polled = 0;
     while (polled < kMaxPolled) {

@@ -120,6 +120,7 @@ VerbsPath::~VerbsPath() = default;
 // --- set-up ----------------------------------------------------------------------------------
 
 void VerbsPath::connect(std::string_view endpoint, Connected then) {
+  thread_.check("VerbsPath");
   const auto theirs = PathEndpoint::decode(endpoint);
   if (!theirs || theirs->link_layer != port_.link_layer) {
     return then(Error{Errc::protocol_error, "peer " + identity_.label +
@@ -178,6 +179,7 @@ void VerbsPath::leave(State next) {
 }
 
 void VerbsPath::step(std::uint64_t now) {
+  thread_.check("VerbsPath");
   if (state_ == State::joining && now > deadline_ns_) {
     no_way("its hardware address is not known yet");
   } else if (state_ == State::stopping && (stopped_ || now > deadline_ns_)) {
@@ -188,6 +190,7 @@ void VerbsPath::step(std::uint64_t now) {
 // --- writing ---------------------------------------------------------------------------------
 
 std::size_t VerbsPath::post(const OperationPtr& operation, const WriteRange& writes) {
+  thread_.check("VerbsPath");
   const std::size_t count =
       batch_limit(operation, writes, std::min<std::size_t>(sends_left_, NicQueues::kMaxChain));
   if (count == 0 || lost() || stopping()) return 0;
@@ -322,6 +325,7 @@ void VerbsPath::on_failed(const std::string& cause) {
 // --- the end ---------------------------------------------------------------------------------
 
 void VerbsPath::shut(std::function<void()> then) {
+  thread_.check("VerbsPath");
   then_shut_ = std::move(then);
   then_connected_ = nullptr;
   if (state_ == State::connected) return stop();
