@@ -136,14 +136,10 @@ int close_memory(fid* id) {
 int close_end(fid* id) {
   {
     const auto lock = held();
-    const End& end = from<End>(id);
-    // What its sender may have heard of is in its queue.
-    for (Write& write : network->writes) {
-      if (write.halves == 2 && write.to.queue_pair == end.address.queue_pair) {
-        Network::tell(end, write);
-      }
-    }
+    End& end = from<End>(id);
     network->ends.erase(end.address.queue_pair);
+    if (end.queue) end.queue->forget(end);
+    ++network->ends_closed;
   }
   return close_simply<End>(id);
 }
@@ -475,6 +471,22 @@ void SimulatedEfa::add(const SimulatedEfaDevice& device) {
 void SimulatedEfa::have_cuda(bool has) {
   const auto lock = efa::held();
   network_->has_cuda = has;
+}
+
+void SimulatedEfa::hold(bool held) {
+  const auto lock = efa::held();
+  network_->holds = held;
+  network_->work.notify_one();
+}
+
+void SimulatedEfa::withhold_arrivals(bool withheld) {
+  const auto lock = efa::held();
+  network_->withholds_arrivals = withheld;
+}
+
+std::size_t SimulatedEfa::ends_closed() const {
+  const auto lock = efa::held();
+  return network_->ends_closed;
 }
 
 SimulatedEfa& simulated_efa() {

@@ -10,6 +10,9 @@
 //   a closed key stops a write in its middle                   the NIC checks each packet
 //   an endpoint that is closed, or whose QKEY another one      efa_io_defs.h, BAD_DEST_QPN and
 //     has, takes nothing                                         UNKNOWN_PEER
+//   a closed endpoint leaves no completions: those that        fi_endpoint(3), which lets a
+//     were not read are gone, and no others follow               provider do so; efa does,
+//                                                                libfabric #11405, #11151
 //   a full send queue says "later"; here others do, too,       efa_rma.c, ENOMEM
 //     now and then, but not behind a write with FI_MORE
 //   a write with FI_MORE goes once one without it follows      efa_data_path_direct_entry.h
@@ -61,6 +64,12 @@ class SimulatedEfa {
   void add(const SimulatedEfaDevice& device);
   // Whether libfabric was built with CUDA, and found it; it was until told otherwise.
   void have_cuda(bool has);
+  // While held, no write moves.
+  void hold(bool held);
+  // Meanwhile writes arrive and their senders hear of it, but the receiving hosts do not yet.
+  void withhold_arrivals(bool withheld);
+  // How many endpoints were closed.
+  std::size_t ends_closed() const;
 
  private:
   std::unique_ptr<efa::Network> network_;

@@ -71,9 +71,12 @@ struct Memory : Opened<fid_mr> {
   }
 };
 
+struct End;
+
 struct Entry {
   fi_cq_data_entry done{};
   int error = 0;
+  const End* of = nullptr;
 };
 
 struct Queue : Opened<fid_cq> {
@@ -89,6 +92,10 @@ struct Queue : Opened<fid_cq> {
     const std::uint64_t one = 1;
     if (!std::exchange(armed, false)) return;
     [[maybe_unused]] const auto written = ::write(wakes.get(), &one, sizeof one);
+  }
+  // What the end left unread.
+  void forget(const End& closed) {
+    std::erase_if(entries, [&](const Entry& entry) { return entry.of == &closed; });
   }
   // Whether there is nothing, so that one may wait.
   bool arm() {
@@ -150,6 +157,9 @@ struct Network {
   std::condition_variable_any work;
   std::mt19937_64 random{std::random_device{}()};
   bool has_cuda = true;
+  bool holds = false;  // all writes, where they are
+  bool withholds_arrivals = false;
+  std::size_t ends_closed = 0;
   std::vector<std::unique_ptr<Device>> devices;
   std::map<std::uint32_t, End*> ends;         // those that are enabled, by queue pair
   std::map<std::uint64_t, Memory*> memories;  // by lkey and rkey, which are equal

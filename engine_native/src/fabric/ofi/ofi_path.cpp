@@ -74,7 +74,7 @@ ssize_t OfiPath::post_to_landing(std::uint64_t sequence, std::optional<Imm> imm)
 void OfiPath::poll() {
   if (shutting_) return;
   endpoint_->poll();
-  if (lost()) return;
+  if (lost() || sealed()) return;
   if (joined_ && may_greet_ && !greeted_) greet();
   if (flushes_ && flushing_ == 0 && flushes_->wanted > flushed_) flush();
 }
@@ -194,7 +194,7 @@ void OfiPath::stop() {
                                    [this] { end(); });
 }
 
-// What had arrived before the fence is counted.
+// Where the provider keeps what had arrived before the fence, it is counted.
 void OfiPath::end() {
   endpoint_->take_completions();
   if (flushes_) domain_.flushes()->remove(*flushes_);
