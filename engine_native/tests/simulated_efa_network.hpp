@@ -49,7 +49,9 @@ struct Device {
 };
 
 struct Fabric : Opened<fid_fabric> {};
-struct Events : Opened<fid_eq> {};
+struct Events : Opened<fid_eq> {
+  std::deque<fi_eq_err_entry> errors;
+};
 
 struct Domain : Opened<fid_domain> {
   Device* device = nullptr;
@@ -131,7 +133,7 @@ struct End : Opened<fid_ep> {
   Domain* domain = nullptr;
   Queue* queue = nullptr;
   Addresses* peers = nullptr;
-  bool has_events = false;
+  Events* events = nullptr;
   bool enabled = false;
   bool needs_peer_to_peer = false;
   bool may_call_cuda = true;
