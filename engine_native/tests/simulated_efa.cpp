@@ -7,6 +7,7 @@
 #include <iterator>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -136,14 +137,13 @@ int close_memory(fid* id) {
 int close_end(fid* id) {
   {
     const auto lock = held();
-    const End& end = from<End>(id);
-    // What its sender may have heard of is in its queue.
-    for (Write& write : network->writes) {
-      if (write.halves == 2 && write.to.queue_pair == end.address.queue_pair) {
-        Network::tell(end, write);
-      }
-    }
+    End& end = from<End>(id);
     network->ends.erase(end.address.queue_pair);
+    if (end.queue) end.queue->forget(end);
+    if (end.events) {
+      std::erase_if(end.events->errors, [&](const auto& error) { return error.fid == id; });
+    }
+    ++network->ends_closed;
   }
   return close_simply<End>(id);
 }
@@ -154,12 +154,22 @@ fi_ops* only_closes() {
   return &ops;
 }
 
-ssize_t read_events(fid_eq*, std::uint32_t*, void*, std::size_t, std::uint64_t) {
-  return -FI_EAGAIN;
+ssize_t read_events(fid_eq* given, std::uint32_t*, void*, std::size_t, std::uint64_t) {
+  const auto lock = held();
+  return static_cast<Events&>(*given).errors.empty() ? -FI_EAGAIN : -FI_EAVAIL;
+}
+
+ssize_t read_event_error(fid_eq* given, fi_eq_err_entry* into, std::uint64_t) {
+  const auto lock = held();
+  auto& errors = static_cast<Events&>(*given).errors;
+  if (errors.empty()) return -FI_EAGAIN;
+  *into = errors.front();
+  errors.pop_front();
+  return sizeof *into;
 }
 
 int open_events(fid_fabric*, fi_eq_attr*, fid_eq** opened, void*) {
-  static fi_ops_eq ops{.size = sizeof ops, .read = read_events};
+  static fi_ops_eq ops{.size = sizeof ops, .read = read_events, .readerr = read_event_error};
   auto* const made = new Events{};
   made->fid.ops = only_closes<Events>();
   made->ops = &ops;
@@ -322,7 +332,7 @@ int bind_to(fid* id, fid* bound, std::uint64_t) {
   if (end.enabled) return -FI_EOPBADSTATE;
   if (bound->ops->close == close_simply<Queue>) end.queue = &from<Queue>(bound);
   if (bound->ops->close == close_simply<Addresses>) end.peers = &from<Addresses>(bound);
-  if (bound->ops->close == close_simply<Events>) end.has_events = true;
+  if (bound->ops->close == close_simply<Events>) end.events = &from<Events>(bound);
   return 0;
 }
 
@@ -331,7 +341,7 @@ int control(fid* id, int command, void*) {
   if (command != FI_ENABLE) return -FI_ENOSYS;
   if (!end.queue) return -FI_ENOCQ;
   if (!end.peers) return -FI_ENOAV;
-  if (!end.has_events) return -FI_ENOEQ;
+  if (!end.events) return -FI_ENOEQ;
   const auto lock = held();
   end.address = {.gid = end.domain->device->gid,
                  .queue_pair = ++network->last_pair,
@@ -481,6 +491,28 @@ void SimulatedEfa::hold(bool held) {
   const auto lock = efa::held();
   network_->holds = held;
   network_->work.notify_one();
+}
+
+void SimulatedEfa::withhold_arrivals(bool withheld) {
+  const auto lock = efa::held();
+  network_->withholds_arrivals = withheld;
+}
+
+void SimulatedEfa::report_error(const std::string& device, ErrorOf of) {
+  const auto lock = efa::held();
+  auto& ends = network_->ends;
+  const auto last = std::find_if(ends.rbegin(), ends.rend(), [&](const auto& each) {
+    return each.second->domain->device->traits.name == device;
+  });
+  if (last == ends.rend()) throw std::runtime_error(device + " has no endpoint");
+  efa::End& end = *last->second;
+  fid* const fids[] = {&end.fid, &end.domain->fid, nullptr};
+  end.events->errors.push_back({.fid = fids[static_cast<std::size_t>(of)], .err = FI_EIO});
+}
+
+std::size_t SimulatedEfa::ends_closed() const {
+  const auto lock = efa::held();
+  return network_->ends_closed;
 }
 
 SimulatedEfa& simulated_efa() {

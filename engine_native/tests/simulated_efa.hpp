@@ -10,10 +10,15 @@
 //   a closed key stops a write in its middle                   the NIC checks each packet
 //   an endpoint that is closed, or whose QKEY another one      efa_io_defs.h, BAD_DEST_QPN and
 //     has, takes nothing                                         UNKNOWN_PEER
+//   a closed endpoint leaves no completions: those that        fi_endpoint(3), which lets a
+//     were not read are gone, and no others follow               provider do so; efa does,
+//                                                                libfabric #11405, #11151
 //   a full send queue says "later"; here others do, too,       efa_rma.c, ENOMEM
 //     now and then, but not behind a write with FI_MORE
 //   a write with FI_MORE goes once one without it follows      efa_data_path_direct_entry.h
 //   an overrun completion queue is lost                        man ibv_get_async_event
+//   an event queue tells of errors, of an endpoint or the      fi_eq(3); none of an endpoint
+//     device; efa's name neither                                 that is closed: prov/util
 //   GPUs' memory needs FI_HMEM and FI_MR_HMEM, with            efa_user_info.c, efa_mr.c
 //     FI_HMEM_CUDA; fi_mr_reg takes memory of the host
 //   a dmabuf begins at base_addr + offset, which has its       fi_mr(3), man ibv_reg_dmabuf_mr
@@ -30,6 +35,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -63,6 +69,14 @@ class SimulatedEfa {
   void have_cuda(bool has);
   // While held, no write moves.
   void hold(bool held);
+  // Meanwhile writes arrive and their senders hear of it, but the receiving hosts do not yet.
+  void withhold_arrivals(bool withheld);
+  // Reports an error on the event queues of the device: of the endpoint that was opened last, of
+  // the device, or of nothing, as efa reports its own.
+  enum class ErrorOf : std::uint8_t { endpoint, device, nothing };
+  void report_error(const std::string& device, ErrorOf of);
+  // How many endpoints were closed.
+  std::size_t ends_closed() const;
 
  private:
   std::unique_ptr<efa::Network> network_;

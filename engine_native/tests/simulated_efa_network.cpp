@@ -46,7 +46,7 @@ void Network::remove(std::size_t index) {
 
 void Network::tell(End& sender, const Write& write, int error) {
   --sender.under_way;
-  Entry ended{.error = error};
+  Entry ended{.error = error, .of = &sender};
   ended.done.op_context = write.context;
   ended.done.flags = FI_RMA | FI_WRITE;
   sender.queue->push(ended);
@@ -54,7 +54,7 @@ void Network::tell(End& sender, const Write& write, int error) {
 
 void Network::tell(const End& receiver, Write& write) {
   if (std::exchange(write.told_receiver, true) || !write.imm) return;
-  Entry arrived;
+  Entry arrived{.of = &receiver};
   arrived.done.flags = FI_RMA | FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA;
   arrived.done.len = write.length;
   arrived.done.data = *write.imm;
@@ -71,7 +71,7 @@ int Network::move(Write& write, End* sender) {
   const bool there = end != ends.end() && end->second->address.qkey == write.to.qkey;
   if (write.halves < 2) return there ? land(write, sender, *end->second) : FI_ENOTCONN;
   // It has landed; both hear of it, in any order.
-  if (!write.told_receiver && (write.told_sender || random() % 2 == 0)) {
+  if (!write.told_receiver && !withholds_arrivals && (write.told_sender || random() % 2 == 0)) {
     if (there) tell(*end->second, write);
     write.told_receiver = true;
   } else if (!write.told_sender) {

@@ -49,7 +49,9 @@ struct Device {
 };
 
 struct Fabric : Opened<fid_fabric> {};
-struct Events : Opened<fid_eq> {};
+struct Events : Opened<fid_eq> {
+  std::deque<fi_eq_err_entry> errors;
+};
 
 struct Domain : Opened<fid_domain> {
   Device* device = nullptr;
@@ -71,9 +73,12 @@ struct Memory : Opened<fid_mr> {
   }
 };
 
+struct End;
+
 struct Entry {
   fi_cq_data_entry done{};
   int error = 0;
+  const End* of = nullptr;
 };
 
 struct Queue : Opened<fid_cq> {
@@ -89,6 +94,10 @@ struct Queue : Opened<fid_cq> {
     const std::uint64_t one = 1;
     if (!std::exchange(armed, false)) return;
     [[maybe_unused]] const auto written = ::write(wakes.get(), &one, sizeof one);
+  }
+  // What the end left unread.
+  void forget(const End& closed) {
+    std::erase_if(entries, [&](const Entry& entry) { return entry.of == &closed; });
   }
   // Whether there is nothing, so that one may wait.
   bool arm() {
@@ -124,7 +133,7 @@ struct End : Opened<fid_ep> {
   Domain* domain = nullptr;
   Queue* queue = nullptr;
   Addresses* peers = nullptr;
-  bool has_events = false;
+  Events* events = nullptr;
   bool enabled = false;
   bool needs_peer_to_peer = false;
   bool may_call_cuda = true;
@@ -151,6 +160,8 @@ struct Network {
   std::mt19937_64 random{std::random_device{}()};
   bool has_cuda = true;
   bool holds = false;  // all writes, where they are
+  bool withholds_arrivals = false;
+  std::size_t ends_closed = 0;
   std::vector<std::unique_ptr<Device>> devices;
   std::map<std::uint32_t, End*> ends;         // those that are enabled, by queue pair
   std::map<std::uint64_t, Memory*> memories;  // by lkey and rkey, which are equal

@@ -289,18 +289,22 @@ TEST_CASE("tcp takes over where the NICs are down") {
 }
 
 TEST_CASE("a count that cannot be completed loses the peer by name") {
-  Pair pair("simulated");
-  const std::string there = pair.reader->nics()[0].name;
-  const auto source = good(pair.writer->allocate(kPage));
-  const auto destination = good(pair.reader->allocate(kPage));
-  const Imm imm = good(pair.reader->allocate_counter(pair.to_writer));
+  auto theirs = options_for("simulated", "reader");
+  theirs.path_timeout = std::chrono::milliseconds(300);  // so long it waits for the arrival
+  TestEngine writer(options_for("simulated", "writer"));
+  TestEngine reader(theirs);
+  const PeerId to_reader = writer.connect_to(reader);
+  const std::string there = reader->nics()[0].name;
+  const auto source = good(writer->allocate(kPage));
+  const auto destination = good(reader->allocate(kPage));
+  const Imm imm = good(reader->allocate_counter(reader.await(Kind::peer_up).peer));
   simulated_network().lose_arrivals(there, true);
   const auto submitted =
-      good(pair.writer->write(pair.to_reader, source, destination->descriptor(), {.length = kPage},
-                              {.imm = imm, .timeout = kDeadline, .nic = 0}));
-  CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
+      good(writer->write(to_reader, source, destination->descriptor(), {.length = kPage},
+                         {.imm = imm, .timeout = kDeadline, .nic = 0}));
+  CHECK(writer.await(Kind::write, submitted.id).code == Errc::ok);
   simulated_network().set_link(there, false);
-  const auto down = pair.writer.await(Kind::peer_down);
+  const auto down = writer.await(Kind::peer_down);
   simulated_network().lose_arrivals(there, false);
   CHECK(down.code == Errc::nic_lost);
   CHECK_MESSAGE(down.text.find("cannot be completed") != std::string::npos, down.text);

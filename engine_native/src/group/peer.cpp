@@ -75,7 +75,8 @@ void Peer::use_nics(const std::vector<std::unique_ptr<NicDomain>>& ours, bool in
                     .initiator = initiator,
                     .timeout_ns = static_cast<std::uint64_t>(options.peer_timeout.count()),
                     .path_timeout_ns = static_cast<std::uint64_t>(options.path_timeout.count()),
-                    .paths_per_nic_pair = options.paths_per_nic_pair},
+                    .paths_per_nic_pair = options.paths_per_nic_pair,
+                    .stops = session_.version >= kPathStopVersion},
       ours, owner, operations_);
 }
 

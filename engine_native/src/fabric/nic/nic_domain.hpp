@@ -41,6 +41,9 @@ class NicDomain : public Domain {
   // Each of its paths delivers writes, and their immediates, in the order in which they were
   // posted.
   virtual bool keeps_order() const = 0;
+  // Whether a path that is shut still counts what had arrived and was not polled. Where it does
+  // not, each end first waits for what the other knows to be delivered.
+  virtual bool keeps_arrivals() const { return true; }
   // Whether it may be asked to register memory of GPUs.
   virtual bool knows_gpus() const { return false; }
   // Pins and registers memory for reading from and writing into. Any thread. Fails with

@@ -280,6 +280,7 @@ void NicLink::catch_up() {
       close(found->second, error.text, true);
     }
   }
+  if (stopping_ > 0) end_stops();
 }
 
 void NicLink::reset(std::string_view why) {
@@ -302,11 +303,50 @@ bool NicLink::fencing() const {
 }
 
 void NicLink::close(Entry& entry, std::string_view why, bool failed) {
+  // Through others nothing came or went.
+  const bool answered = entry.state == Entry::State::opening && !ends_.initiator;
+  const bool used = entry.state == Entry::State::open || answered;
   entry.state = Entry::State::closing;
   entry.why = why;
   entry.failed = failed;
   refresh_usable();
-  begin_shut(entry);
+  const bool keeps = ours_[entry.nics.ours]->keeps_arrivals();
+  used && !keeps && ends_.stops && !entry.there ? stop(entry) : begin_shut(entry);
+}
+
+// The peer's answer is the same. What its NIC had acknowledged is on its way to this host's.
+void NicLink::stop(Entry& entry) {
+  NicPath& path = *entry.path;
+  path.seal();
+  entry.stopping = true;
+  entry.since_ns = now_;
+  ++stopping_;
+  owner_.send_nic_frame(NicFrame::path_stop, ByteWriter()
+                                                 .put(path.identity().id)
+                                                 .text(std::string_view(entry.why).substr(0, 512))
+                                                 .put(static_cast<std::uint8_t>(entry.failed))
+                                                 .put(path.imms_delivered())
+                                                 .take());
+}
+
+void NicLink::end_stops() {
+  std::vector<PathId> counted;
+  for (const auto& [id, entry] : entries_) {
+    if (!entry.stopping) continue;
+    // A peer that closed its end and never said so had written nothing.
+    const bool all =
+        entry.delivered ? entry.path->consumed() >= *entry.delivered : entry.there.has_value();
+    if (all) counted.push_back(id);
+  }
+  for (const PathId id : counted) end_stop(id);
+}
+
+void NicLink::end_stop(PathId id) {
+  const auto found = entries_.find(id);
+  if (found == entries_.end()) return;
+  found->second.stopping = false;
+  --stopping_;
+  begin_shut(found->second);
 }
 
 void NicLink::begin_shut(Entry& entry) {
@@ -357,6 +397,25 @@ void NicLink::note_use(NicPair nics, const NicPath& closed) {
   }
   Fruitless& fruitless = fruitless_[nics];
   fruitless.until_ns = now_ + (kRetryNs << std::min(fruitless.times++, kMostDoublings));
+}
+
+Result<void> NicLink::on_path_stop(ByteReader reader) {
+  const auto id = reader.get<PathId>();
+  const std::string why = reader.text();
+  const bool failed = reader.get<std::uint8_t>() != 0;
+  const auto delivered = reader.get<std::uint64_t>();
+  if (!reader.finished()) return malformed("path_stop");
+  const auto found = entries_.find(id);
+  if (found == entries_.end()) return {};
+  Entry& entry = found->second;
+  const bool closing = entry.state == Entry::State::closing;
+  if (closing && !entry.known) return {};  // we have refused it
+  if (!entry.known || !entry.path || entry.delivered || entry.there) return malformed("path_stop");
+  entry.delivered = delivered;
+  if (closing) return {};
+  retry(why);
+  close(entry, why, failed);
+  return {};
 }
 
 Result<void> NicLink::on_path_close(ByteReader reader) {
@@ -435,7 +494,13 @@ bool NicLink::is_stuck(Entry& entry, std::uint64_t now, std::uint64_t stalled_ns
 void NicLink::tick(std::uint64_t now, std::uint64_t stalled_ns) {
   thread_.check("NicLink");
   now_ = now;
+  std::vector<PathId> late;
   for (auto& [id, entry] : entries_) {
+    if (entry.stopping) {
+      entry.since_ns += stalled_ns;
+      if (now - std::min(now, entry.since_ns) > ends_.path_timeout_ns) late.push_back(id);
+      continue;
+    }
     if (entry.state == Entry::State::open && is_stuck(entry, now, stalled_ns)) {
       lost_.emplace_back(
           id, Error{Errc::nic_lost,
@@ -444,7 +509,9 @@ void NicLink::tick(std::uint64_t now, std::uint64_t stalled_ns) {
                         " ms: the network between the NICs is broken or congested; raise "
                         "path_timeout where it is slow to recover"});
     }
-    if (now - std::min(now, entry.since_ns) < ends_.timeout_ns) continue;
+    const bool sealed = entry.path && entry.path->sealed();  // the peer may wait that long
+    const std::uint64_t patience = ends_.timeout_ns + (sealed ? ends_.path_timeout_ns : 0);
+    if (now - std::min(now, entry.since_ns) < patience) continue;
     if (entry.state == Entry::State::closing && entry.shut) {
       return owner_.lose_peer({Errc::peer_timeout, "it did not close a lost path in time"});
     }
@@ -452,6 +519,7 @@ void NicLink::tick(std::uint64_t now, std::uint64_t stalled_ns) {
       lost_.emplace_back(id, Error{Errc::nic_lost, "a path was not opened in time"});
     }
   }
+  for (const PathId id : late) end_stop(id);
   std::vector<const NicPath*> paths;
   for (const auto& [id, entry] : entries_) {
     if (entry.path) paths.push_back(entry.path.get());
@@ -468,10 +536,10 @@ void NicLink::shut(std::function<void()> then) {
   for (auto& [id, entry] : entries_) ids.push_back(id);
   for (const PathId id : ids) {
     Entry& entry = entries_.at(id);
-    const bool fenced = std::exchange(entry.state, Entry::State::closing) == Entry::State::closing;
+    const bool closing = std::exchange(entry.state, Entry::State::closing) == Entry::State::closing;
     if (!entry.path || entry.shut) {
       entries_.erase(id);  // one that is made still is dropped then
-    } else if (!fenced) {
+    } else if (!closing || std::exchange(entry.stopping, false)) {
       begin_shut(entry);
     }
   }
@@ -571,6 +639,8 @@ Result<void> NicLink::on_frame(NicFrame type, std::string_view payload, std::uin
       return on_path_open(reader);
     case NicFrame::path_opened:
       return on_path_opened(reader);
+    case NicFrame::path_stop:
+      return on_path_stop(reader);
     case NicFrame::path_close:
       return on_path_close(reader);
     case NicFrame::region:

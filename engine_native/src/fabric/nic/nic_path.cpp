@@ -52,6 +52,7 @@ const NicPath::Batch& NicPath::add_batch(const OperationPtr& operation, const Wr
 }
 
 void NicPath::finish_through(std::uint64_t sequence) {
+  if (sealed_) return;
   while (!batches_.empty() && batches_.front().sequence <= sequence) {
     Batch batch = std::move(batches_.front());
     batches_.pop_front();
@@ -60,7 +61,7 @@ void NicPath::finish_through(std::uint64_t sequence) {
 }
 
 void NicPath::finish(std::uint64_t sequence) {
-  if (batches_.empty() || sequence < batches_.front().sequence) return;
+  if (sealed_ || batches_.empty() || sequence < batches_.front().sequence) return;
   const std::uint64_t index = sequence - batches_.front().sequence;
   if (index >= batches_.size() || !batches_[index].operation) return;
   report(batches_[index]);
@@ -76,6 +77,7 @@ void NicPath::report(Batch& batch) {
   receive_context_.stats.writes_sent += batch.writes.count;
   ++receive_context_.activity;
   ++finished_batches_;
+  imms_delivered_ += batch.immediates;
   const OperationPtr operation = std::move(batch.operation);
   // The peer that revoked it has forgotten its count.
   if (batch.immediates > 0 && !operation->revoked) {

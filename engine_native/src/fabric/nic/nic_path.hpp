@@ -64,6 +64,11 @@ class NicPath : public Path {
   bool is_open() const { return open_; }
 
   // --- end
+  // Nothing is posted from now on. What is delivered later counts as unfinished: the peer is told
+  // imms_delivered(), which is final.
+  void seal() { sealed_ = true; }
+  bool sealed() const { return sealed_; }
+  std::uint64_t imms_delivered() const { return imms_delivered_; }
   // Once, before it is destroyed. Nothing is posted from now on. `then`, now or later: nothing
   // lands any more, and received() and unfinished writes are final; it may destroy the path.
   virtual void shut(std::function<void()> then) = 0;
@@ -154,9 +159,11 @@ class NicPath : public Path {
   std::uint64_t peer_imm_window_ = 0;
   std::uint64_t imms_sent_ = 0;
   std::uint64_t imms_consumed_ = 0;  // by the peer
-  std::uint64_t consumed_ = 0;       // by us
-  std::uint64_t credited_ = 0;       // of those, told to the peer
-  Imm refused_ = 0;                  // the last one that it was told of; 0: none
+  std::uint64_t imms_delivered_ = 0;
+  bool sealed_ = false;
+  std::uint64_t consumed_ = 0;  // by us
+  std::uint64_t credited_ = 0;  // of those, told to the peer
+  Imm refused_ = 0;             // the last one that it was told of; 0: none
   std::unordered_map<Imm, std::uint64_t> received_;
   std::unordered_map<Imm, std::uint64_t> delivered_;
 };

@@ -109,6 +109,7 @@ Result<void> Endpoint::start() {
     return failed("fi_endpoint", error);
   }
   endpoint_.reset(endpoint);
+  domain_->endpoints->add(&endpoint->fid, failed_);
   if (domain_->device.takes_gpus) for_gpus_ = leave_gpus_to_nic();
   int error = ::fi_ep_bind(endpoint, &queue_->fid, FI_TRANSMIT | FI_RECV);
   if (error == 0) error = ::fi_ep_bind(endpoint, &peers->fid, 0);
@@ -181,6 +182,7 @@ void Endpoint::close() {
   const std::lock_guard lock(gate_);
   if (endpoint_ && domain_->device.network == "ofi-tcp") end_connections();
   endpoint_.reset();
+  domain_->endpoints->remove(failed_);
   closed_ = true;
 }
 
@@ -286,6 +288,8 @@ void Endpoint::poll() {
     path_->on_failed({Errc::nic_lost, "its endpoint was closed, so that nothing late lands"});
   } else if (read < 0 && read != -FI_EAGAIN) {
     path_->on_failed(domain_->library.failed("its completion queue is broken", read));
+  } else if (const int error = failed_) {
+    path_->on_failed(domain_->library.failed("its endpoint failed", -error));
   }
 }
 

@@ -145,6 +145,7 @@ class Endpoint final : private EventSink {
   mutable std::mutex gate_;
   UniqueFid<fid_ep> endpoint_;  // guarded
   std::atomic<bool> closed_ = false;
+  std::atomic<int> failed_ = 0;  // libfabric's number, from the event queue
   Result<void> for_gpus_;
   int wait_fd_ = -1;
   std::string address_;

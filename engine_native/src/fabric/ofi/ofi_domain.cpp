@@ -133,15 +133,14 @@ void OfiDomain::take_back(std::shared_ptr<Endpoint> endpoint) {
 
 // --- progress --------------------------------------------------------------------------------
 
+// Also of a device that failed: its paths count what had arrived before they are shut.
 void OfiDomain::poll() {
   thread_.check("OfiDomain");
-  if (!usable_) return;
   for (OfiPath* path : paths_) path->poll();
   if (++polls_ % kPollsBetweenEvents == 0) check_device();
 }
 
 bool OfiDomain::prepare_sleep() {
-  if (!usable_) return true;
   check_device();
   bool blind = false;
   for (const OfiPath* path : paths_) {

@@ -35,6 +35,7 @@ class OfiDomain final : public NicDomain, private EventSink {
   const NicInfo& info() const override { return info_; }
   bool usable() const override { return usable_; }
   bool keeps_order() const override { return false; }
+  bool keeps_arrivals() const override { return false; }  // fi_endpoint(3)
   bool knows_gpus() const override { return true; }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) override;
   void open_path(NicPathIdentity identity, Opened then) override;

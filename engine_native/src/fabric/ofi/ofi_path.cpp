@@ -74,9 +74,10 @@ ssize_t OfiPath::post_to_landing(std::uint64_t sequence, std::optional<Imm> imm)
 
 void OfiPath::poll() {
   thread_.check("OfiPath");
-  if (shutting_) return;
+  if (closing_) return;
   endpoint_->poll();
-  if (lost()) return;
+  if (shutting_ && !joining_) return stop();
+  if (shutting_ || lost() || sealed()) return;
   if (joined_ && may_greet_ && !greeted_) greet();
   if (flushes_ && flushing_ == 0 && flushes_->wanted > flushed_) flush();
 }
@@ -190,15 +191,21 @@ void OfiPath::shut(std::function<void()> then) {
   then_shut_ = std::move(then);
   then_connected_ = nullptr;
   shutting_ = true;
+  const auto patience = static_cast<std::uint64_t>(domain_.context().options.peer_timeout.count());
+  stop_by_ns_ = now_ns() + patience / 4;
   if (!joining_) stop();  // else on_joined() goes on
 }
 
+// A peer that leaves has counted writes whose completions have yet to come. Once sealed, none is
+// waited for.
 void OfiPath::stop() {
+  if (closing_ || (!sealed() && endpoint_->in_flight() > 0 && now_ns() < stop_by_ns_)) return;
+  closing_ = true;
   domain_.context().background.fence([endpoint = endpoint_] { endpoint->close(); },
                                      [this] { end(); });
 }
 
-// What had arrived before the fence is counted.
+// Where the provider keeps what had arrived before the fence, it is counted.
 void OfiPath::end() {
   endpoint_->take_completions();
   if (flushes_) domain_.flushes()->remove(*flushes_);

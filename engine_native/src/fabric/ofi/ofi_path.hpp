@@ -40,8 +40,8 @@ class OfiPath final : public NicPath, private CompletionSink {
   void fail(Error error) { on_failed(std::move(error)); }
   // Takes completions, and sends what is due besides writes: a greeting, a flush.
   void poll();
-  // Null once it is being shut.
-  Endpoint* served() const { return shutting_ ? nullptr : endpoint_.get(); }
+  // Null once it is being closed.
+  Endpoint* served() const { return closing_ ? nullptr : endpoint_.get(); }
 
  private:
   void on_written(std::uint64_t sequence) override;
@@ -71,6 +71,8 @@ class OfiPath final : public NicPath, private CompletionSink {
   bool joining_ = false;
   bool joined_ = false;
   bool shutting_ = false;
+  bool closing_ = false;
+  std::uint64_t stop_by_ns_ = 0;
   mutable bool told_ = false;  // the peer knows our endpoint
   bool may_greet_ = false;
   bool greeted_ = false;        // the peer was, by us
