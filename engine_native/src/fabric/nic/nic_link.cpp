@@ -514,7 +514,7 @@ void NicLink::revoke_here(Imm imm) {
 }
 
 void NicLink::on_revoke(Imm imm, bool complete) {
-  revoked_[static_cast<std::uint16_t>(imm)] = static_cast<std::uint16_t>(imm >> 16);
+  revoked_.add(imm, now_);
   for (auto& [id, entry] : entries_) {
     if (entry.path) entry.path->forget(imm);
   }
@@ -543,13 +543,6 @@ void NicLink::answer_revokes() {
     owner_.send_nic_frame(NicFrame::revoked, ByteWriter().put(imm).take());
     return true;
   });
-}
-
-bool NicLink::revoked_by_peer(Imm imm) const {
-  const auto found = revoked_.find(static_cast<std::uint16_t>(imm));
-  if (found == revoked_.end()) return false;
-  const auto generation = static_cast<std::uint16_t>(imm >> 16);
-  return static_cast<std::int16_t>(found->second - generation) >= 0;
 }
 
 // --- frames ----------------------------------------------------------------------------------

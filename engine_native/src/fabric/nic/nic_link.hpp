@@ -24,6 +24,7 @@
 #include "fabric/nic/nic_grants.hpp"
 #include "fabric/nic/nic_pairing.hpp"
 #include "fabric/nic/remote_regions.hpp"
+#include "fabric/nic/revoked_counters.hpp"
 #include "operation.hpp"
 
 namespace kvxfer {
@@ -109,7 +110,7 @@ class NicLink {
   // --- writing
   // Queues the operation once its destination is known.
   void resolve(const OperationPtr& operation);
-  bool revoked_by_peer(Imm imm) const;
+  bool revoked_by_peer(Imm imm) const { return revoked_.contains(imm, now_); }
 
   // --- being written to
   void send_region(std::uint64_t key, Errc status, const RemoteRegion& region);
@@ -215,7 +216,7 @@ class NicLink {
   RemoteRegions regions_;
   LostWrites lost_writes_;
   NicGrants grants_;
-  std::unordered_map<std::uint16_t, std::uint16_t> revoked_;  // slot → last revoked generation
+  RevokedCounters revoked_;
   std::vector<Imm> answering_;  // the peer waits until nothing of these is under way
   bool shutting_ = false;       // for good
   std::function<void()> then_;
