@@ -63,6 +63,7 @@ class PeerEvents {
   // What the peer's NIC link asks for: see NicLinkOwner.
   virtual void share_region(Peer& peer, std::uint64_t key) = 0;
   virtual void on_revoked(Peer& peer, Imm imm) = 0;
+  virtual void on_notice(Peer& peer, std::string text) = 0;
 
  protected:
   ~PeerEvents() = default;
@@ -156,6 +157,8 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   void share_region(std::uint64_t key) override { events_.share_region(*this, key); }
   void on_revoked(Imm imm) override { events_.on_revoked(*this, imm); }
   void on_paths_changed() override;
+  void on_notice(std::string text) override { events_.on_notice(*this, std::move(text)); }
+  bool has_other_ways() const override { return !paths_.empty(); }
 
   std::shared_ptr<PeerHandle> handle_;
   std::unique_ptr<Stream> stream_;
