@@ -301,6 +301,7 @@ class Connection final : private PeerEvents, private OperationBook, private NicE
     if (!region) return peer.nics()->send_region(key, Errc::unknown_region, {});
     peer.nics()->send_region(key, Errc::ok, {.length = region->size(), .keys = {{}, {}}});
   }
+  void on_notice(Peer&, std::string) override {}
   void on_revoked(Peer&, Imm) override {
     if (world_.released()) peer_->nics()->close_grants(std::vector{world_.granted});
   }

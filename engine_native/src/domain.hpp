@@ -29,7 +29,8 @@ struct ReceiveContext {
 // Whom a path leads to.
 struct PathPeer {
   PeerId id = 0;
-  std::string label;  // for error texts
+  std::string label;    // for error texts
+  bool groups = false;  // it knows WireWrite::grouped
 };
 
 // How a path reports to the group that owns it. A path must not be destroyed from within a call.

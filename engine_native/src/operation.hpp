@@ -93,6 +93,15 @@ struct Operation {
     for (std::size_t i = 0; i < range.count; ++i) count += 1 - writes[range.first + i].grouped;
     return count;
   }
+  // What a batch of these writes says where the receiver places the bytes, which lets into a grant
+  // what names its immediate. So do uncounted writes, each as if a later one counted for it, too.
+  // A peer that knows no groups would count them.
+  bool names_imm(const WriteRange& range, bool peer_knows_groups) const {
+    return imm && (range.counted || peer_knows_groups);
+  }
+  static std::uint32_t grouped(const WriteRange& range, const WireWrite& write) {
+    return range.counted ? write.grouped : 1;
+  }
   // How many of these writes may go out as one batch: whole groups; the first one in any case.
   std::size_t batch(const WriteRange& range, std::size_t most_writes, std::uint64_t most_bytes,
                     std::uint64_t most_immediates = UINT64_MAX) const {

@@ -389,6 +389,7 @@ ssize_t post_write(fid_ep* given, const fi_msg_rma* asked, std::uint64_t flags) 
   if (end.held.empty() && network->random() % kRefusals == 0) return -FI_EAGAIN;
   const bool counted = (flags & FI_REMOTE_CQ_DATA) != 0;
   end.held.push_back({.queue_pair = end.address.queue_pair,
+                      .from = end.address.gid,
                       .to = end.peers->known[asked->addr],
                       .local_key = source.key,
                       .source = reinterpret_cast<std::uint64_t>(asked->msg_iov->iov_base),
@@ -513,6 +514,26 @@ void SimulatedEfa::report_error(const std::string& device, ErrorOf of) {
 std::size_t SimulatedEfa::ends_closed() const {
   const auto lock = efa::held();
   return network_->ends_closed;
+}
+
+void SimulatedEfa::swallow(const std::string& from, const std::string& to, bool swallows) {
+  const auto lock = efa::held();
+  const auto gid_of = [&](const std::string& name) {
+    const auto device = std::ranges::find_if(
+        network_->devices, [&](const auto& each) { return each->traits.name == name; });
+    return (*device)->gid;
+  };
+  const std::pair direction(gid_of(from), gid_of(to));
+  if (swallows) {
+    network_->swallows.insert(direction);
+  } else {
+    network_->swallows.erase(direction);
+  }
+}
+
+std::size_t SimulatedEfa::swallowed() const {
+  const auto lock = efa::held();
+  return network_->swallowed;
 }
 
 SimulatedEfa& simulated_efa() {

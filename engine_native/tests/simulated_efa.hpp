@@ -5,6 +5,9 @@
 //   nothing has an order: the halves of a write, writes of     SRD; fi_efa(7)
 //     one endpoint, what either end hears of a write
 //   what is on the wire lands also when its sender has gone
+//   what a security group does not let through is dropped, and  EC2 user guide, "Elastic Fabric
+//     nothing tells of it; an error comes minutes later, here     Adapter": all traffic from and to
+//     never                                                       itself; aws-ofi-nccl issue 663
 //   memory has to be registered, its key is the provider's,    fi_mr(3); efa_prov_info.c
 //     and what is written from it needs its descriptor
 //   a closed key stops a write in its middle                   the NIC checks each packet
@@ -77,6 +80,11 @@ class SimulatedEfa {
   void report_error(const std::string& device, ErrorOf of);
   // How many endpoints were closed.
   std::size_t ends_closed() const;
+  // From now on nothing that one device sends comes to the other, acknowledgements neither, and
+  // nothing tells of it.
+  void swallow(const std::string& from, const std::string& to, bool swallows);
+  // Writes and acknowledgements so far.
+  std::size_t swallowed() const;
 
  private:
   std::unique_ptr<efa::Network> network_;

@@ -33,6 +33,7 @@ void Network::step(std::size_t index) {
   End* const sender = found == ends.end() ? nullptr : found->second;
   // What has begun goes on without it.
   if (!sender && write.bytes.empty()) return remove(index);
+  if (write.halves < 2 && swallow(write.from, write.to.gid)) return remove(index);
   const int error = move(write, sender);
   if (error == 0 && !(write.told_receiver && write.told_sender)) return;
   if (error != 0 && sender) tell(*sender, write, error);
@@ -61,6 +62,12 @@ void Network::tell(const End& receiver, Write& write) {
   receiver.queue->push(arrived);
 }
 
+bool Network::swallow(std::uint64_t from, std::uint64_t to) {
+  if (!swallows.contains({from, to})) return false;
+  ++swallowed;
+  return true;
+}
+
 const Memory* Network::find(std::uint64_t key, const Domain* domain) const {
   const auto found = memories.find(key);
   return found != memories.end() && found->second->domain == domain ? found->second : nullptr;
@@ -76,7 +83,7 @@ int Network::move(Write& write, End* sender) {
     write.told_receiver = true;
   } else if (!write.told_sender) {
     write.told_sender = true;
-    if (sender) tell(*sender, write, 0);
+    if (sender && !swallow(write.to.gid, write.from)) tell(*sender, write, 0);
   }
   return 0;
 }

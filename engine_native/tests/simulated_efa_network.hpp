@@ -15,6 +15,7 @@
 #include <mutex>
 #include <optional>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -114,6 +115,7 @@ struct Addresses : Opened<fid_av> {
 
 struct Write {
   std::uint32_t queue_pair;  // it is of
+  std::uint64_t from;        // its device
   Address to;
   std::uint64_t local_key;
   std::uint64_t source;
@@ -159,7 +161,9 @@ struct Network {
   std::condition_variable_any work;
   std::mt19937_64 random{std::random_device{}()};
   bool has_cuda = true;
-  bool holds = false;  // all writes, where they are
+  bool holds = false;                                          // all writes, where they are
+  std::set<std::pair<std::uint64_t, std::uint64_t>> swallows;  // what goes from one device to one
+  std::size_t swallowed = 0;
   bool withholds_arrivals = false;
   std::size_t ends_closed = 0;
   std::vector<std::unique_ptr<Device>> devices;
@@ -177,6 +181,8 @@ struct Network {
   // That it has ended, so; that it has arrived.
   static void tell(End& sender, const Write& write, int error);
   static void tell(const End& receiver, Write& write);
+  // Whether what goes this way is lost; it is then.
+  bool swallow(std::uint64_t from, std::uint64_t to);
   const Memory* find(std::uint64_t key, const Domain* domain) const;
   // These return 0, or what fails the write. `sender`: null once it is closed.
   int move(Write& write, End* sender);

@@ -198,6 +198,26 @@ TEST_CASE("a path that delivers nothing is fenced and its writes go over the oth
   simulated_verbs().cut(ours.nics[1], false);
 }
 
+TEST_CASE(
+    "a write that is cancelled on a path that delivers nothing costs the path, not the peer") {
+  EngineOptions ours = options_on(2, {});
+  EngineOptions theirs = options_on(2, {});
+  ours.peer_timeout = theirs.peer_timeout = std::chrono::milliseconds(1500);
+  ours.path_timeout = theirs.path_timeout = std::chrono::milliseconds(2500);
+  Hosts hosts(ours, theirs);
+  hosts.transfer();
+  simulated_verbs().cut(ours.nics[1], true);
+  const std::uint64_t before = hosts.writer->stats().writes_posted;
+  const auto stuck =
+      good(hosts.writer->write(hosts.to_reader, hosts.source, hosts.destination->descriptor(),
+                               {.length = kPage}, {.timeout = kDeadline, .nic = 1}));
+  while (hosts.writer->stats().writes_posted == before) std::this_thread::yield();
+  hosts.writer->cancel(stuck.id);
+  CHECK(hosts.writer.await(Kind::write, stuck.id).code == Errc::cancelled);
+  hosts.transfer();
+  simulated_verbs().cut(ours.nics[1], false);
+}
+
 TEST_CASE("a NIC that is down leaves the others on their rails") {
   const auto rails = [] {
     EngineOptions options = options_on(0, {});

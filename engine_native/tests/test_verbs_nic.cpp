@@ -52,6 +52,24 @@ TEST_CASE("a wrong key ends the path with its cause, and no other path") {
   }
 }
 
+TEST_CASE("of an immediate that the peer has revoked nothing is kept as delivered") {
+  for (const std::string& fabric : verbs_fabrics()) {
+    CAPTURE(fabric);
+    VerbsBench bench(fabric);
+    const auto source = bench.region(1u << 20);
+    const auto target = bench.region(1u << 20);
+    auto ends = bench.join();
+    for (const bool revoked : {false, true}) {
+      const Imm imm = good(bench.counters.allocate());
+      const auto operation = bench.operation(source, bench.key(target), 4, 4096, imm);
+      bench.post(*ends.writer, operation);
+      operation->revoked = revoked;
+      bench.until([&] { return operation->finished == 4; });
+      CHECK(ends.writer->delivered().contains(imm) == !revoked);
+    }
+  }
+}
+
 TEST_CASE("what a path received and did not finish is final once it is shut") {
   for (const std::string& fabric : verbs_fabrics()) {
     CAPTURE(fabric);

@@ -177,7 +177,7 @@ void Connections::on_lane_dialed(LaneDialer& dialer, Result<UniqueFd> socket) {
 // False, and the peer is lost, where that fails.
 bool Connections::add_lane(Peer& peer, UniqueFd socket, std::uint32_t lane) {
   const auto& lanes = context_.fabrics.lanes();
-  auto path = lanes[lane % lanes.size()]->open_path(std::move(socket), {peer.id(), peer.label()});
+  auto path = lanes[lane % lanes.size()]->open_path(std::move(socket), peer.end_of_path());
   if (path) {
     peer.add_path(std::move(*path), lane);
   } else {
@@ -250,7 +250,7 @@ void Connections::on_local_link(const SessionId& session, Result<local::LocalLin
     return open_remote_paths(*peer, link.error().text);
   }
   const bool reads_both_ways = link->peer_reads_us && link->we_read_peer;
-  auto path = context_.fabrics.local()->open_path(std::move(*link), {peer->id(), peer->label()});
+  auto path = context_.fabrics.local()->open_path(std::move(*link), peer->end_of_path());
   if (!path) return peer->lose(path.error());
   peer->add_path(std::move(*path), kLocalPathLane);
   if (!peer->initiator()) return;

@@ -86,7 +86,7 @@ DomainGroup::DomainGroup(EngineOptions options, Poller poller,
       completions_(std::move(completions)),
       counters_(*completions_),
       loop_(std::move(poller), *this),
-      operations_(address_.engine, options_.peer_timeout, *completions_),
+      operations_(address_.engine, options_.path_timeout + options_.peer_timeout, *completions_),
       exposed_({.engine = address_.engine,
                 .fabrics = fabrics_,
                 .peers = peers_,
@@ -336,6 +336,11 @@ void DomainGroup::on_message(Peer& peer, std::string data) {
   }
   completions_->push(
       {.kind = Completion::Kind::message, .peer = peer.id(), .data = std::move(data)});
+}
+
+void DomainGroup::on_notice(Peer& peer, std::string text) {
+  completions_->push(
+      {.kind = Completion::Kind::notice, .peer = peer.id(), .text = std::move(text)});
 }
 
 void DomainGroup::disconnect(PeerId peer) {

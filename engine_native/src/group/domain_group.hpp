@@ -111,6 +111,7 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   void on_peer_lost(Peer& peer, Error error) override;
   void share_region(Peer& peer, std::uint64_t key) override { exposed_.share(peer, key); }
   void on_revoked(Peer& peer, Imm imm) override { exposed_.on_revoked(peer.id(), imm); }
+  void on_notice(Peer& peer, std::string text) override;
 
   // --- engine thread: NicEvents
   void on_finished(const OperationPtr& operation, const WriteRange& writes,

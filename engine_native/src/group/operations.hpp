@@ -20,7 +20,8 @@ namespace kvxfer {
 
 class Operations final : public OperationBook {
  public:
-  // `grace`: for what is under way when an operation has failed.
+  // `grace`: for what is under way when an operation has failed. Until then a path that delivers
+  // nothing has been lost and closed: what remains is the peer's fault.
   Operations(EngineId engine, Duration grace, CompletionQueue& completions)
       : engine_(engine),
         grace_ns_(static_cast<std::uint64_t>(grace.count())),

@@ -100,12 +100,13 @@ void Peer::list_choices() {
 
 void Peer::on_paths_changed() {
   list_choices();
-  if (initiator()) announce_paths();
+  initiator() ? announce_paths() : confirm_paths();
 }
 
 // The announcement and the last path come over different sockets, in either order.
 void Peer::confirm_paths() {
   if (state_ != State::opening || announced_ != paths_.size()) return;
+  if (nics_ && !nics_->settled()) return;
   send_frame(ControlFrame::ready, {});
   come_up();
 }

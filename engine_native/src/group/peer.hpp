@@ -64,6 +64,7 @@ class PeerEvents {
   // What the peer's NIC link asks for: see NicLinkOwner.
   virtual void share_region(Peer& peer, std::uint64_t key) = 0;
   virtual void on_revoked(Peer& peer, Imm imm) = 0;
+  virtual void on_notice(Peer& peer, std::string text) = 0;
 
  protected:
   ~PeerEvents() = default;
@@ -86,6 +87,7 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   const Session& session() const { return session_; }
   const std::string& label() const { return handle_->label; }
   const std::shared_ptr<PeerHandle>& handle() const { return handle_; }
+  PathPeer end_of_path() const { return {id(), label(), session_.version >= kGroupsVersion}; }
   // The fabric that most writes take.
   std::string fabric() const;
 
@@ -156,6 +158,8 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   void share_region(std::uint64_t key) override { events_.share_region(*this, key); }
   void on_revoked(Imm imm) override { events_.on_revoked(*this, imm); }
   void on_paths_changed() override;
+  void on_notice(std::string text) override { events_.on_notice(*this, std::move(text)); }
+  bool has_other_ways() const override { return !paths_.empty(); }
 
   [[no_unique_address]] ThreadOwner thread_;
   std::shared_ptr<PeerHandle> handle_;

@@ -143,7 +143,7 @@ void LocalPath::produce(Batch batch, const Origin& origin, bool packed) {
   const BatchHead head{.key = operation.destination_key,
                        .count = static_cast<std::uint32_t>(batch.writes.count),
                        .imm = operation.imm.value_or(0),
-                       .has_imm = operation.imm && batch.writes.counted,
+                       .has_imm = operation.names_imm(batch.writes, peer_.groups),
                        .from_region = origin.region.has_value(),
                        .region = origin.region.value_or(0)};
   std::uint64_t next = produced_;
@@ -151,7 +151,7 @@ void LocalPath::produce(Batch batch, const Origin& origin, bool packed) {
   for (const WireWrite& write : operation.writes.subspan(batch.writes.first, head.count)) {
     const std::uint64_t offset = packed ? batch.bytes : write.source;
     out_.slot(next++).write = {origin.base + offset, write.destination, write.length,
-                               write.grouped};
+                               Operation::grouped(batch.writes, write)};
     batch.bytes += write.length;
   }
   batch.head = produced_;

@@ -66,7 +66,7 @@ void NicLink::open_missing(std::uint64_t now) {
   for (const NicPair pair : pair_nics(our_infos(), our_usable(), ends_.theirs, their_usable_)) {
     const auto fruitless = fruitless_.find(pair);
     const bool rests = fruitless != fruitless_.end() && now < fruitless->second.until_ns;
-    if (rests && !usable_.empty()) continue;
+    if (rests && (!usable_.empty() || owner_.has_other_ways())) continue;
     auto there = std::count_if(entries_.begin(), entries_.end(),
                                [&](const auto& entry) { return entry.second.nics == pair; });
     for (; there < ends_.paths_per_nic_pair; ++there) open_path(pair);
@@ -212,11 +212,40 @@ void NicLink::on_connected(PathId id, const Result<void>& good) {
 }
 
 void NicLink::enter_service(Entry& entry) {
+  if (!entry.path->proven()) {
+    entry.state = Entry::State::greeting;
+    entry.since_ns = now_;
+    greeting_ = true;
+    return;
+  }
   entry.state = Entry::State::open;
   entry.progress_ns = now_;
   entry.path->open();
   grants_.open_on(*entry.path);
   refresh_usable();
+}
+
+void NicLink::admit_proven() {
+  greeting_ = false;
+  for (auto& [id, entry] : entries_) {
+    if (entry.state != Entry::State::greeting) continue;
+    entry.path->proven() ? enter_service(entry) : void(greeting_ = true);
+  }
+}
+
+std::string NicLink::silence_of(const Entry& entry, std::uint64_t now) const {
+  const std::string_view cause = entry.path->likely_cause();
+  return "NICs " + ours_[entry.nics.ours]->info().name + " and " +
+         ends_.theirs[entry.nics.theirs].name + " have not heard each other for " +
+         std::to_string((now - entry.since_ns) / 1'000'000) + " ms" +
+         (cause.empty() ? "" : ": " + std::string(cause));
+}
+
+// Once, until something has come through between the two NICs.
+void NicLink::tell_of_silence(const Entry& entry, std::string_view why) {
+  if (fruitless_.contains(entry.nics)) return;
+  owner_.on_notice("NIC " + ours_[entry.nics.ours]->info().name + " is not used with peer " +
+                   ends_.label + ": " + std::string(why));
 }
 
 // A path that lived for a while is replaced at once, others after a pause.
@@ -271,6 +300,7 @@ void NicLink::on_path_lost(const Path& path, Error error) {
 void NicLink::catch_up() {
   answer_revokes();
   if (missing_) open_missing(now_);
+  if (greeting_) admit_proven();
   while (!lost_.empty()) {
     const auto lost = std::exchange(lost_, {});
     for (const auto& [id, error] : lost) {
@@ -288,7 +318,8 @@ void NicLink::reset(std::string_view why) {
   for (const auto& [id, entry] : entries_) {
     // Through others the peer cannot write yet.
     const bool answered = entry.state == Entry::State::opening && !ends_.initiator;
-    if (entry.state == Entry::State::open || answered) written.push_back(id);
+    const bool joined = entry.state == Entry::State::open || entry.state == Entry::State::greeting;
+    if (joined || answered) written.push_back(id);
   }
   for (const PathId id : written) {
     retry(why);
@@ -305,12 +336,13 @@ bool NicLink::fencing() const {
 void NicLink::close(Entry& entry, std::string_view why, bool failed) {
   // Through others nothing came or went.
   const bool answered = entry.state == Entry::State::opening && !ends_.initiator;
-  const bool used = entry.state == Entry::State::open || answered;
+  const bool joined = entry.state == Entry::State::open || entry.state == Entry::State::greeting;
   entry.state = Entry::State::closing;
   entry.why = why;
   entry.failed = failed;
   refresh_usable();
   const bool keeps = ours_[entry.nics.ours]->keeps_arrivals();
+  const bool used = joined || answered;
   used && !keeps && ends_.stops && !entry.there ? stop(entry) : begin_shut(entry);
 }
 
@@ -399,6 +431,13 @@ void NicLink::note_use(NicPair nics, const NicPath& closed) {
   fruitless.until_ns = now_ + (kRetryNs << std::min(fruitless.times++, kMostDoublings));
 }
 
+// The peer ends the path.
+void NicLink::follow(Entry& entry, const std::string& why, bool failed) {
+  if (entry.state == Entry::State::greeting && failed) tell_of_silence(entry, why);
+  retry(why);
+  close(entry, why, failed);
+}
+
 Result<void> NicLink::on_path_stop(ByteReader reader) {
   const auto id = reader.get<PathId>();
   const std::string why = reader.text();
@@ -412,9 +451,7 @@ Result<void> NicLink::on_path_stop(ByteReader reader) {
   if (closing && !entry.known) return {};  // we have refused it
   if (!entry.known || !entry.path || entry.delivered || entry.there) return malformed("path_stop");
   entry.delivered = delivered;
-  if (closing) return {};
-  retry(why);
-  close(entry, why, failed);
+  if (!closing) follow(entry, why, failed);
   return {};
 }
 
@@ -446,8 +483,7 @@ Result<void> NicLink::on_path_close(ByteReader reader) {
   if (closing) {
     finish_closing(id);
   } else {
-    retry(why);
-    close(entry, why, failed);
+    follow(entry, why, failed);
   }
   return {};
 }
@@ -496,10 +532,16 @@ void NicLink::tick(std::uint64_t now, std::uint64_t stalled_ns) {
   now_ = now;
   std::vector<PathId> late;
   for (auto& [id, entry] : entries_) {
+    entry.since_ns += stalled_ns;
+    const bool waited = now - std::min(now, entry.since_ns) > ends_.path_timeout_ns;
     if (entry.stopping) {
-      entry.since_ns += stalled_ns;
-      if (now - std::min(now, entry.since_ns) > ends_.path_timeout_ns) late.push_back(id);
+      if (waited) late.push_back(id);
       continue;
+    }
+    if (entry.state == Entry::State::greeting && waited) {
+      const std::string why = silence_of(entry, now);
+      tell_of_silence(entry, why);
+      lost_.emplace_back(id, Error{Errc::nic_lost, why});
     }
     if (entry.state == Entry::State::open && is_stuck(entry, now, stalled_ns)) {
       lost_.emplace_back(
@@ -585,7 +627,7 @@ void NicLink::revoke_here(Imm imm) {
 }
 
 void NicLink::on_revoke(Imm imm, bool complete) {
-  revoked_[static_cast<std::uint16_t>(imm)] = static_cast<std::uint16_t>(imm >> 16);
+  revoked_.add(imm, now_);
   for (auto& [id, entry] : entries_) {
     if (entry.path) entry.path->forget(imm);
   }
@@ -614,13 +656,6 @@ void NicLink::answer_revokes() {
     owner_.send_nic_frame(NicFrame::revoked, ByteWriter().put(imm).take());
     return true;
   });
-}
-
-bool NicLink::revoked_by_peer(Imm imm) const {
-  const auto found = revoked_.find(static_cast<std::uint16_t>(imm));
-  if (found == revoked_.end()) return false;
-  const auto generation = static_cast<std::uint16_t>(imm >> 16);
-  return static_cast<std::int16_t>(found->second - generation) >= 0;
 }
 
 // --- frames ----------------------------------------------------------------------------------

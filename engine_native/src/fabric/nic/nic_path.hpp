@@ -9,6 +9,7 @@
 #include <deque>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -62,6 +63,10 @@ class NicPath : public Path {
   // Writes may be posted.
   void open() { open_ = true; }
   bool is_open() const { return open_; }
+  // Whether each end has heard the other: where that takes a while the path is not opened before.
+  virtual bool proven() const { return true; }
+  // Why it may not come to that.
+  virtual std::string_view likely_cause() const { return {}; }
 
   // --- end
   // Nothing is posted from now on. What is delivered later counts as unfinished: the peer is told

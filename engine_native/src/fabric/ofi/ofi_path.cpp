@@ -96,8 +96,8 @@ void OfiPath::flush() {
 }
 
 bool OfiPath::has_room(const Operation& operation, bool counted) const {
-  return heard_ && NicPath::has_room(operation, counted) && !shutting_ &&
-         in_flight_ < kMaxWritesOfPath && endpoint_->has_room();
+  return NicPath::has_room(operation, counted) && !shutting_ && in_flight_ < kMaxWritesOfPath &&
+         endpoint_->has_room();
 }
 
 std::size_t OfiPath::post(const OperationPtr& operation, const WriteRange& writes) {
@@ -159,7 +159,11 @@ bool OfiPath::took(ssize_t error) {
 }
 
 void OfiPath::on_written(std::uint64_t sequence) {
-  if (sequence == kGreetingSequence) return;
+  if (sequence == kGreetingSequence) {
+    greeting_arrived_ = true;
+    ++domain_.context().receive_context.activity;
+    return;
+  }
   if (sequence == kFlushSequence) {
     flushed_ = std::exchange(flushing_, 0);
     return domain_.flushes()->finish(*flushes_, flushed_);
@@ -174,10 +178,19 @@ void OfiPath::on_arrived(Imm imm, std::uint64_t count) {
   if (imm == kGreeting && !heard_) {
     heard_ = true;
     may_greet_ = true;
-    ++domain_.context().receive_context.activity;  // there may be room now
+    ++domain_.context().receive_context.activity;
     if (--count == 0) return;
   }
   count_immediates(imm, count);
+}
+
+// AWS's security groups drop what they do not let through, and EFA's traffic is not IP: a rule for
+// addresses or ports does not let it through.
+std::string_view OfiPath::likely_cause() const {
+  return domain_.info().network == "ofi-efa"
+             ? "the security group of each instance has to let all traffic from and to itself "
+               "through, by rules that name the group, inbound and outbound"
+             : "check that the network between both hosts lets libfabric's traffic through";
 }
 
 void OfiPath::on_failed(Error error) {

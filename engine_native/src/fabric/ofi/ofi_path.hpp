@@ -1,7 +1,8 @@
 // A path over libfabric: a pair of endpoints, one of them ours.
 //
 // It carries writes once each end has had a greeting from the other's, a write to its landing with
-// an immediate that no counter has. The initiator greets first. So a path that is open works.
+// an immediate that no counter has, and knows that its greeting has arrived. The initiator greets
+// first. So a path that is open works, in both directions.
 #pragma once
 
 #include <cstdint>
@@ -32,6 +33,8 @@ class OfiPath final : public NicPath, private CompletionSink {
   std::string_view fabric() const override { return "ofi"; }
   std::string endpoint() const override;
   void connect(std::string_view endpoint, Connected then) override;
+  bool proven() const override { return heard_ && greeting_arrived_; }
+  std::string_view likely_cause() const override;
   bool has_room(const Operation& operation, bool counted) const override;
   std::size_t post(const OperationPtr& operation, const WriteRange& writes) override;
   void shut(std::function<void()> then) override;
@@ -75,7 +78,8 @@ class OfiPath final : public NicPath, private CompletionSink {
   std::uint64_t stop_by_ns_ = 0;
   mutable bool told_ = false;  // the peer knows our endpoint
   bool may_greet_ = false;
-  bool greeted_ = false;        // the peer was, by us
+  bool greeted_ = false;  // the peer was, by us
+  bool greeting_arrived_ = false;
   bool heard_ = false;          // its greeting
   Flushes::EntryPtr flushes_;   // from the greeting on; null where keys fence
   std::uint64_t flushing_ = 0;  // the flush under way; 0: none

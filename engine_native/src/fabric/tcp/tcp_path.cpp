@@ -30,7 +30,7 @@ TcpPath::TcpPath(UniqueFd socket, PathPeer peer, std::size_t window_bytes, Polle
       due_(due),
       receive_context_(receive_context),
       events_(events),
-      sender_(socket_.get(), window_bytes),
+      sender_(socket_.get(), peer_.groups, window_bytes),
       receiver_(socket_.get(), peer_.id, receive_context_, *this) {}
 
 TcpPath::~TcpPath() {
