@@ -87,6 +87,9 @@ class MemoryRegion {
 
  private:
   MemoryRegion(EngineId engine, std::uint64_t address, std::size_t size);
+  // Its end, which may unmap and unpin memory, is elsewhere than that of its last user.
+  static std::shared_ptr<MemoryRegion> make(EngineId engine, std::uint64_t address,
+                                            std::size_t size);
 
   EngineId engine_;
   std::uint64_t address_;

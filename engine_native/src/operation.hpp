@@ -74,6 +74,7 @@ struct Operation {
   std::shared_ptr<std::size_t> uncounted_left;
   bool arrived = false;  // the peer says that all its immediates have
   bool queued = false;   // at its peer
+  std::uint64_t question = 0;  // to the GPU that has its source (cuda::Gpu::ask); 0: none
   bool ended = false;    // as far as its caller is concerned
   unsigned losses = 0;   // of paths with its writes, in a row: none was delivered between
   std::size_t finished_at_loss = 0;   // at the last of them
