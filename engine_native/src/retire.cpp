@@ -32,7 +32,7 @@ class Retirement {
   void await() {
     if (::getpid() != process_) return;
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this, until = added_] { return ended_ >= until; });
+    changed_.wait(lock, [this] { return ended_ == added_; });
   }
 
  private:

@@ -8,7 +8,7 @@ namespace kvxfer {
 
 // Runs `end` soon, on a thread of the process that does nothing else.
 void retire(std::function<void()> end);
-// Returns once all that was retired before has ended.
+// Returns once nothing is left that was retired.
 void await_retired();
 
 }  // namespace kvxfer
