@@ -16,6 +16,9 @@
 namespace kvxfer {
 
 class Path;
+namespace cuda {
+class Gpus;
+}
 
 // What a fabric places arriving bytes with.
 struct ReceiveContext {
@@ -24,6 +27,7 @@ struct ReceiveContext {
   EngineStats& stats;
   // Grows whenever a path moves something: while it does, the engine thread does not sleep.
   std::uint64_t& activity;
+  cuda::Gpus& gpus;
 };
 
 // Whom a path leads to.

@@ -95,6 +95,9 @@ class MemoryRegion {
     thread_.check("MemoryRegion");
     return in_use_;
   }
+  // Its end, which may unmap and unpin memory, is elsewhere than that of its last user.
+  static std::shared_ptr<MemoryRegion> make(EngineId engine, std::uint64_t address,
+                                            std::size_t size);
 
   [[no_unique_address]] ThreadOwner thread_;
   EngineId engine_;

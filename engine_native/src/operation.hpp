@@ -77,6 +77,7 @@ struct Operation {
   bool arrived = false;  // the peer says that all its immediates have
   bool revoked = false;  // the peer counts its immediates no more, whether they have arrived or not
   bool queued = false;   // at its peer
+  std::uint64_t question = 0;  // to the GPU that has its source (cuda::Gpu::ask); 0: none
   bool ended = false;    // as far as its caller is concerned
   unsigned losses = 0;   // of paths with its writes, in a row: none was delivered between
   std::size_t finished_at_loss = 0;   // at the last of them

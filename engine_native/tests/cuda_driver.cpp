@@ -5,11 +5,16 @@
 #include <sys/wait.h>
 
 #include <array>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <sstream>
 #include <string_view>
+#include <thread>
 #include <vector>
+
+#include "cuda/gpu.hpp"
+#include "retire.hpp"
 
 extern char** environ;
 
@@ -60,15 +65,31 @@ void* CudaDriver::find_in_double(const char* name) {
 }
 
 CudaDriver::CudaDriver() {
+  cuda::Gpu::end_unused();  // of a case that could not end its own
   REQUIRE(CU(Init)(0) == CUDA_SUCCESS);
   REQUIRE(CU(DevicePrimaryCtxRetain)(&context_, 0) == CUDA_SUCCESS);
   REQUIRE(CU(CtxPushCurrent)(context_) == CUDA_SUCCESS);
   live_ = live();
 }
 
+// Threads of the engine's free what it had.
+void CudaDriver::await_all_freed() const {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(2);
+  while (true) {
+    await_retired();
+    cuda::Gpu::end_unused();
+    if (live() == live_ || std::chrono::steady_clock::now() > deadline) return;
+    std::this_thread::yield();
+  }
+}
+
 CudaDriver::~CudaDriver() {
   // What a context that has failed still had goes with it.
-  if (CU(CtxSynchronize)() == CUDA_SUCCESS) CHECK(live() == live_);
+  cuda::Gpu::end_unused();
+  if (CU(CtxSynchronize)() == CUDA_SUCCESS) {
+    await_all_freed();
+    CHECK(live() == live_);
+  }
   CU(CtxPopCurrent)(nullptr);
   CU(DevicePrimaryCtxRelease)(0);
 }
@@ -94,6 +115,17 @@ int first_byte(CUdeviceptr address) {
   unsigned char byte = 0;
   REQUIRE(CU(MemcpyDtoH)(&byte, address, 1) == CUDA_SUCCESS);
   return byte;
+}
+
+NewKernel::NewKernel() {
+  REQUIRE(CU(ModuleLoadData)(&module_, cuda::kPtx) == CUDA_SUCCESS);
+  REQUIRE(CU(ModuleGetFunction)(&function_, module_, cuda::kCopyKernel) == CUDA_SUCCESS);
+}
+
+CUresult NewKernel::launch(CUstream on) {
+  CUdeviceptr address = entry_.address(0);
+  void* parameter = &address;
+  return CU(LaunchKernel)(function_, 1, 1, 1, cuda::kCopyThreads, 1, 1, 0, on, &parameter, nullptr);
 }
 
 HostWords::HostWords() {

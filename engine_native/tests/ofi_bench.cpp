@@ -45,7 +45,8 @@ OfiBench::OfiBench(EngineOptions options, ofi::OfiFactory::Overrides overrides)
                                          .poller = poller_,
                                          .background = background_,
                                          .gpus = gpus_,
-                                         .receive_context = {regions_, counters, stats, activity_},
+                                         .receive_context = {regions_, counters, stats, activity_,
+                                                             gpus_},
                                          .events = events,
                                          .first_number = reader() + 1}));
     nics_.push_back(std::move(opened.nics[nics_.size() % opened.nics.size()]));

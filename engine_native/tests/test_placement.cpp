@@ -14,7 +14,8 @@ struct Receiver {
   RegionTable regions;
   EngineStats stats;
   std::uint64_t activity = 0;
-  ReceiveContext receive_context{regions, counters, stats, activity};
+  cuda::Gpus gpus;
+  ReceiveContext receive_context{regions, counters, stats, activity, gpus};
   RegionPtr region = good(MemoryRegion::allocate({}, 1000));
   Imm imm = good(counters.allocate());
   Receiver() { regions.insert(region); }

@@ -113,7 +113,7 @@ Result<void> DomainGroup::start() {
                                  .poller = loop_.poller(),
                                  .background = background_,
                                  .gpus = gpus_,
-                                 .receive_context = {regions_, counters_, stats_, loop_.activity()},
+                                 .receive_context = {regions_, counters_, stats_, loop_.activity(), gpus_},
                                  .completions = *completions_,
                                  .events = *this,
                                  .local_events = connections_};

@@ -241,15 +241,13 @@ void ExposedMemory::forget(PeerId peer) {
 void ExposedMemory::end_revocations() {
   std::erase_if(revocations_, [this](const Revocation& revocation) {
     if (!revocation.asked.empty() || revocation.copying) return false;
-    context_.gpus.flush_nic_writes();
     for (const auto& [id, peer] : context_.peers.all()) {
       if (peer->nics()) peer->nics()->close_grants(revocation.grants);
     }
-    if (revocation.done) {
-      revocation.done->set_value();
-    } else {
-      context_.completions.push({.kind = Completion::Kind::released, .id = revocation.imm});
-    }
+    context_.gpus.after_flush(
+        [&told = context_.completions, imm = revocation.imm, done = revocation.done] {
+          done ? done->set_value() : told.push({.kind = Completion::Kind::released, .id = imm});
+        });
     return true;
   });
 }

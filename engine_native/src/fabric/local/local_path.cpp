@@ -111,10 +111,7 @@ std::size_t LocalPath::post(const OperationPtr& operation, const WriteRange& ran
     if (share.state == GpuShares::State::asked) return 0;
     if (share.state == GpuShares::State::refused) return stage(operation, range);
     // The peer would not notice, and read what the memory has become.
-    if (range.first == 0 && !source->gpu()->alive()) {
-      ++receive_context_.activity;  // it fails with the next try
-      return 0;
-    }
+    if (range.first == 0 && !asked_if_alive(*operation)) return 0;
     origin->region = share.number;
   } else if (source) {
     origin = origin_of(*source);
@@ -127,6 +124,17 @@ std::size_t LocalPath::post(const OperationPtr& operation, const WriteRange& ran
            .last = count == range.count},
           *origin, false);
   return count;
+}
+
+// Whether the GPU has answered; where it is not alive, the operation fails with the next try.
+bool LocalPath::asked_if_alive(Operation& operation) {
+  const auto& gpu = operation.source->gpu();
+  if (operation.question == 0) operation.question = gpu->ask();
+  if (!gpu->answered(operation.question)) return false;
+  operation.question = 0;
+  if (!gpu->failure()) return true;
+  ++receive_context_.activity;
+  return false;
 }
 
 // None while the peer cannot be told of the region.

@@ -104,6 +104,7 @@ class LocalPath final : public Path, private EventSink {
   // Sending.
   std::optional<std::uint32_t> share(const MemoryRegion& region);
   std::optional<Origin> origin_of(const MemoryRegion& region);
+  bool asked_if_alive(Operation& operation);
   std::size_t room() const;
   void produce(Batch batch, const Origin& origin, bool packed);
   std::size_t stage(const OperationPtr& operation, const WriteRange& range);

@@ -12,6 +12,7 @@
 
 #include "aligned_mapping.hpp"
 #include "error_text.hpp"
+#include "retire.hpp"
 
 namespace kvxfer::local {
 namespace {
@@ -86,7 +87,7 @@ bool SourceMemory::peer_alive() const {
 }
 
 void SourceMemory::Unmap::operator()(const std::byte* data) const {
-  ::munmap(const_cast<std::byte*>(data), size);
+  retire([memory = const_cast<std::byte*>(data), bytes = size] { ::munmap(memory, bytes); });
 }
 
 }  // namespace kvxfer::local

@@ -4,6 +4,7 @@
 #include <cassert>
 #include <utility>
 
+#include "cuda/gpus.hpp"
 #include "fabric/nic/nic_domain.hpp"
 
 namespace kvxfer {
@@ -120,6 +121,14 @@ void NicPath::add_credit(std::uint64_t consumed_by_peer) {
 
 void NicPath::count_immediates(Imm imm, std::uint64_t count) {
   thread_.check("NicPath");
+  receive_context_.gpus.after_flush([this, imm, count] { count_seen(imm, count); });
+}
+
+void NicPath::end(std::function<void()> then) {
+  receive_context_.gpus.after_flush(std::move(then));
+}
+
+void NicPath::count_seen(Imm imm, std::uint64_t count) {
   ++receive_context_.activity;
   consumed_ += count;
   if (receive_context_.counters.add(imm, identity_.peer, count)) {

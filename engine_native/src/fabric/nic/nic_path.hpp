@@ -140,8 +140,10 @@ class NicPath : public Path {
   void finish_through(std::uint64_t sequence);
   // Unordered: this one is; batches of one write each, then.
   void finish(std::uint64_t sequence);
-  // So many came from the peer.
+  // So many came from the peer: counted once kernels of GPUs see what came before them.
   void count_immediates(Imm imm, std::uint64_t count);
+  // The end of shut(), once all that came is counted.
+  void end(std::function<void()> then);
   void lose(Error error);
   bool lost() const { return lost_; }
 
@@ -151,6 +153,7 @@ class NicPath : public Path {
 
  private:
   void report(Batch& batch);
+  void count_seen(Imm imm, std::uint64_t count);
 
   [[no_unique_address]] ThreadOwner thread_;
   std::uint64_t imm_window_;

@@ -324,10 +324,7 @@ ssize_t Endpoint::read_completions() {
     return 0;
   }
   if (read <= 0) return read;
-  const std::span came(entries.data(), static_cast<std::size_t>(read));
-  const auto has_arrived = [](const auto& entry) { return (entry.flags & FI_REMOTE_CQ_DATA) != 0; };
-  if (std::ranges::any_of(came, has_arrived)) path_->on_bytes();
-  for (const fi_cq_data_entry& entry : came) take(entry);
+  for (const auto& entry : std::span(entries.data(), static_cast<std::size_t>(read))) take(entry);
   return read;
 }
 

@@ -22,8 +22,6 @@ class CompletionSink {
  public:
   // The write is delivered.
   virtual void on_written(std::uint64_t sequence) = 0;
-  // Writes have come whose arrival follows, now or later: their bytes are with the device.
-  virtual void on_bytes() = 0;
   virtual void on_arrived(Imm imm, std::uint64_t count) = 0;
   // A write was not delivered, or the endpoint is broken.
   virtual void on_failed(Error error) = 0;

@@ -172,8 +172,6 @@ void OfiPath::on_written(std::uint64_t sequence) {
   finish(sequence);
 }
 
-void OfiPath::on_bytes() { domain_.context().gpus.flush_nic_writes(); }
-
 void OfiPath::on_arrived(Imm imm, std::uint64_t count) {
   if (imm == kGreeting && !heard_) {
     heard_ = true;
@@ -224,7 +222,7 @@ void OfiPath::end() {
   if (flushes_) domain_.flushes()->remove(*flushes_);
   domain_.remove(*this);
   domain_.take_back(std::move(endpoint_));
-  std::exchange(then_shut_, nullptr)();
+  NicPath::end(std::exchange(then_shut_, nullptr));
 }
 
 }  // namespace kvxfer::ofi

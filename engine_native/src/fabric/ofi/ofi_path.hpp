@@ -48,7 +48,6 @@ class OfiPath final : public NicPath, private CompletionSink {
 
  private:
   void on_written(std::uint64_t sequence) override;
-  void on_bytes() override;
   void on_arrived(Imm imm, std::uint64_t count) override;
   void on_failed(Error error) override;
   ssize_t post_one(const Operation& operation, const WireWrite& write, bool counted, bool more);

@@ -24,9 +24,8 @@ constexpr std::size_t kMaxQueues = 64;
 }  // namespace
 
 Result<std::unique_ptr<NicQueues>> NicQueues::create(std::shared_ptr<const VerbsDevice> device,
-                                                     std::uint64_t bits_per_second, Poller& poller,
-                                                     cuda::Gpus& gpus) {
-  std::unique_ptr<NicQueues> queues(new NicQueues(std::move(device), poller, gpus));
+                                                     std::uint64_t bits_per_second, Poller& poller) {
+  std::unique_ptr<NicQueues> queues(new NicQueues(std::move(device), poller));
   const VerbsDevice& of = *queues->device_;
   const auto failed = [&](const char* what) {
     return Error{Errc::fabric_unavailable, "NIC " + of.name() + ": no " + what + ": " +
@@ -81,8 +80,9 @@ void NicQueues::take_share(VerbsNic& nic, Taken then) {
   nic.want_queues.push_back(std::move(then));
   if (nic.want_queues.size() > 1) return;  // they are being made
   nic.context.background.run<Result<std::unique_ptr<NicQueues>>>(
-      [device = nic.device, speed = nic.port.bits_per_second, &poller = nic.context.poller,
-       &gpus = nic.context.gpus] { return create(device, speed, poller, gpus); },
+      [device = nic.device, speed = nic.port.bits_per_second, &poller = nic.context.poller] {
+        return create(device, speed, poller);
+      },
       [&nic](Result<std::unique_ptr<NicQueues>> made) {
         auto waiting = std::exchange(nic.want_queues, {});
         Result<void> good = made ? (*made)->watch() : Result<void>(made.error());
@@ -117,10 +117,7 @@ std::size_t NicQueues::poll() {
   // Before any of them is counted, because counting gives credit for new ones.
   const auto used =
       std::count_if(done.begin(), end, [](const ibv_wc& one) { return one.wr_id == kReceiveId; });
-  if (used > 0) {
-    receives_->replace(static_cast<std::uint32_t>(used));
-    gpus_.flush_nic_writes();
-  }
+  if (used > 0) receives_->replace(static_cast<std::uint32_t>(used));
   VerbsPath* path = nullptr;
   std::uint32_t number = 0;
   for (auto next = done.begin(); next != end;) {

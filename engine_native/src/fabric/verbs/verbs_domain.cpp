@@ -31,7 +31,7 @@ Result<std::unique_ptr<NicDomain>> VerbsDomain::open(
   const auto port = device->query_port();
   if (!port) return Error{Errc::fabric_unavailable, port.error().text};
   std::unique_ptr<VerbsDomain> domain(new VerbsDomain(device, context, *port));
-  auto queues = NicQueues::create(device, port->bits_per_second, context.poller, context.gpus);
+  auto queues = NicQueues::create(device, port->bits_per_second, context.poller);
   if (!queues) return queues.error();
   if (auto good = (*queues)->watch(); !good) return good.error();
   domain->nic_.queues.push_back(std::move(*queues));

@@ -373,7 +373,7 @@ void VerbsPath::finish() {
   queues_.remove(ours_.queue_pair, *this);
   queues_.give_back(share_);
   pair_.reset();
-  std::exchange(then_shut_, nullptr)();
+  end(std::exchange(then_shut_, nullptr));
 }
 
 }  // namespace kvxfer::verbs

@@ -1,0 +1,52 @@
+// A thread for calls of CUDA that may wait: for the GPU, or for the lock of its context, which the
+// driver holds while any thread allocates, frees or loads a kernel.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <semaphore>
+#include <thread>
+
+namespace kvxfer::cuda {
+
+class GpuThread {
+ public:
+  using Job = std::function<void()>;
+
+  // `spin_ns`: how long it looks for the next job before it sleeps.
+  explicit GpuThread(std::uint64_t spin_ns);
+  // After all jobs; in one of its own jobs it waits for nothing, and what else there is runs later.
+  ~GpuThread();
+  GpuThread(const GpuThread&) = delete;
+  GpuThread& operator=(const GpuThread&) = delete;
+
+  // Any thread. Jobs run in order, one after the other.
+  void post(Job job);
+  // Any other thread: until all that was posted before has run.
+  void wait();
+
+ private:
+  // Of the thread, which may outlive this.
+  struct Jobs {
+    std::mutex mutex;
+    std::deque<Job> waiting;
+    std::atomic<std::size_t> count = 0;  // of those
+    std::atomic<bool> sleeping = false;
+    std::atomic<bool> ending = false;
+    std::counting_semaphore<> woken{0};
+  };
+  static void serve(Jobs& jobs, std::uint64_t spin_ns);
+  static Job next(Jobs& jobs);
+  static void sleep(Jobs& jobs, std::uint64_t spin_ns);
+  static void wake(Jobs& jobs);
+
+  std::shared_ptr<Jobs> jobs_ = std::make_shared<Jobs>();
+  std::thread thread_;
+};
+
+}  // namespace kvxfer::cuda
