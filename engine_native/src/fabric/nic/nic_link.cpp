@@ -635,7 +635,7 @@ void NicLink::on_revoke(Imm imm, bool complete) {
     operation->revoked = true;
     if (complete) {
       operation->arrived = true;
-    } else {
+    } else if (!operation->arrived) {
       operations_.fail(operation, Errc::stale_counter,
                        refusal(Errc::stale_counter, *operation, ends_.label).text);
     }
