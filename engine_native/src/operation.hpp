@@ -72,11 +72,11 @@ struct Operation {
   // yet. Counted ones wait for them, so that a count never runs ahead of bytes; where nothing
   // delivers them any more, they fail. Null: none.
   std::shared_ptr<std::size_t> uncounted_left;
-  bool arrived = false;  // the peer says that all its immediates have
-  bool queued = false;   // at its peer
+  bool arrived = false;        // the peer says that all its immediates have
+  bool queued = false;         // at its peer
   std::uint64_t question = 0;  // to the GPU that has its source (cuda::Gpu::ask); 0: none
-  bool ended = false;    // as far as its caller is concerned
-  unsigned losses = 0;   // of paths with its writes, in a row: none was delivered between
+  bool ended = false;          // as far as its caller is concerned
+  unsigned losses = 0;         // of paths with its writes, in a row: none was delivered between
   std::size_t finished_at_loss = 0;   // at the last of them
   std::uint64_t lost_at_ns = 0;       // the last of them
   std::uint32_t newest_at_loss = 0;   // path at that time: older ones are lost with it
