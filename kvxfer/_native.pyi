@@ -36,7 +36,7 @@ class NicFactory(metaclass=_Bound):
     """NICs beside those of the host."""
 
 def end_unused_gpus() -> None:
-    """Gives back what is kept of GPUs for the next engine of this process; waits for all streams."""
+    """Gives back what is kept of GPUs for the next engine. Waits for all streams."""
 
 def null_nics(*, keeps_order: bool) -> NicFactory:
     """A network of NICs that move nothing; each engine made with it has one."""

@@ -98,7 +98,7 @@ DEFECTS: Final = (
     Defect(
         "a context that is lost while it copies is not noticed",
         "cuda/gpu.cpp",
-        "  if (status != kSuccess && status != kNotReady) fail(status, \"cuStreamQuery\");",
+        '  if (status != kSuccess && status != kNotReady) fail(status, "cuStreamQuery");',
         "",
     ),
     Defect(

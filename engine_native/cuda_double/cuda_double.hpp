@@ -43,9 +43,9 @@
 // - CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM and CAN_USE_64_BIT_STREAM_MEM_OPS may be 0
 //   (cuMemHostRegister, cuStreamWaitValue64).
 //
-// Stricter than a driver: not each allocation of a driver's waits for streams, pageable memory and memory of a pool are never captured, a capture that
-// forbids to ask an event forbids to ask a stream, too, and cuMemFree needs a context (driver 580
-// finds it by the address).
+// Stricter than a driver: not each allocation of a driver's waits for streams, pageable memory and
+// memory of a pool are never captured, a capture that forbids to ask an event forbids to ask a
+// stream, too, and cuMemFree needs a context (driver 580 finds it by the address).
 //
 // The calls are those of cuda.h, which it is built with; what cuda.h does not have is below.
 #pragma once

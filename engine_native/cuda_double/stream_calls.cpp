@@ -159,8 +159,7 @@ CUresult CUDAAPI cuStreamCreateWithPriority(CUstream* stream, unsigned int flags
   Driver& driver = Driver::instance();
   if (const CUresult bad = driver.current(&context); bad != CUDA_SUCCESS) return bad;
   if (!stream || (flags & ~unsigned{CU_STREAM_NON_BLOCKING}) != 0) return CUDA_ERROR_INVALID_VALUE;
-  return driver.make_stream(Driver::stack().back(), flags == CU_STREAM_DEFAULT, priority,
-                            stream);
+  return driver.make_stream(Driver::stack().back(), flags == CU_STREAM_DEFAULT, priority, stream);
 }
 
 CUresult CUDAAPI cuStreamCreate(CUstream* stream, unsigned int flags) {

@@ -78,8 +78,8 @@ struct Operation {
   bool revoked = false;  // the peer counts its immediates no more, whether they have arrived or not
   bool queued = false;   // at its peer
   std::uint64_t question = 0;  // to the GPU that has its source (cuda::Gpu::ask); 0: none
-  bool ended = false;    // as far as its caller is concerned
-  unsigned losses = 0;   // of paths with its writes, in a row: none was delivered between
+  bool ended = false;          // as far as its caller is concerned
+  unsigned losses = 0;         // of paths with its writes, in a row: none was delivered between
   std::size_t finished_at_loss = 0;   // at the last of them
   std::uint64_t lost_at_ns = 0;       // the last of them
   std::uint32_t newest_at_loss = 0;   // path at that time: older ones are lost with it

@@ -85,9 +85,8 @@ Result<std::shared_ptr<SharedMemory>> SharedMemory::allocate(std::size_t bytes,
   std::byte* data = map_aligned(memfd.get(), mapped, PROT_READ | PROT_WRITE);
   if (!data) return cannot_allocate(bytes);
   populate_huge(data, std::min(mapped, resident));
-  std::shared_ptr<SharedMemory> memory(
-      new SharedMemory(std::move(memfd), {data, bytes}),
-      [](SharedMemory* last) { retire([last] { delete last; }); });
+  std::shared_ptr<SharedMemory> memory(new SharedMemory(std::move(memfd), {data, bytes}),
+                                       [](SharedMemory* last) { retire([last] { delete last; }); });
   const std::lock_guard lock(allocated().mutex);
   allocated().by_address.emplace(memory->address(), memory);
   return memory;

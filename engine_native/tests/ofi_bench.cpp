@@ -40,15 +40,14 @@ OfiBench::OfiBench(EngineOptions options, ofi::OfiFactory::Overrides overrides)
   // One at a time, so that each is driven by its own polls only; on all devices in turn.
   for (const unsigned endpoints = std::exchange(options_.ofi_endpoints, 1);
        nics_.size() < endpoints;) {
-    auto opened = good(
-        ofi::OfiFactory(overrides).open({.options = options_,
-                                         .poller = poller_,
-                                         .background = background_,
-                                         .gpus = gpus_,
-                                         .receive_context = {regions_, counters, stats, activity_,
-                                                             gpus_},
-                                         .events = events,
-                                         .first_number = reader() + 1}));
+    auto opened = good(ofi::OfiFactory(overrides).open(
+        {.options = options_,
+         .poller = poller_,
+         .background = background_,
+         .gpus = gpus_,
+         .receive_context = {regions_, counters, stats, activity_, gpus_},
+         .events = events,
+         .first_number = reader() + 1}));
     nics_.push_back(std::move(opened.nics[nics_.size() % opened.nics.size()]));
   }
 }

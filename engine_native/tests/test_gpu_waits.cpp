@@ -215,7 +215,8 @@ TEST_CASE("the double: a GPU is lost with its context, also where others had the
       REQUIRE(CU(DevicePrimaryCtxRetain)(&again, 0) == CUDA_SUCCESS);
       CHECK(again == driver.context());
     }
-    const auto lost = good(pair.writer->write(pair.to_reader, from, to->descriptor(), {0, 0, kTaken}));
+    const auto lost =
+        good(pair.writer->write(pair.to_reader, from, to->descriptor(), {0, 0, kTaken}));
     const auto ended = pair.writer.await(Kind::write, lost.id);
     CHECK(ended.code == Errc::gpu_lost);
     CHECK_MESSAGE(ended.text.find("GPU 0") != std::string::npos, ended.text);

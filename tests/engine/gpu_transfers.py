@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver
 
-from kvxfer import CounterMirror, Engine, Memory, MemoryRegion, Peer, StreamWait
-from kvxfer import _native
+from kvxfer import CounterMirror, Engine, Memory, MemoryRegion, Peer, StreamWait, _native
 from kvxfer.doctor.loopback import Verdict, loopback
 from kvxfer.errors import (
     DeadlineExceeded,

@@ -449,8 +449,8 @@ void Gpu::copy_now(Ticket ticket) {
   Status launched = driver_->launch_kernel(copy_kernel_, copies, rows, 1, kCopyThreads, 1, 1, 0,
                                            stream_, &of_copies, nullptr);
   if (launched == kSuccess) {
-    launched = driver_->launch_kernel(count_kernel_, 1, 1, 1, 1, 1, 1, 0, stream_, &of_count,
-                                      nullptr);
+    launched =
+        driver_->launch_kernel(count_kernel_, 1, 1, 1, 1, 1, 1, 0, stream_, &of_count, nullptr);
   }
   if (launched != kSuccess) fail(launched, "cuLaunchKernel");
 }

@@ -20,7 +20,7 @@ class GpuThread {
 
   // `spin_ns`: how long it looks for the next job before it sleeps.
   explicit GpuThread(std::uint64_t spin_ns);
-  // After all jobs; in one of its own jobs it waits for nothing, and what else there is runs later.
+  // After all jobs. Within a job it waits for nothing: the thread goes on by itself.
   ~GpuThread();
   GpuThread(const GpuThread&) = delete;
   GpuThread& operator=(const GpuThread&) = delete;

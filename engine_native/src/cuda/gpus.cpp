@@ -124,7 +124,8 @@ void Gpus::flush_nic_writes() {
 bool Gpus::busy() const {
   if (!waiting_.empty()) return true;
   const std::lock_guard lock(mutex_);
-  return std::any_of(open_.begin(), open_.end(), [](const auto& gpu) { return gpu->busy() || gpu->asked(); });
+  return std::any_of(open_.begin(), open_.end(),
+                     [](const auto& gpu) { return gpu->busy() || gpu->asked(); });
 }
 
 std::size_t Gpus::poll() {
@@ -137,11 +138,10 @@ std::size_t Gpus::poll() {
   if (waiting_.empty()) return ended;
   std::vector<std::function<void()>> ready;
   std::erase_if(waiting_, [&](Waiting& waiting) {
-    const bool done = std::all_of(waiting.until.begin(), waiting.until.end(),
-                                  [](const Until& each) {
-                                    return each.gpu->ended(each.copied) &&
-                                           each.gpu->flushed(each.flushed);
-                                  });
+    const bool done =
+        std::all_of(waiting.until.begin(), waiting.until.end(), [](const Until& each) {
+          return each.gpu->ended(each.copied) && each.gpu->flushed(each.flushed);
+        });
     if (done) ready.push_back(std::move(waiting.then));
     return done;
   });

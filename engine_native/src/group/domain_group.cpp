@@ -108,15 +108,16 @@ DomainGroup::DomainGroup(EngineOptions options, Poller poller,
       background_(loop_.poller()) {}
 
 Result<void> DomainGroup::start() {
-  const Fabrics::Context context{.options = options_,
-                                 .engine = address_.engine,
-                                 .poller = loop_.poller(),
-                                 .background = background_,
-                                 .gpus = gpus_,
-                                 .receive_context = {regions_, counters_, stats_, loop_.activity(), gpus_},
-                                 .completions = *completions_,
-                                 .events = *this,
-                                 .local_events = connections_};
+  const Fabrics::Context context{
+      .options = options_,
+      .engine = address_.engine,
+      .poller = loop_.poller(),
+      .background = background_,
+      .gpus = gpus_,
+      .receive_context = {regions_, counters_, stats_, loop_.activity(), gpus_},
+      .completions = *completions_,
+      .events = *this,
+      .local_events = connections_};
   if (auto good = fabrics_.open(context, identity_.introduction); !good) return good;
   if (auto good = connections_.start(); !good) return good;
   last_tick_ns_ = now_ns();

@@ -24,7 +24,8 @@ constexpr std::size_t kMaxQueues = 64;
 }  // namespace
 
 Result<std::unique_ptr<NicQueues>> NicQueues::create(std::shared_ptr<const VerbsDevice> device,
-                                                     std::uint64_t bits_per_second, Poller& poller) {
+                                                     std::uint64_t bits_per_second,
+                                                     Poller& poller) {
   std::unique_ptr<NicQueues> queues(new NicQueues(std::move(device), poller));
   const VerbsDevice& of = *queues->device_;
   const auto failed = [&](const char* what) {
