@@ -91,10 +91,14 @@ struct Neighbours final : PeerEvents,
   void share_region(std::uint64_t) override {}
   void on_revoked(Imm) override {}
   void on_paths_changed() override {}
+  void on_notice(std::string) override {}
+  void on_notice(Peer&, std::string) override {}
+  bool has_other_ways() const override { return false; }
   void on_finished(const OperationPtr&, const WriteRange&, const Error&) override {}
   void on_lost(Path&, Error) override {}
   void on_nic_state(NicDomain&) override {}
   void on_credit_due(NicPath&) override {}
+  void on_refused(NicPath&, Imm) override {}
   void on_window(NicPath&, std::uint64_t) override {}
   void on_accepted(std::unique_ptr<Stream>, const Session&) override {}
   void on_lane_hello(UniqueFd, const std::string&) override {}
@@ -130,7 +134,7 @@ struct Parts {
   std::vector<std::unique_ptr<NicDomain>> nics;
   Background background{poller};
 
-  ReceiveContext receive_context() { return {regions, counters, stats, activity}; }
+  ReceiveContext receive_context() { return {regions, counters, stats, activity, gpus}; }
   // The first NIC of one of the fabrics of options_for().
   NicDomain& nic(const std::string& fabric) {
     options = options_for(fabric, "planted");
@@ -310,8 +314,7 @@ void use_async_events(Parts& parts) {
 }
 
 void use_nic_queues(Parts& parts) {
-  const auto queues =
-      good(verbs::NicQueues::create(rdma_device(), 100'000'000'000, parts.poller, parts.gpus));
+  const auto queues = good(verbs::NicQueues::create(rdma_device(), 100'000'000'000, parts.poller));
   on_two_threads([&] { (void)queues->poll(); });
 }
 
@@ -334,7 +337,6 @@ std::shared_ptr<const ofi::OpenDomain> open_efa() {
 
 struct NoCompletions final : ofi::CompletionSink {
   void on_written(std::uint64_t) override {}
-  void on_bytes() override {}
   void on_arrived(Imm, std::uint64_t) override {}
   void on_failed(Error) override {}
 };
