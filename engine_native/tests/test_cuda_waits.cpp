@@ -92,7 +92,8 @@ TEST_CASE("the double: who waits for all streams holds the lock, and other calls
   CU(StreamDestroy)(other);
 }
 
-TEST_CASE("the double: a kernel that was loaded before waits for no stream, nor one loaded eagerly") {
+TEST_CASE(
+    "the double: a kernel that was loaded before waits for no stream, nor one loaded eagerly") {
   const CudaDriver driver;
   const CUstream waits = stream();
   const CUstream other = stream();
@@ -197,8 +198,8 @@ TEST_CASE("the double: a fault of another MPS client ends the context") {
 TEST_CASE("the double: a child has memory open by its handle" * doctest::skip()) {
   const CudaDriver driver;
   CUdeviceptr memory = 0;
-  REQUIRE(CU(IpcOpenMemHandle)(&memory, handle_from_parent(),
-                               CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS) == CUDA_SUCCESS);
+  REQUIRE(CU(IpcOpenMemHandle)(&memory, handle_from_parent(), CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS) ==
+          CUDA_SUCCESS);
   const char* const pipe = std::getenv(kPipe);
   if (pipe && ::fork() == 0) {
     char none = 0;

@@ -152,6 +152,7 @@ std::size_t Gpus::poll() {
 std::vector<Gpus::Until> Gpus::begin_flushes() {
   std::vector<Until> until;
   const std::lock_guard lock(mutex_);
+  until.reserve(flushed_.size());
   for (const auto& gpu : flushed_) {
     until.push_back({.gpu = gpu, .flushed = gpu->begin_flush()});
   }
