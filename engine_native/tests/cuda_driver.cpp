@@ -65,7 +65,8 @@ void* CudaDriver::find_in_double(const char* name) {
 }
 
 CudaDriver::CudaDriver() {
-  cuda::Gpu::end_unused();  // of a case that could not end its own
+  await_retired();  // of a case that could not end its own
+  cuda::Gpu::end_unused();
   REQUIRE(CU(Init)(0) == CUDA_SUCCESS);
   REQUIRE(CU(DevicePrimaryCtxRetain)(&context_, 0) == CUDA_SUCCESS);
   REQUIRE(CU(CtxPushCurrent)(context_) == CUDA_SUCCESS);
@@ -88,7 +89,7 @@ CudaDriver::~CudaDriver() {
   cuda::Gpu::end_unused();
   if (CU(CtxSynchronize)() == CUDA_SUCCESS) {
     await_all_freed();
-    CHECK(live() == live_);
+    CHECK(live().value_or(0) == live_.value_or(0));
   }
   CU(CtxPopCurrent)(nullptr);
   CU(DevicePrimaryCtxRelease)(0);
