@@ -1,5 +1,4 @@
-// Which counters a peer has revoked: what is submitted for them later is not posted. Engine thread
-// only.
+// Which counters a peer has revoked: what is submitted for them later is not posted. NicLink's.
 //
 // Of each slot the last revoked generation is kept; those before it were revoked earlier. There are
 // 65,535 generations, and they come round, so "before" has to end somewhere:
