@@ -11,8 +11,9 @@ namespace {
 // IBTA 1.4, table 45: for how long a sender waits that found no receive, in units of 10
 // microseconds, by the receiver's code.
 constexpr std::array<std::uint64_t, 32> kReceiverNotReady{
-    65536, 1,   2,   3,   4,    6,    8,    12,   16,   24,   32,   48,    64,    96,    128,   192,
-    256,   384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152};
+    65536, 1,    2,    3,    4,    6,     8,     12,    16,    24,   32,
+    48,    64,   96,   128,  192,  256,   384,   512,   768,   1024, 1536,
+    2048,  3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152};
 
 }  // namespace
 

@@ -431,11 +431,11 @@ TEST_CASE("a port's speed is known by each code of the specification") {
   for (const auto& [speed, width, megabits] :
        {Rate{1, 2, 10'000}, Rate{2, 2, 20'000}, Rate{4, 2, 40'000}, Rate{8, 2, 40'000},
         Rate{16, 2, 56'000}, Rate{32, 2, 100'000}, Rate{64, 2, 200'000}, Rate{128, 2, 400'000},
-        Rate{256, 2, 800'000}, Rate{256, 1, 200'000}, Rate{128, 16, 200'000},
-        Rate{128, 4, 800'000}, Rate{32, 8, 300'000}, Rate{512, 2, 10'000}}) {
+        Rate{256, 2, 800'000}, Rate{256, 1, 200'000}, Rate{128, 16, 200'000}, Rate{128, 4, 800'000},
+        Rate{32, 8, 300'000}, Rate{512, 2, 10'000}}) {
     CAPTURE(speed);
-    const verbs::Port port = port_of(
-        {.name = "speed" + std::to_string(number++), .width = width, .speed = speed});
+    const verbs::Port port =
+        port_of({.name = "speed" + std::to_string(number++), .width = width, .speed = speed});
     CHECK(port.bits_per_second == megabits * 1'000'000);
   }
 }

@@ -174,7 +174,8 @@ TEST_CASE("a path is fenced while others wait for addresses that do not answer")
   {
     const std::unique_ptr<void, decltype(answer)> answers(&bench, answer);
     for (BarePath& path : lonely) {
-      path->connect(ends.reader->endpoint(), [&](const Result<void>& good) { joined += bool(good); });
+      path->connect(ends.reader->endpoint(),
+                    [&](const Result<void>& good) { joined += bool(good); });
     }
     ends.writer.shut();
     CHECK(joined == 0);
