@@ -25,8 +25,8 @@ CUresult Driver::initialise() {
       if (number != "0" && number != "1") break;
       visible_.push_back(number == "1" ? 1 : 0);
     }
+    if (!visible_.empty()) initialised = true;
   }
-  initialised = !visible_.empty();
   return initialised ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
 }
 

@@ -77,7 +77,7 @@ class Driver {
 
   // With the devices that CUDA_VISIBLE_DEVICES names, of two.
   CUresult initialise();
-  bool initialised = false;
+  std::atomic<bool> initialised = false;
   Memory memory;
   Captures captures;
 

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "cuda/gpu.hpp"
-#include "retire.hpp"
 
 extern char** environ;
 
@@ -77,7 +76,6 @@ CudaDriver::CudaDriver() {
 void CudaDriver::await_all_freed() const {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(2);
   while (true) {
-    await_retired();
     cuda::Gpu::end_unused();
     if (live() == live_ || std::chrono::steady_clock::now() > deadline) return;
     std::this_thread::yield();

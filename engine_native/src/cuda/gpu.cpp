@@ -4,12 +4,13 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <condition_variable>
+#include <map>
 #include <mutex>
 #include <utility>
 
 #include "clock.hpp"
 #include "memory_region.hpp"
+#include "retire.hpp"
 
 namespace kvxfer::cuda {
 namespace {
@@ -39,27 +40,25 @@ class Unused {
     const std::lock_guard lock(mutex_);
     return std::exchange(gpus_, {});
   }
-  // How many are being ended.
-  void begin_end() {
-    const std::lock_guard lock(mutex_);
-    ++ending_;
-  }
-  void finish_end() {
-    const std::lock_guard lock(mutex_);
-    --ending_;
-    ended_.notify_all();
-  }
-  void await_ends() {
-    std::unique_lock lock(mutex_);
-    ended_.wait(lock, [this] { return ending_ == 0; });
-  }
 
  private:
   std::mutex mutex_;
-  std::condition_variable ended_;
   std::vector<Gpu*> gpus_;
-  std::size_t ending_ = 0;
 };
+
+// Never destroyed, as below.
+struct Frees {
+  std::mutex mutex;
+  std::map<int, GpuThread> of;  // by device
+};
+Frees& frees() {
+  static Frees* const all = new Frees;
+  return *all;
+}
+GpuThread& frees_of(int device) {
+  const std::lock_guard lock(frees().mutex);
+  return frees().of.try_emplace(device, 0).first->second;
+}
 
 // Never destroyed: the driver may have ended before.
 Unused& unused() {
@@ -74,11 +73,7 @@ Unused& unused() {
 Result<std::shared_ptr<Gpu>> Gpu::open(const std::shared_ptr<const Driver>& driver, int device) {
   const auto drop = [](Gpu* gpu) {
     if (!gpu->failed_ && !gpu->busy() && gpu->started_) return unused().add(gpu);
-    unused().begin_end();
-    gpu->frees_.post([gpu] {
-      delete gpu;
-      unused().finish_end();
-    });
+    gpu->frees_.post([gpu] { delete gpu; });
   };
   while (Gpu* const known = unused().take(device)) {
     std::shared_ptr<Gpu> gpu(known, drop);
@@ -91,12 +86,21 @@ Result<std::shared_ptr<Gpu>> Gpu::open(const std::shared_ptr<const Driver>& driv
 }
 
 void Gpu::end_unused() {
+  await_retired();
+  std::vector<GpuThread*> threads;
+  {
+    const std::lock_guard lock(frees().mutex);
+    for (auto& [device, thread] : frees().of) threads.push_back(&thread);
+  }
+  for (GpuThread* const thread : threads) thread->wait();
   for (Gpu* const gpu : unused().take_all()) delete gpu;
-  unused().await_ends();
 }
 
 Gpu::Gpu(std::shared_ptr<const Driver> driver, int device)
-    : driver_(std::move(driver)), device_(device), label_("GPU " + std::to_string(device)) {}
+    : driver_(std::move(driver)),
+      device_(device),
+      label_("GPU " + std::to_string(device)),
+      frees_(frees_of(device)) {}
 
 Result<void> Gpu::start() {
   const Driver& cuda = *driver_;
@@ -267,6 +271,11 @@ void Gpu::free(Address address) {
     const Current current(*driver_, context_);
     driver_->mem_free(address);
   });
+}
+
+void Gpu::await_frees() const {
+  await_retired();
+  frees_.wait();
 }
 
 // The engine's own stream would make it wait for copies of transfers, and these for it.

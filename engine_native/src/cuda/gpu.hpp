@@ -99,7 +99,7 @@ class Gpu final : public std::enable_shared_from_this<Gpu> {
   // Ending one waits for all streams. So one that is not used any more, and has not failed, is kept
   // for the next that opens this device.
   static Result<std::shared_ptr<Gpu>> open(const std::shared_ptr<const Driver>& driver, int device);
-  // Ends those that are kept; returns once none is being ended.
+  // Ends those that are kept, once all memory that was dropped is free.
   static void end_unused();
   Gpu(const Gpu&) = delete;
   Gpu& operator=(const Gpu&) = delete;
@@ -114,6 +114,9 @@ class Gpu final : public std::enable_shared_from_this<Gpu> {
   Result<Address> allocate(std::size_t bytes);
   // Soon, on another thread.
   void free(Address address);
+  // Returns once memory that was dropped before is free. A free that came while a stream waits for
+  // a copy would keep the copy from being launched. Not on the engine thread.
+  void await_frees() const;
   // Between the GPU and host memory; wait for that copy.
   Result<void> read(Address from, std::span<std::byte> into) const;
   Result<void> write(Address to, std::span<const std::byte> from) const;
@@ -272,9 +275,8 @@ class Gpu final : public std::enable_shared_from_this<Gpu> {
   std::optional<Error> failure_;      // written once, before failed_
   std::atomic<bool> failed_ = false;  // nothing is launched any more
   std::atomic<bool> over_ = false;    // nor does anything run
-  // The last: both use all of the above.
-  GpuThread frees_{0};
-  GpuThread calls_{kSpinNs};
+  GpuThread& frees_;                  // of the device, in this process
+  GpuThread calls_{kSpinNs};          // last: it uses all of the above
 };
 
 }  // namespace kvxfer::cuda

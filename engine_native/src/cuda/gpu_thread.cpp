@@ -16,28 +16,24 @@ constexpr const char* kThreadName = "kvxfer-gpu";
 }  // namespace
 
 GpuThread::GpuThread(std::uint64_t spin_ns) {
-  thread_ = std::thread([jobs = jobs_, spin_ns] { serve(*jobs, spin_ns); });
+  thread_ = std::thread([this, spin_ns] { serve(jobs_, spin_ns); });
   ::pthread_setname_np(thread_.native_handle(), kThreadName);
 }
 
 GpuThread::~GpuThread() {
-  jobs_->ending.store(true, std::memory_order_seq_cst);
-  wake(*jobs_);
-  if (thread_.get_id() == std::this_thread::get_id()) {
-    thread_.detach();
-  } else {
-    thread_.join();
-  }
+  jobs_.ending.store(true, std::memory_order_seq_cst);
+  wake(jobs_);
+  thread_.join();
 }
 
 void GpuThread::post(Job job) {
   {
-    const std::lock_guard lock(jobs_->mutex);
-    jobs_->waiting.push_back(std::move(job));
+    const std::lock_guard lock(jobs_.mutex);
+    jobs_.waiting.push_back(std::move(job));
   }
   // Pairs with the store in sleep(): either this sees the sleep or that sees the job.
-  jobs_->count.fetch_add(1, std::memory_order_seq_cst);
-  wake(*jobs_);
+  jobs_.count.fetch_add(1, std::memory_order_seq_cst);
+  wake(jobs_);
 }
 
 void GpuThread::wait() {

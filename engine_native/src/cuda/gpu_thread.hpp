@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <memory>
 #include <mutex>
 #include <semaphore>
 #include <thread>
@@ -20,7 +19,7 @@ class GpuThread {
 
   // `spin_ns`: how long it looks for the next job before it sleeps.
   explicit GpuThread(std::uint64_t spin_ns);
-  // After all jobs. Within a job it waits for nothing: the thread goes on by itself.
+  // After all jobs.
   ~GpuThread();
   GpuThread(const GpuThread&) = delete;
   GpuThread& operator=(const GpuThread&) = delete;
@@ -31,7 +30,6 @@ class GpuThread {
   void wait();
 
  private:
-  // Of the thread, which may outlive this.
   struct Jobs {
     std::mutex mutex;
     std::deque<Job> waiting;
@@ -45,7 +43,7 @@ class GpuThread {
   static void sleep(Jobs& jobs, std::uint64_t spin_ns);
   static void wake(Jobs& jobs);
 
-  std::shared_ptr<Jobs> jobs_ = std::make_shared<Jobs>();
+  Jobs jobs_;
   std::thread thread_;
 };
 

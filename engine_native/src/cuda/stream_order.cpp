@@ -71,6 +71,7 @@ Result<void> CountedWord::add_on(void* stream, std::uint64_t by) {
 
 // Of those words, as the others only grow.
 Result<std::shared_ptr<MirroredCount>> MirroredCount::create(std::shared_ptr<Gpu> gpu) {
+  gpu->await_frees();
   WatchWord* const word = gpu->counted_words().take();
   if (!word) return no_words(*gpu, "watchers and mirrors");
   word->value.store(0, std::memory_order_relaxed);
@@ -92,6 +93,7 @@ void MirroredCount::end(Errc code) {
 // --- a stream waits --------------------------------------------------------------------------
 
 Result<std::shared_ptr<QueuedWait>> QueuedWait::queue(std::shared_ptr<Gpu> gpu, void* stream) {
+  gpu->await_frees();
   WatchWord* const word = gpu->awaited_words().take();
   if (!word) return no_words(*gpu, "waits of streams");
   std::shared_ptr<QueuedWait> made(new QueuedWait(std::move(gpu), word));
