@@ -64,8 +64,7 @@ void* CudaDriver::find_in_double(const char* name) {
 }
 
 CudaDriver::CudaDriver() {
-  await_retired();  // of a case that could not end its own
-  cuda::Gpu::end_unused();
+  cuda::Gpu::end_unused();  // of a case that could not end its own
   REQUIRE(CU(Init)(0) == CUDA_SUCCESS);
   REQUIRE(CU(DevicePrimaryCtxRetain)(&context_, 0) == CUDA_SUCCESS);
   REQUIRE(CU(CtxPushCurrent)(context_) == CUDA_SUCCESS);
