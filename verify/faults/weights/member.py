@@ -65,13 +65,14 @@ class Breakage:
         send, take = links.send, links._on_message
 
         def sent(peer: Any, message: Any) -> bool:
-            self.pass_by("send", type(message).__name__)
-            sent_it = send(peer, message)
-            if self._at is not None and self._at[0] == "send":
-                # A fault at a later message comes after this one has left: the engine's thread
-                # frees memory when it has done what it was given before.
+            kind = type(message).__name__
+            self.pass_by("send", kind)
+            is_there = send(peer, message)
+            if self._at is not None and self._at[:2] == ("send", kind):
+                # A fault at a later one comes after this one has left: the engine's thread frees
+                # memory when it has done what it was given before.
                 links.engine.alloc(1).close()
-            return sent_it
+            return is_there
 
         def taken(peer: Any, message: Any) -> None:
             self.pass_by("receive", type(message).__name__)
