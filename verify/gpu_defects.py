@@ -42,6 +42,18 @@ DEFECTS: Final = (
         "",
     ),
     Defect(
+        "local: closed while other processes have the memory open",
+        "fabric/local/gpu_shares.cpp",
+        "  return share.by_handle &&",
+        "  return share.by_handle && share.number == UINT32_MAX &&",
+    ),
+    Defect(
+        "local: the path ends while the peer's memory is open",
+        "fabric/local/gpu_sources.cpp",
+        "close(std::move(region.memory), [open = open_] {});",
+        "close(std::move(region.memory), [] {});",
+    ),
+    Defect(
         "tcp: counted before the copy has ended",
         "fabric/tcp/receiver.cpp",
         "      if (!gpu.ended(batch.copied)) return;\n",

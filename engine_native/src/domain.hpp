@@ -35,6 +35,7 @@ struct PathPeer {
   PeerId id = 0;
   std::string label;    // for error texts
   bool groups = false;  // it knows WireWrite::grouped
+  bool stops = false;   // it says what it knows before its ends of paths close
 };
 
 // How a path reports to the group that owns it. A path must not be destroyed from within a call.

@@ -1,7 +1,6 @@
 #include "cuda_driver.hpp"
 
 #include <dlfcn.h>
-#include <spawn.h>
 #include <sys/wait.h>
 
 #include <array>
@@ -14,8 +13,7 @@
 #include <vector>
 
 #include "cuda/gpu.hpp"
-
-extern char** environ;
+#include "support.hpp"
 
 namespace kvxfer::test {
 namespace {
@@ -144,12 +142,7 @@ int run_with_handle(const std::string& test_case, const CUipcMemHandle& handle,
   for (const char byte : handle.reserved) numbers += std::to_string(byte) + " ";
   ::setenv(kHandleVariable, numbers.c_str(), 1);
   ::setenv("CUDA_VISIBLE_DEVICES", visible_devices.c_str(), 1);
-  const std::string filter = "--test-case=" + test_case;
-  std::array<const char*, 5> arguments{"/proc/self/exe", "--no-skip", "--no-version",
-                                       filter.c_str(), nullptr};
-  pid_t child = 0;
-  REQUIRE(::posix_spawn(&child, arguments[0], nullptr, nullptr,
-                        const_cast<char* const*>(arguments.data()), environ) == 0);
+  const pid_t child = start_case(test_case);
   ::unsetenv(kHandleVariable);
   ::unsetenv("CUDA_VISIBLE_DEVICES");
   int status = 0;

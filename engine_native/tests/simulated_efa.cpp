@@ -491,6 +491,7 @@ void SimulatedEfa::have_cuda(bool has) {
 void SimulatedEfa::hold(bool held) {
   const auto lock = efa::held();
   network_->holds = held;
+  if (held) network_->end_landed();
   network_->work.notify_one();
 }
 

@@ -70,7 +70,7 @@ class SimulatedEfa {
   void add(const SimulatedEfaDevice& device);
   // Whether libfabric was built with CUDA, and found it; it was until told otherwise.
   void have_cuda(bool has);
-  // While held, no write moves.
+  // While held, no write moves; of one that has landed both ends hear.
   void hold(bool held);
   // Meanwhile writes arrive and their senders hear of it, but the receiving hosts do not yet.
   void withhold_arrivals(bool withheld);

@@ -40,6 +40,13 @@ void Network::step(std::size_t index) {
   remove(index);
 }
 
+void Network::end_landed() {
+  if (withholds_arrivals) return;
+  for (std::size_t index = writes.size(); index-- > 0;) {
+    while (index < writes.size() && writes[index].halves == 2) step(index);
+  }
+}
+
 void Network::remove(std::size_t index) {
   std::swap(writes[index], writes.back());
   writes.pop_back();

@@ -177,6 +177,8 @@ struct Network {
   void run(const std::stop_token& stop);
   // Of one write.
   void step(std::size_t index);
+  // Both ends of all that has landed hear of it.
+  void end_landed();
   void remove(std::size_t index);
   // That it has ended, so; that it has arrived.
   static void tell(End& sender, const Write& write, int error);

@@ -133,7 +133,11 @@ struct Parts {
   Operations operations{{}, std::chrono::seconds(1), *completions};
   std::vector<std::unique_ptr<NicDomain>> nics;
   Background background{poller};
+  local::LentMemory lent{poller};
 
+  local::GpuContext gpu_context() {
+    return {gpus, background, lent, [](const std::string&) {}};
+  }
   ReceiveContext receive_context() { return {regions, counters, stats, activity, gpus}; }
   // The first NIC of one of the fabrics of options_for().
   NicDomain& nic(const std::string& fabric) {
@@ -200,17 +204,16 @@ void use_local_path(Parts& parts) {
   auto ends = sockets(SOCK_SEQPACKET);
   const auto ours = good(local::SharedRing::create());
   const auto theirs = good(local::SharedRing::create());
-  const auto path = good(
-      local::LocalPath::open({.socket = std::move(ends[0]),
-                              .out = good(local::SharedRing::map(UniqueFd(::dup(ours.memfd())))),
-                              .in = good(local::SharedRing::map(UniqueFd(::dup(theirs.memfd())))),
-                              .wake_peer = UniqueFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-                              .pid = ::getpid(),
-                              .pidfd = local::open_pidfd(::getpid()),
-                              .peer_reads_us = true,
-                              .we_read_peer = true},
-                             {1, "peer"}, parts.poller, parts.receive_context(), parts.neighbours,
-                             {parts.gpus, parts.background, [](const std::string&) {}}));
+  const auto path = good(local::LocalPath::open(
+      {.socket = std::move(ends[0]),
+       .out = good(local::SharedRing::map(UniqueFd(::dup(ours.memfd())))),
+       .in = good(local::SharedRing::map(UniqueFd(::dup(theirs.memfd())))),
+       .wake_peer = UniqueFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+       .pid = ::getpid(),
+       .pidfd = local::open_pidfd(::getpid()),
+       .peer_reads_us = true,
+       .we_read_peer = true},
+      {1, "peer"}, parts.poller, parts.receive_context(), parts.neighbours, parts.gpu_context()));
   on_two_threads([&] { path->revoke_counter(1); });
 }
 
@@ -394,28 +397,29 @@ std::vector<Mistake> wrong_threads() {
       {"Fabrics", with_parts([](Parts& parts) { on_two_threads([&] { parts.fabrics.poll(); }); })},
       {"GpuShares", with_parts([](Parts& parts) {
          std::uint32_t next = 0;
-         local::GpuShares shares({parts.gpus, parts.background, [](const std::string&) {}}, -1,
-                                 true, "peer", next);
+         local::GpuShares shares(parts.gpu_context(), -1, true, {}, next);
          const auto region = good(MemoryRegion::allocate({}, 4096));
          on_two_threads([&] { shares.forget(*region); });
        })},
       {"GpuSources", with_parts([](Parts& parts) {
-         local::GpuSources sources({parts.gpus, parts.background, [](const std::string&) {}});
+         local::GpuSources sources(parts.gpu_context(), nullptr, [](std::uint32_t) {});
          on_two_threads([&] { sources.remove(1); });
        })},
       {"Gpus", with_parts([](Parts& parts) { on_two_threads([&] { parts.gpus.poll(); }); })},
       {"ImmCounters",
        with_parts([](Parts& parts) { on_two_threads([&] { parts.counters.release(1); }); })},
       {"LaneDialer", with_parts(use_lane_dialer)},
+      {"LentMemory",
+       with_parts([](Parts& parts) { on_two_threads([&] { parts.lent.ask_back(1, "peer"); }); })},
       {"Listener",
        [] {
          Listener listener{UniqueFd()};
          on_two_threads([&] { listener.resume(); });
        }},
       {"LocalDomain", with_parts([](Parts& parts) {
-         const auto domain = good(local::LocalDomain::open(
-             parts.address.engine, parts.poller, parts.receive_context(), parts.neighbours,
-             parts.neighbours, {parts.gpus, parts.background, [](const std::string&) {}}));
+         const auto domain = good(
+             local::LocalDomain::open(parts.address.engine, parts.poller, parts.receive_context(),
+                                      parts.neighbours, parts.neighbours, parts.gpu_context()));
          on_two_threads([&] { domain->poll(); });
        })},
       {"LocalPath", with_parts(use_local_path)},

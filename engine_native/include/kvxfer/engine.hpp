@@ -87,7 +87,9 @@ class TransferEngine {
   // says which. It must stay valid until deregister() returned.
   Result<RegionPtr> register_memory(void* address, std::size_t bytes, bool require_nics = false);
   // Cancels the operations that read the region and waits for them. No write of any peer lands
-  // in it after this returned.
+  // in it after this returned. Fails with nic-lost where a NIC does not let go of the memory, and
+  // with deadline-exceeded where a peer of this host has kept memory of a GPU open for
+  // peer_timeout: it must not be freed then, and this may be called again.
   Result<void> deregister(const RegionPtr& region);
 
   // --- peers

@@ -79,7 +79,7 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   // Memory whose owner waits until nothing reads it or writes there.
   struct Deregistering {
     RegionPtr region;
-    std::shared_ptr<std::promise<void>> unused;
+    std::shared_ptr<std::promise<Result<void>>> unused;  // null: answered
     bool copied = false;  // no GPU has a copy under way any more that was then
   };
 
@@ -102,7 +102,8 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   // False if it is not there any more.
   bool close_and_wait(PeerId peer, const Error& why, bool say_goodbye);
   void bury_lost_peers();
-  void end_deregistrations();
+  void end_deregistrations(std::uint64_t now);
+  bool is_late(const local::LentMemory::Loan& loan, std::uint64_t now) const;
 
   // --- engine thread: PeerEvents
   void on_up(Peer& peer) override;
@@ -134,6 +135,7 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   cuda::Gpus gpus_;
   EngineLoop loop_;  // drives what follows until close(); its poller outlives that
   Operations operations_;
+  local::LentMemory lent_{loop_.poller()};
   Fabrics fabrics_;
   Peers peers_;  // after fabrics_, whose domains outlive their paths
   ExposedMemory exposed_;

@@ -96,11 +96,6 @@ void EngineLoop::await_end() const {
   if (process_.here()) ended_.wait();
 }
 
-void EngineLoop::await(const std::future<void>& done) {
-  while (driven_ && done.wait_for(Duration::zero()) != std::future_status::ready) work_.step();
-  done.wait();
-}
-
 void EngineLoop::wake() const {
   if (sleeping_.load(std::memory_order_seq_cst)) poller_.wake();
 }

@@ -62,7 +62,11 @@ class EngineLoop {
   // Returns once the loop has run it. False, and it has not, where the loop was closed before.
   bool run(const Command& command);
   // For what the loop does; all of it is done once it is closed.
-  void await(const std::future<void>& done);
+  template <typename T>
+  void await(const std::future<T>& done) {
+    while (driven_ && done.wait_for(Duration::zero()) != std::future_status::ready) work_.step();
+    done.wait();
+  }
   void await_end() const;
   // Ends a sleep.
   void wake() const;

@@ -78,6 +78,7 @@ Result<void> Fabrics::open_local(const Context& context, Introduction& introduct
       context.engine, context.poller, context.receive_context, context.events, context.local_events,
       {.gpus = context.gpus,
        .background = context.background,
+       .lent = context.lent,
        .tell = [&completions = context.completions](auto text) {
          completions.push({.kind = Completion::Kind::notice, .text = std::move(text)});
        }});

@@ -13,6 +13,7 @@
 #include "completion_queue.hpp"
 #include "cuda/gpus.hpp"
 #include "domain.hpp"
+#include "fabric/local/lent_memory.hpp"
 #include "fabric/local/local_domain.hpp"
 #include "fabric/nic/nic_domain.hpp"
 #include "fabric/tcp/tcp_domain.hpp"
@@ -31,6 +32,7 @@ class Fabrics {
     Poller& poller;
     Background& background;
     cuda::Gpus& gpus;
+    local::LentMemory& lent;
     ReceiveContext receive_context;
     CompletionQueue& completions;  // for notices
     NicEvents& events;

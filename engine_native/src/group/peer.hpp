@@ -87,7 +87,10 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   const Session& session() const { return session_; }
   const std::string& label() const { return handle_->label; }
   const std::shared_ptr<PeerHandle>& handle() const { return handle_; }
-  PathPeer end_of_path() const { return {id(), label(), session_.version >= kGroupsVersion}; }
+  PathPeer end_of_path() const {
+    return {id(), label(), session_.version >= kGroupsVersion,
+            session_.version >= kPathStopVersion};
+  }
   // The fabric that most writes take.
   std::string fabric() const;
 

@@ -1,6 +1,7 @@
 #include "fabric/local/local_path.hpp"
 
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -47,7 +48,7 @@ Result<std::unique_ptr<LocalPath>> LocalPath::open(LocalLink link, PathPeer peer
                                                    PathEvents& events, GpuContext gpus) {
   std::unique_ptr<LocalPath> path(new LocalPath(std::move(link), std::move(peer), poller,
                                                 receive_context, events, std::move(gpus)));
-  if (auto good = poller.add(path->socket_.get(), EPOLLIN, *path); !good) {
+  if (auto good = poller.add(path->socket_->get(), EPOLLIN, *path); !good) {
     path->lost_ = true;
     return good.error();
   }
@@ -56,18 +57,22 @@ Result<std::unique_ptr<LocalPath>> LocalPath::open(LocalLink link, PathPeer peer
 
 LocalPath::LocalPath(LocalLink link, PathPeer peer, Poller& poller, ReceiveContext receive_context,
                      PathEvents& events, GpuContext gpus)
-    : socket_(std::move(link.socket)),
+    : socket_(std::make_shared<UniqueFd>(std::move(link.socket))),
+      open_(socket_.get(), [socket = socket_](void*) { ::shutdown(socket->get(), SHUT_WR); }),
       out_(std::move(link.out)),
       in_(std::move(link.in)),
       wake_peer_(std::move(link.wake_peer)),
       source_(link.pid, std::move(link.pidfd)),
       peer_reads_us_(link.peer_reads_us),
       peer_(std::move(peer)),
+      lent_(gpus.lent),
       poller_(poller),
       receive_context_(receive_context),
       events_(events),
-      gpu_shares_(gpus, socket_.get(), source_.pid() == ::getpid(), peer_.label, next_number_),
-      gpu_sources_(std::move(gpus)) {}
+      gpu_shares_(gpus, socket_->get(), source_.pid() == ::getpid(), peer_, next_number_),
+      gpu_sources_(std::move(gpus), open_, [this](std::uint32_t number) {
+        if (!lost_ && peer_.stops) answer_gpu_region(RegionMessage::Kind::closed, number);
+      }) {}
 
 LocalPath::~LocalPath() {
   // Before any source memory of ours can be used again: see RingMemory::revoked. On ARM a store
@@ -77,7 +82,8 @@ LocalPath::~LocalPath() {
   // reads 0, this store and all behind the fence come after what it copied.
   out_->revoked.store(1, std::memory_order_seq_cst);
   order_stores();
-  if (!lost_) poller_.remove(socket_.get(), *this);
+  if (!lost_) poller_.remove(socket_->get(), *this);
+  lent_.give_back_at_end(socket_, gpu_shares_.ask_all_back());
   if (then_) then_();
 }
 
@@ -226,7 +232,7 @@ std::optional<std::uint32_t> LocalPath::share(const MemoryRegion& region) {
   const RegionMessage message{.kind = RegionMessage::Kind::share,
                               .number = next_number_,
                               .size = region.memfd_offset() + region.size()};
-  const auto sent = send_message(socket_.get(), message.bytes(), {region.memfd()});
+  const auto sent = send_message(socket_->get(), message.bytes(), {region.memfd()});
   if (!sent || !*sent) return std::nullopt;  // a broken socket shows as an event
   shared_.emplace(region.key(), next_number_);
   return next_number_++;
@@ -243,7 +249,7 @@ void LocalPath::send_forgets() {
   while (!to_forget_.empty()) {
     const RegionMessage message{
         .kind = RegionMessage::Kind::forget, .number = to_forget_.front(), .size = 0};
-    const auto sent = send_message(socket_.get(), message.bytes(), {});
+    const auto sent = send_message(socket_->get(), message.bytes(), {});
     if (!sent || !*sent) return;
     to_forget_.pop_front();
   }
@@ -454,7 +460,7 @@ void LocalPath::revoke_region(std::uint64_t key) {
 void LocalPath::receive_regions() {
   for (int i = 0; i < kPollMessages && !lost_; ++i) {
     bool lacking = false;
-    auto message = receive_message(socket_.get(), &lacking);
+    auto message = receive_message(socket_->get(), &lacking);
     if (!message) return lose(message.error());
     if (message->bytes.empty()) return;
     if (auto good = on_region(*message, lacking); !good) return lose(good.error());
@@ -515,7 +521,7 @@ void LocalPath::answer_gpu_region(RegionMessage::Kind kind, std::uint32_t number
                                   std::string_view why) {
   const std::string reason(why.substr(0, RegionMessage::kMostReason));
   const RegionMessage answer{.kind = kind, .number = number, .size = reason.size()};
-  const auto sent = send_message(socket_.get(), std::string(answer.bytes()) + reason, {});
+  const auto sent = send_message(socket_->get(), std::string(answer.bytes()) + reason, {});
   if (!sent || !*sent) lose({Errc::backpressure, "the peer does not read what it is sent"});
 }
 
@@ -569,7 +575,7 @@ void LocalPath::lose(Error error) {
   if (lost_) return;
   lost_ = true;
   reap();  // what the peer counted before it closed is delivered
-  poller_.remove(socket_.get(), *this);
+  poller_.remove(socket_->get(), *this);
   events_.on_lost(*this, std::move(error));
 }
 

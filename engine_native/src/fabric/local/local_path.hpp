@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -130,13 +131,15 @@ class LocalPath final : public Path, private EventSink {
   void lose(Error error);
 
   [[no_unique_address]] ThreadOwner thread_;
-  UniqueFd socket_;
+  std::shared_ptr<UniqueFd> socket_;
+  std::shared_ptr<void> open_;  // until this is gone, the peer does not see the socket's end
   SharedRing out_;
   SharedRing in_;
   UniqueFd wake_peer_;
   SourceMemory source_;
   bool peer_reads_us_;
   PathPeer peer_;
+  LentMemory& lent_;
   Poller& poller_;
   ReceiveContext receive_context_;
   PathEvents& events_;
