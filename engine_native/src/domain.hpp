@@ -82,6 +82,9 @@ class Path {
   virtual void revoke_counter(Imm imm) = 0;
   virtual void revoke_region(std::uint64_t key) = 0;
 
+  // At every heartbeat: a path that is cut off while heartbeats come is lost after `timeout_ns`.
+  // For `stalled_ns` of the time since the last one this engine stood still.
+  virtual void tick(std::uint64_t, std::uint64_t, std::uint64_t) {}
   // When bytes of the peer last came this way; 0 where that does not prove that it runs.
   virtual std::uint64_t last_heard_ns() const { return 0; }
   // The peer's process as seen from here; 0 where it is not visible.

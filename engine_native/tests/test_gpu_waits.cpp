@@ -76,6 +76,38 @@ TEST_CASE("the double: an engine works while a kernel is loaded and a stream wai
   }
 }
 
+TEST_CASE("the double: a GPU that takes no bytes for long costs its engine no peer") {
+  constexpr Duration kTimeout = std::chrono::milliseconds(300);
+  constexpr std::size_t kMuch = std::size_t{96} << 20;  // more than staging and sockets take
+  const CudaDriver driver;
+  auto options = options_for("tcp", "writer");
+  options.window_bytes = kMuch;
+  options.peer_timeout = kTimeout;
+  TestEngine writer(options);
+  TestEngine reader(options_for("tcp", "reader"));
+  const PeerId to_reader = writer.connect_to(reader);
+  const CUstream compute = stream();
+  {
+    const Memory from(writer, false, kMuch);
+    const Memory to(reader, true, kMuch);
+    NewKernel kernel;
+    Gate gate(compute);
+    auto loading = std::async(std::launch::async, [&] {
+      REQUIRE(CU(CtxPushCurrent)(driver.context()) == CUDA_SUCCESS);
+      return kernel.launch(compute);
+    });
+    while (DOUBLE(holding)() == 0) std::this_thread::yield();
+    const auto copied = good(writer->write(to_reader, from.region(), to.region()->descriptor(),
+                                           {0, 0, kMuch}, {.timeout = kDeadline}));
+    std::this_thread::sleep_for(4 * kTimeout);
+    gate.open();
+    CHECK(loading.get() == CUDA_SUCCESS);
+    const Completion ended = writer.await(Kind::write, copied.id);
+    CHECK_MESSAGE(ended.code == Errc::ok, ended.text);
+  }
+  CU(StreamDestroy)(compute);
+}
+
 TEST_CASE("the double: a stream that waits for a counter goes on while a kernel is loaded") {
   const CudaDriver driver;
   Pair pair("local");

@@ -168,7 +168,7 @@ void Connections::on_lane_dialed(LaneDialer& dialer, Result<UniqueFd> socket) {
   Peer* const peer = context_.peers.find(dialer.peer);
   if (!peer || peer->state() != Peer::State::opening) return;
   if (!socket) return peer->lose(socket.error());
-  set_socket_options(socket->get());
+  net::set_options(socket->get());
   if (!add_lane(*peer, std::move(*socket), dialer.lane())) return;
   --peer->lanes_to_open;
   peer->announce_paths();
@@ -225,7 +225,7 @@ void Connections::on_lane_hello(UniqueFd socket, const std::string& hello) {
       lane.lane < std::max<unsigned>(context_.options.lanes, peer->session().introduction.lanes) &&
       !peer->has_lane(lane.lane);
   if (!valid) return context_.stats.handshakes_refused.count(Errc::authentication_failed);
-  set_socket_options(socket.get());
+  net::set_options(socket.get());
   // A fresh socket always takes four bytes.
   if (::send(socket.get(), kLaneAccepted.data(), kLaneAccepted.size(), MSG_NOSIGNAL) !=
       static_cast<ssize_t>(kLaneAccepted.size())) {
@@ -261,13 +261,8 @@ void Connections::on_local_link(const SessionId& session, Result<local::LocalLin
   open_remote_paths(*peer);
 }
 
-void Connections::set_socket_options(int fd) const {
-  // The heartbeat decides; TCP's own timeout is only the second to.
-  net::set_options(fd, 2 * static_cast<std::uint64_t>(context_.options.peer_timeout.count()));
-}
-
 Peer& Connections::add_peer(std::unique_ptr<Stream> stream, const Session& session) {
-  set_socket_options(stream->fd());
+  net::set_options(stream->fd());
   return context_.peers.add(std::move(stream), session, context_.peer_events, context_.operations);
 }
 

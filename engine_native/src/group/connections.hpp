@@ -62,7 +62,6 @@ class Connections final : public local::LocalEvents, private AcceptorEvents, pri
   bool add_lane(Peer& peer, UniqueFd socket, std::uint32_t lane);
   Peer& add_peer(std::unique_ptr<Stream> stream, const Session& session);
   void limit_opening();
-  void set_socket_options(int fd) const;
   void note_fallback(const Peer& peer, const std::string& why);
 
   [[no_unique_address]] ThreadOwner thread_;

@@ -371,6 +371,7 @@ void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
                      (2 * before > limit ? ", and once for " + ms(before) + " before" : "") +
                      "; the process is frozen or starved, or its host is cut off"});
   }
+  for (const auto& path : paths_) path->tick(now, stalled_ns, 2 * limit);
   if (nics_) nics_->tick(now, stalled_ns);
   if (state_ == State::lost) return;
   const auto without = now - std::min(now, last_path_ns_ + stalled_ns);

@@ -1,6 +1,10 @@
 #include "fabric/tcp/tcp_path.hpp"
 
+#include <algorithm>
+#include <string>
+
 #include "clock.hpp"
+#include "net/socket.hpp"
 
 namespace kvxfer::tcp {
 namespace {
@@ -75,6 +79,19 @@ void TcpPath::step() {
   if (receiver_.waits_for_room() && !receive(read)) return;
   flush();
   note_copies();
+}
+
+void TcpPath::tick(std::uint64_t now, std::uint64_t stalled_ns, std::uint64_t timeout_ns) {
+  thread_.check("TcpPath");
+  if (lost_) return;
+  const std::uint64_t silent = net::unacknowledged_ns(socket_.get());
+  acknowledged_ns_ = std::max(acknowledged_ns_ + stalled_ns, now - std::min(now, silent));
+  if (now - std::min(now, acknowledged_ns_) <= timeout_ns) return;
+  lose(
+      {Errc::peer_timeout, "its host has acknowledged nothing for " +
+                               std::to_string((now - acknowledged_ns_) / 1'000'000) +
+                               " ms on one TCP connection, while heartbeats came on another; check "
+                               "the network between both hosts"});
 }
 
 bool TcpPath::receive(std::uint64_t& read) {

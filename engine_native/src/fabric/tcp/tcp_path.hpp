@@ -41,6 +41,7 @@ class TcpPath final : public Path, private EventSink, private FrameSink {
   void send_acks();
   // Goes on with what a GPU has copied.
   void step();
+  void tick(std::uint64_t now, std::uint64_t stalled_ns, std::uint64_t timeout_ns) override;
   std::uint64_t last_heard_ns() const override { return last_heard_ns_; }
   void revoke_counter(Imm imm) override { receiver_.revoke_counter(imm); }
   void revoke_region(std::uint64_t key) override { receiver_.revoke_region(key); }
@@ -72,6 +73,7 @@ class TcpPath final : public Path, private EventSink, private FrameSink {
   bool owes_ = false;              // it is one of due_.owing
   bool copies_ = false;            // it is one of due_.copying
   std::uint64_t last_heard_ns_ = 0;
+  std::uint64_t acknowledged_ns_ = 0;  // up to then the peer's host had all, or answered
   bool lost_ = false;
 };
 
