@@ -54,6 +54,12 @@ DEFECTS: Final = (
         "close(std::move(region.memory), [] {});",
     ),
     Defect(
+        "local: the engine's thread closes the peer's memory",
+        "fabric/local/gpu_sources.cpp",
+        "  background.run([last = std::move(memory)]() mutable { last.reset(); }, std::move(then));",
+        "  memory.reset();\n  background.run([] {}, std::move(then));",
+    ),
+    Defect(
         "tcp: counted before the copy has ended",
         "fabric/tcp/receiver.cpp",
         "      if (!gpu.ended(batch.copied)) return;\n",

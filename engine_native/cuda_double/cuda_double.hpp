@@ -94,4 +94,8 @@ void cuda_double_mps_fault(CUdevice device);
 
 // How often a call has made its thread wait for a stream.
 uint64_t cuda_double_waits(void);
+
+// How often a thread named as an engine's has made a call that may wait for a stream or for the
+// lock of a context.
+uint64_t cuda_double_by_engines(void);
 }

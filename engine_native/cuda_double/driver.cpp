@@ -1,6 +1,9 @@
 #include "driver.hpp"
 
+#include <sys/prctl.h>
+
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <sstream>
 #include <string>
@@ -8,6 +11,15 @@
 #include <utility>
 
 namespace kvxfer::cuda_double {
+namespace {
+
+void note_engine_thread() {
+  std::array<char, 16> name{};
+  ::prctl(PR_GET_NAME, name.data());
+  if (std::string_view(name.data()) == "kvxfer-engine") ++Driver::instance().by_engines;
+}
+
+}  // namespace
 
 Driver& Driver::instance() {
   static Driver* const driver = new Driver;  // its streams' threads outlive main()
@@ -38,11 +50,13 @@ CUdevice Driver::visible(int physical) const {
 // --- contexts --------------------------------------------------------------------------------
 
 void ContextLock::pass() {
+  note_engine_thread();
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return depth_ == 0 || owner_ == std::this_thread::get_id(); });
 }
 
 void ContextLock::take() {
+  note_engine_thread();
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return depth_ == 0 || owner_ == std::this_thread::get_id(); });
   owner_ = std::this_thread::get_id();
@@ -325,6 +339,7 @@ void Driver::synchronize(Context& context) {
 }
 
 void Driver::wait(const PointPtr& point) {
+  note_engine_thread();
   if (point->reached()) return;
   ++waits;
   point->wait();

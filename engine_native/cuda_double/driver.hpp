@@ -137,6 +137,8 @@ class Driver {
 
   // How often a call has made its thread wait for a stream. For tests: an engine thread must not.
   std::atomic<std::uint64_t> waits = 0;
+  // How often an engine's thread has made one that may wait for a stream or a context's lock.
+  std::atomic<std::uint64_t> by_engines = 0;
   std::atomic<void (*)(void)> on_flush = nullptr;
   std::atomic<std::size_t> holding = 0;
   std::atomic<bool> same_handles = false;

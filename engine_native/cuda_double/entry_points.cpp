@@ -86,3 +86,5 @@ void cuda_double_same_handles(bool same) { Driver::instance().same_handles = sam
 void cuda_double_mps_fault(CUdevice device) { Driver::instance().fault(device); }
 
 uint64_t cuda_double_waits(void) { return Driver::instance().waits; }
+
+uint64_t cuda_double_by_engines(void) { return Driver::instance().by_engines; }

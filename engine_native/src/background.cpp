@@ -1,11 +1,15 @@
 #include "background.hpp"
 
+#include <pthread.h>
+
 namespace kvxfer {
 namespace {
 
 // Of a queue: most of the time a few. As many as this where a network does not answer the kernel,
 // which may keep each for seconds.
 constexpr std::size_t kMaxThreads = 64;
+// Not that of the engine thread, which peers look for to see whether it lacks a core.
+constexpr const char* kThreadName = "kvxfer-work";
 
 }  // namespace
 
@@ -19,7 +23,7 @@ Background::~Background() {
 }
 
 void Background::end(Queue& queue) {
-  queue.posted.release(static_cast<std::ptrdiff_t>(queue.threads.size()));
+  for (std::size_t i = 0; i < queue.threads.size(); ++i) queue.posted.release();
   for (std::thread& thread : queue.threads) thread.join();
 }
 
@@ -37,6 +41,7 @@ void Background::begin(Queue& queue, Work work, Work then) {
 }
 
 void Background::serve(Queue& queue) {
+  ::pthread_setname_np(::pthread_self(), kThreadName);
   while (true) {
     queue.posted.acquire();
     std::unique_lock lock(mutex_);

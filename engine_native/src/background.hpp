@@ -9,12 +9,12 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <semaphore>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "poller.hpp"
+#include "semaphore.hpp"
 #include "thread_owner.hpp"
 
 namespace kvxfer {
@@ -60,9 +60,7 @@ class Background {
   };
   // Jobs, and the threads that take them in turn.
   struct Queue {
-    // Not a condition variable: telling one may wait for threads that it woke before (glibc until
-    // 2.41), for as long as these get no processor.
-    std::counting_semaphore<> posted{0};
+    Semaphore posted;
     std::deque<Job> jobs;
     std::size_t busy = 0;              // threads that work
     std::vector<std::thread> threads;  // started when all others are busy

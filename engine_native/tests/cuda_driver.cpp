@@ -86,6 +86,7 @@ CudaDriver::~CudaDriver() {
     await_all_freed();
     CHECK(live().value_or(0) == live_.value_or(0));
   }
+  if (!chosen()) CHECK(DOUBLE(by_engines)() == 0);
   CU(CtxPopCurrent)(nullptr);
   CU(DevicePrimaryCtxRelease)(0);
 }

@@ -18,7 +18,7 @@ namespace kvxfer::test {
 class CudaDriver {
  public:
   // With device 0's primary context, which is current on the calling thread until this ends. Checks
-  // that what was allocated meanwhile has been freed.
+  // that what was allocated meanwhile has been freed, and that no engine's thread had to wait.
   CudaDriver();
   ~CudaDriver();
   CudaDriver(const CudaDriver&) = delete;

@@ -16,8 +16,10 @@ constexpr const char* kThreadName = "kvxfer-gpu";
 }  // namespace
 
 GpuThread::GpuThread(std::uint64_t spin_ns) {
-  thread_ = std::thread([this, spin_ns] { serve(jobs_, spin_ns); });
-  ::pthread_setname_np(thread_.native_handle(), kThreadName);
+  thread_ = std::thread([this, spin_ns] {
+    ::pthread_setname_np(::pthread_self(), kThreadName);
+    serve(jobs_, spin_ns);
+  });
 }
 
 GpuThread::~GpuThread() {

@@ -8,8 +8,9 @@
 #include <deque>
 #include <functional>
 #include <mutex>
-#include <semaphore>
 #include <thread>
+
+#include "semaphore.hpp"
 
 namespace kvxfer::cuda {
 
@@ -36,7 +37,7 @@ class GpuThread {
     std::atomic<std::size_t> count = 0;  // of those
     std::atomic<bool> sleeping = false;
     std::atomic<bool> ending = false;
-    std::counting_semaphore<> woken{0};
+    Semaphore woken;
   };
   static void serve(Jobs& jobs, std::uint64_t spin_ns);
   static Job next(Jobs& jobs);
