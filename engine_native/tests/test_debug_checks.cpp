@@ -31,6 +31,9 @@
 #include "moe_group.hpp"
 #include "support.hpp"
 #include "thread_owner.hpp"
+#ifdef KVXFER_CUDA_DOUBLE
+#include "cuda_driver.hpp"
+#endif
 #ifdef KVXFER_HAVE_VERBS
 #include "fabric/verbs/async_events.hpp"
 #include "fabric/verbs/nic_queues.hpp"
@@ -363,6 +366,16 @@ std::function<void()> with_parts(Use use) {
     use(parts);
   };
 }
+#ifdef KVXFER_CUDA_DOUBLE
+template <class Use>
+std::function<void()> with_gpu(Use use) {
+  return [use] {
+    const CudaDriver driver;
+    cuda::Gpus gpus;
+    use(*good(gpus.open(0)));
+  };
+}
+#endif
 
 std::vector<Mistake> wrong_threads() {
   return {
@@ -395,6 +408,9 @@ std::vector<Mistake> wrong_threads() {
          on_two_threads([&] { exposed.on_revoked(1, 1); });
        })},
       {"Fabrics", with_parts([](Parts& parts) { on_two_threads([&] { parts.fabrics.poll(); }); })},
+#ifdef KVXFER_CUDA_DOUBLE
+      {"Gpu", with_gpu([](cuda::Gpu& gpu) { on_two_threads([&] { gpu.room(); }); })},
+#endif
       {"GpuShares", with_parts([](Parts& parts) {
          std::uint32_t next = 0;
          local::GpuShares shares(parts.gpu_context(), -1, true, {}, next);
@@ -612,6 +628,15 @@ std::vector<Mistake> broken_invariants() {
          load.bytes = 0;
          path.finish_through(1);
        })},
+#ifdef KVXFER_CUDA_DOUBLE
+      {"under_way() < kLaunches", with_gpu([](cuda::Gpu& gpu) {
+         while (true) gpu.launch(1);
+       })},
+      {"find(free_, slot, &Free::slot) == free_.end()", with_gpu([](cuda::Gpu& gpu) {
+         const auto slot = gpu.slot_to_receive();
+         gpu.give_back(slot->bytes(), false);
+       })},
+#endif
       {"taken_[number]", [] { good(moe::OwnMemory::create(two_ranks())).give_inbox(0); }},
       {"std::ranges::find(taken_, true) == taken_.end()",
        [] { (void)good(good(moe::OwnMemory::create(two_ranks())).take_inbox()); }},

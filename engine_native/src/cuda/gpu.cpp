@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cassert>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -78,6 +79,7 @@ Result<std::shared_ptr<Gpu>> Gpu::open(const std::shared_ptr<const Driver>& driv
   while (Gpu* const known = unused().take(device)) {
     std::shared_ptr<Gpu> gpu(known, drop);
     gpu->look();
+    gpu->thread_.hand_over();
     if (!gpu->failure()) return gpu;
   }
   std::shared_ptr<Gpu> gpu(new Gpu(driver, device), drop);
@@ -423,6 +425,7 @@ Result<void> Gpu::wait_on(StreamHandle stream, const Word& word, std::uint64_t v
 // --- copies ----------------------------------------------------------------------------------
 
 std::span<DeviceCopy> Gpu::room() {
+  thread_.check("Gpu");
   if (failed_ || under_way() >= kLaunches) return {};
   return copies_of(next());
 }
@@ -433,6 +436,8 @@ std::span<DeviceCopy> Gpu::copies_of(Ticket ticket) const {
 }
 
 Ticket Gpu::launch(std::size_t count) {
+  thread_.check("Gpu");
+  assert(count <= kMaxCopies && under_way() < kLaunches);
   const std::span<DeviceCopy> copies = copies_of(next()).first(count);
   const auto longest = std::max_element(copies.begin(), copies.end(),
                                         [](auto& a, auto& b) { return a.length < b.length; });
@@ -474,6 +479,7 @@ void Gpu::look() {
 }
 
 std::uint64_t Gpu::ask() {
+  thread_.check("Gpu");
   calls_.post([this, question = ++questions_] {
     look();
     answered_ = question;
@@ -482,6 +488,7 @@ std::uint64_t Gpu::ask() {
 }
 
 std::uint64_t Gpu::begin_flush() {
+  thread_.check("Gpu");
   if (flushes_ > flushes_begun_) return flushes_;
   calls_.post([this, flush = ++flushes_] {
     flushes_begun_ = flush;
@@ -492,6 +499,7 @@ std::uint64_t Gpu::begin_flush() {
 }
 
 std::size_t Gpu::poll() {
+  thread_.check("Gpu");
   if (!busy()) return 0;
   const Ticket before = ended_;
   ended_ = over_ ? issued_ : launches_ended_->value.load(std::memory_order_acquire);
@@ -509,18 +517,21 @@ std::size_t Gpu::poll() {
 }
 
 std::optional<StagingSlot> Gpu::slot_to_send() {
+  thread_.check("Gpu");
   std::byte* const bytes = sending_->take(ended_);
   if (!bytes) return std::nullopt;
   return StagingSlot(shared_from_this(), true, bytes);
 }
 
 std::optional<StagingSlot> Gpu::slot_to_receive() {
+  thread_.check("Gpu");
   std::byte* const bytes = receiving_->take(ended_);
   if (!bytes) return std::nullopt;
   return StagingSlot(shared_from_this(), false, bytes);
 }
 
 void Gpu::give_back(std::byte* slot, bool sends) {
+  thread_.check("Gpu");
   (sends ? *sending_ : *receiving_).give_back(slot, issued_);
 }
 

@@ -25,6 +25,7 @@
 #include "cuda/stream_order.hpp"
 #include "fd.hpp"
 #include "kvxfer/error.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 class MemoryRegion;
@@ -258,6 +259,7 @@ class Gpu final : public std::enable_shared_from_this<Gpu> {
   const WatchWord* launches_ended_ = nullptr;
 
   // Engine thread.
+  [[no_unique_address]] ThreadOwner thread_;
   struct Launch {
     unsigned copies;
     unsigned rows;
