@@ -56,7 +56,8 @@ DEFECTS: Final = (
     Defect(
         "local: the engine's thread closes the peer's memory",
         "fabric/local/gpu_sources.cpp",
-        "  background.run([last = std::move(memory)]() mutable { last.reset(); }, std::move(then));",
+        "  background.run([last = std::move(memory)]() mutable { last.reset(); },"
+        " std::move(then));",
         "  memory.reset();\n  background.run([] {}, std::move(then));",
     ),
     Defect(
