@@ -17,25 +17,31 @@ DEFAULT_PEER_TIMEOUT: float
 class Error(Exception):
     """args: (code, message); `kvxfer.errors.by_code` has the public class."""
 
-Integers: TypeAlias = Sequence[int] | Buffer | np.ndarray[Any, Any] | SupportsArray
+_Integers: TypeAlias = Sequence[int] | Buffer | np.ndarray[Any, Any] | _SupportsArray
 """One dimension: a sequence, a buffer of any type of integer, or what gives an array."""
 
-Readable: TypeAlias = Buffer | np.ndarray[Any, Any]
-Writable: TypeAlias = Buffer | np.ndarray[Any, Any]
+_Readable: TypeAlias = Buffer | np.ndarray[Any, Any]
+_Writable: TypeAlias = Buffer | np.ndarray[Any, Any]
 """Contiguous. numpy says that its arrays are buffers only where Python is 3.12 or newer."""
 
-class SupportsArray(Protocol):
+class _SupportsArray(Protocol):
     """A tensor, say."""
 
     def __array__(self) -> NDArray[Any]: ...
 
-class NicFactory:
+class _Bound(type):
+    """pybind11's metaclass."""
+
+class NicFactory(metaclass=_Bound):
     """NICs beside those of the host."""
+
+def end_unused_gpus() -> None:
+    """Gives back what is kept of GPUs for the next engine. Waits for all streams."""
 
 def null_nics(*, keeps_order: bool) -> NicFactory:
     """A network of NICs that move nothing; each engine made with it has one."""
 
-class EngineOptions:
+class EngineOptions(metaclass=_Bound):
     """As `kvxfer.EngineOptions` describes them, with a `cluster_key`. Instead of `fabrics` there
     are the flags `local` and `tcp`, and `verbs` and `ofi`: "never", "if_available" or "required".
     `more_nics` is a NicFactory."""
@@ -68,9 +74,9 @@ class MemoryRegion(Buffer):
     def shareable(self) -> bool: ...
     @property
     def descriptor(self) -> bytes: ...
-    def read(self, into: Writable, offset: int = 0) -> None: ...
-    def write(self, data: Readable, offset: int = 0) -> None: ...
-    def checksum(self, offsets: Integers, numbers: Integers, length: int) -> int: ...
+    def read(self, into: _Writable, offset: int = 0) -> None: ...
+    def write(self, data: _Readable, offset: int = 0) -> None: ...
+    def checksum(self, offsets: _Integers, numbers: _Integers, length: int) -> int: ...
     def __dlpack__(
         self,
         *,
@@ -82,7 +88,7 @@ class MemoryRegion(Buffer):
     def __dlpack_device__(self) -> tuple[int, int]: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
-class WatchWord:
+class WatchWord(metaclass=_Bound):
     """A 64-bit word of host memory at zero; `address` is where compute adds to it."""
 
     def __init__(self) -> None: ...
@@ -92,26 +98,26 @@ class WatchWord:
     def value(self) -> int: ...
     def add(self, by: int = 1) -> int: ...
 
-class StreamWord:
+class StreamWord(metaclass=_Bound):
     """A watch word that streams of a GPU count up."""
 
     @property
     def word(self) -> WatchWord: ...
     def add_on(self, stream: int, by: int) -> None: ...
 
-class StreamWait:
+class StreamWait(metaclass=_Bound):
     def reached(self) -> bool:
         """False while the stream waits. Raises what has ended the wait."""
     @property
     def address(self) -> int: ...
 
-class CounterMirror:
+class CounterMirror(metaclass=_Bound):
     @property
     def value(self) -> int: ...
     @property
     def address(self) -> int: ...
 
-class TransferEngine:
+class TransferEngine(metaclass=_Bound):
     """Any method from any thread. Submitting returns (operation id, writes, bytes)."""
 
     def __init__(self, options: EngineOptions) -> None: ...
@@ -170,8 +176,8 @@ class TransferEngine:
         destination: bytes,
         *,
         page_length: int,
-        source_pages: Integers,
-        destination_pages: Integers,
+        source_pages: _Integers,
+        destination_pages: _Integers,
         source_stride: int,
         destination_stride: int,
         source_offset: int,
@@ -187,9 +193,9 @@ class TransferEngine:
         sources: Sequence[MemoryRegion],
         destinations: Sequence[bytes],
         *,
-        source_offsets: Integers,
-        destination_offsets: Integers,
-        lengths: Integers,
+        source_offsets: _Integers,
+        destination_offsets: _Integers,
+        lengths: _Integers,
         imm: int | None,
         timeout: float | None,
         nic: int | None,
@@ -210,9 +216,9 @@ class TransferEngine:
         peers: Sequence[int],
         destinations: Sequence[bytes],
         *,
-        source_offsets: Integers,
-        destination_offsets: Integers,
-        lengths: Integers,
+        source_offsets: _Integers,
+        destination_offsets: _Integers,
+        lengths: _Integers,
         imm: int | None,
         timeout: float | None,
         after: tuple[WatchWord, int] | None,
@@ -256,7 +262,7 @@ class TransferEngine:
     def begin_release_counter(self, imm: int) -> bool:
         """False: a completion "released" follows."""
 
-class MoeExchange:
+class MoeExchange(metaclass=_Bound):
     """Dispatch and combine of token rows: docs/architecture.md. One thread at a time.
 
     It drains the engine, which must have a thread. Buffers are given by their address: contiguous

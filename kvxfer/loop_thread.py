@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import logging
 import math
+import os
 import threading
 from collections.abc import Coroutine
 from typing import Any, Final, TypeVar
@@ -36,6 +37,7 @@ class LoopThread(abc.ABC):
         self._asked_since: float | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._main, name="kvxfer-loop", daemon=True)
+        self._process = os.getpid()
 
     @abc.abstractmethod
     async def _serve(self) -> None:
@@ -62,7 +64,8 @@ class LoopThread(abc.ABC):
 
     def run(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
         """The result of a coroutine on the loop. Raises TimeoutError after `seconds`, and
-        EngineClosed where the thread has ended."""
+        EngineClosed where the thread has ended, and in a forked process, which does not have it."""
+        self._require_own_process(work)
         try:
             running = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as error:
@@ -76,6 +79,8 @@ class LoopThread(abc.ABC):
     def answers(self, seconds: float, now: float) -> bool:
         """False once the loop has done nothing for so many seconds. For one thread that asks often:
         where it pauses itself, this process may not have run at all, which is not counted."""
+        if os.getpid() != self._process:
+            return False
         paused, self._looked_at = now - self._looked_at > _ASK_SECONDS, now
         if self._asked_since is None:
             if now - self._asked_at >= _ASK_SECONDS:
@@ -91,15 +96,25 @@ class LoopThread(abc.ABC):
         self._asked_since = None
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Starts a coroutine on the loop; it tells of its end itself."""
+        """Starts a coroutine on the loop; it tells of its end itself. Raises as run() does."""
+        self._require_own_process(work)
         try:
             self._loop.call_soon_threadsafe(self._begin, work)
         except RuntimeError as error:
             work.close()
             raise EngineClosed("the transfer engine of this process has ended") from error
 
+    def _require_own_process(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Not the parent's loop: its descriptors are this process's too, so it would be woken."""
+        if os.getpid() != self._process:
+            work.close()
+            raise EngineClosed(
+                f"the {type(self).__name__} belongs to process {self._process}, from which this "
+                "one was forked; make one here"
+            )
+
     def close(self) -> None:
-        """Ends _serve(). Any number of times."""
+        """Ends _serve(). Any number of times. A forked process has nothing to end."""
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stop)

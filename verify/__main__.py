@@ -59,6 +59,7 @@ STEPS: Final = (
     Step("simulate", {"SEEDS": "20000"}, "the code of sessions on virtual time"),
     Step("simulate-moe", {}, "the views of MoE groups on virtual time"),
     Step("sanitize", {"WHOLE": "1"}, "the engine under ASan with UBSan, and under TSan"),
+    Step("test-aarch64", {}, "the engine on ARM, as far as qemu shows it"),
     Step("test-gpu", {}, "memory of GPUs, and that defects there are caught"),
     Step("test-verbs", {}, "Soft-RoCE with one, two and four devices"),
     Step("test-vllm", {}, "the connector in the real vLLM"),

@@ -42,6 +42,25 @@ DEFECTS: Final = (
         "",
     ),
     Defect(
+        "local: closed while other processes have the memory open",
+        "fabric/local/gpu_shares.cpp",
+        "  return share.by_handle &&",
+        "  return share.by_handle && share.number == UINT32_MAX &&",
+    ),
+    Defect(
+        "local: the path ends while the peer's memory is open",
+        "fabric/local/gpu_sources.cpp",
+        "close(std::move(region.memory), [open = open_] {});",
+        "close(std::move(region.memory), [] {});",
+    ),
+    Defect(
+        "local: the engine's thread closes the peer's memory",
+        "fabric/local/gpu_sources.cpp",
+        "  background.run([last = std::move(memory)]() mutable { last.reset(); },"
+        " std::move(then));",
+        "  memory.reset();\n  background.run([] {}, std::move(then));",
+    ),
+    Defect(
         "tcp: counted before the copy has ended",
         "fabric/tcp/receiver.cpp",
         "      if (!gpu.ended(batch.copied)) return;\n",
@@ -56,14 +75,56 @@ DEFECTS: Final = (
     Defect(
         "release, fence and close do not wait for copies",
         "cuda/gpus.cpp",
-        "  if (waiting.until.empty()) return then();",
+        "  if (until.empty()) return then();",
         "  return then();",
     ),
     Defect(
-        "no event is recorded behind a copy",
+        "a launch is counted on another stream than its copies'",
         "cuda/gpu.cpp",
-        "driver_->event_record(events_[ticket % kLaunches], stream_)",
-        "(kSuccess)",
+        "launch_kernel(count_kernel_, 1, 1, 1, 1, 1, 1, 0, stream_, &of_count,",
+        "launch_kernel(count_kernel_, 1, 1, 1, 1, 1, 1, 0, nullptr, &of_count,",
+    ),
+    Defect(
+        "the engine thread launches copies",
+        "cuda/gpu.cpp",
+        "  calls_.post([this, ticket] { copy_now(ticket); });",
+        "  copy_now(ticket);",
+    ),
+    Defect(
+        "the engine's stream may share a hardware queue with one that waits for it",
+        "cuda/gpu.cpp",
+        "stream_create_with_priority(&stream, kNonBlocking, highest)",
+        "stream_create_with_priority(&stream, kNonBlocking, least)",
+    ),
+    Defect(
+        "the engine's kernels are loaded with the first transfer",
+        "cuda/gpu.cpp",
+        "  copy_now(0);\n",
+        "",
+    ),
+    Defect(
+        "an engine that ends waits for all streams",
+        "cuda/gpu.cpp",
+        "!gpu->busy() && gpu->started_) return",
+        "!gpu->busy() && gpu->device_ < 0) return",
+    ),
+    Defect(
+        "a stream's word is used again while it is counted up",
+        "cuda/stream_order.cpp",
+        "return free.word->value.load(std::memory_order_acquire) == free.last;",
+        "return free.word != nullptr;",
+    ),
+    Defect(
+        "a context that is lost while it copies is not noticed",
+        "cuda/gpu.cpp",
+        '  if (status != kSuccess && status != kNotReady) fail(status, "cuStreamQuery");',
+        "",
+    ),
+    Defect(
+        "what a GPU lacks is not asked",
+        "cuda/gpu.cpp",
+        "  if (attribute(kHostPointers) != 0) return {};",
+        "  return {};",
     ),
     Defect(
         "the processor copies to a GPU's address",
@@ -114,16 +175,22 @@ DEFECTS: Final = (
         "  if (!count) return false;",
     ),
     Defect(
-        "writes of a NIC are not flushed before they count",
-        "fabric/verbs/nic_queues.cpp",
-        "    gpus_.flush_nic_writes();\n",
-        "",
+        "writes of a NIC count before they are flushed",
+        "cuda/gpus.cpp",
+        "  if (!flushing_.load(std::memory_order_acquire)) return then();\n",
+        "  return then();\n",
     ),
     Defect(
         "writes of a NIC are not flushed before a fence has ended",
         "cuda/gpus.cpp",
-        "  flush_nic_writes();\n  Waiting",
-        "  Waiting",
+        "  if (flushing_.load(std::memory_order_acquire)) until = begin_flushes();\n",
+        "",
+    ),
+    Defect(
+        "a flush that has begun stands for writes after it",
+        "cuda/gpu.cpp",
+        "  if (flushes_ > flushes_begun_) return flushes_;",
+        "  if (flushes_ > flushes_ended_) return flushes_;",
     ),
     Defect(
         "a NIC is used although nothing that it writes arrives",
@@ -134,14 +201,8 @@ DEFECTS: Final = (
     Defect(
         "a GPU that is lost goes on sending",
         "fabric/local/local_path.cpp",
-        "    if (range.first == 0 && !source->gpu()->alive()) {",
-        "    if (false) {",
-    ),
-    Defect(
-        "writes of libfabric are not flushed before they count",
-        "fabric/ofi/ofi_path.cpp",
-        "void OfiPath::on_bytes() { domain_.context().gpus.flush_nic_writes(); }",
-        "void OfiPath::on_bytes() {}",
+        "    if (range.first == 0 && !asked_if_alive(*operation)) return 0;\n",
+        "",
     ),
     Defect(
         "a dmabuf is registered at another address than its memory's",

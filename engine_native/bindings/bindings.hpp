@@ -45,7 +45,61 @@ inline Duration seconds(double value, std::string_view what = "a time of") {
 pybind11::object to_text(const std::string& text);
 pybind11::list to_list(const std::vector<Completion>& completions);
 
-using EngineClass = pybind11::class_<TransferEngine>;
+// Binds an object that belongs to the process that made it: in a forked one its methods raise.
+// T::require_own_process() says so.
+template <class T>
+class Owned : public pybind11::class_<T> {
+ public:
+  using Base = pybind11::class_<T>;
+  using Base::Base;
+
+  template <class Call, class... Extra>
+  Owned& def(const char* name, Call&& call, const Extra&... extra) {
+    Base::def(name, checked(std::forward<Call>(call)), extra...);
+    return *this;
+  }
+  // Likewise what ends something, which a forked process may do: it lets go.
+  template <class Call, class... Extra>
+  Owned& def_end(const char* name, Call&& call, const Extra&... extra) {
+    Base::def(name, std::forward<Call>(call), extra...);
+    return *this;
+  }
+  template <class Call>
+  Owned& def_property_readonly(const char* name, Call&& call) {
+    Base::def_property_readonly(name, std::forward<Call>(call));
+    return *this;
+  }
+
+ private:
+  template <class Return, class... Args>
+  static auto checked(Return (T::*call)(Args...)) {
+    return [call](T& of, Args... args) -> Return {
+      unwrap(of.require_own_process());
+      return (of.*call)(std::forward<Args>(args)...);
+    };
+  }
+  template <class Return, class... Args>
+  static auto checked(Return (T::*call)(Args...) const) {
+    return [call](const T& of, Args... args) -> Return {
+      unwrap(of.require_own_process());
+      return (of.*call)(std::forward<Args>(args)...);
+    };
+  }
+  template <class Call>
+  static auto checked(Call&& call) {
+    using Signature = pybind11::detail::function_signature_t<Call>;
+    return checked(std::forward<Call>(call), static_cast<Signature*>(nullptr));
+  }
+  template <class Call, class Return, class Of, class... Args>
+  static auto checked(Call&& call, Return (*)(Of, Args...)) {
+    return [call = std::forward<Call>(call)](Of of, Args... args) -> Return {
+      unwrap(of.require_own_process());
+      return call(of, std::forward<Args>(args)...);
+    };
+  }
+};
+
+using EngineClass = Owned<TransferEngine>;
 
 void bind_options(pybind11::module_& module);
 void bind_memory(pybind11::module_& module);

@@ -107,9 +107,9 @@ void bind_completions(EngineClass& bound) {
           "subscribe", [](TransferEngine& engine, Imm imm) { unwrap(engine.subscribe(imm)); },
           py::arg("imm"))
       .def("take_arrivals", &TransferEngine::take_arrivals, py::arg("imm"))
-      .def("release_counter", &TransferEngine::release_counter, py::arg("imm"), NoGil())
-      .def("begin_release_counter", &TransferEngine::begin_release_counter, py::arg("imm"),
-           NoGil());
+      .def_end("release_counter", &TransferEngine::release_counter, py::arg("imm"), NoGil())
+      .def_end("begin_release_counter", &TransferEngine::begin_release_counter, py::arg("imm"),
+               NoGil());
 }
 
 }  // namespace kvxfer::python

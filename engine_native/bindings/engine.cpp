@@ -20,13 +20,12 @@ py::dict by_name(const Refusals& refusals) {
 
 EngineClass bind_engine(py::module_& module) {
   EngineClass bound(module, "TransferEngine");
-  bound
-      .def(py::init([](const EngineOptions& options) {
-             py::gil_scoped_release release;
-             return unwrap(TransferEngine::create(options));
-           }),
-           py::arg("options"))
-      .def("close", &TransferEngine::close, NoGil())
+  static_cast<EngineClass::Base&>(bound).def(py::init([](const EngineOptions& options) {
+                                               py::gil_scoped_release release;
+                                               return unwrap(TransferEngine::create(options));
+                                             }),
+                                             py::arg("options"));
+  bound.def_end("close", &TransferEngine::close, NoGil())
       .def("poll", &TransferEngine::poll, NoGil())
       .def_property_readonly("address",
                              [](const TransferEngine& engine) { return engine.address().text(); })
@@ -91,7 +90,7 @@ EngineClass bind_engine(py::module_& module) {
                 engine.register_memory(reinterpret_cast<void*>(address), nbytes, require_nics));
           },
           py::arg("address"), py::arg("nbytes"), py::arg("require_nics") = false, NoGil())
-      .def(
+      .def_end(
           "deregister",
           [](TransferEngine& engine, const RegionPtr& region) {
             unwrap(engine.deregister(region));
@@ -104,7 +103,7 @@ EngineClass bind_engine(py::module_& module) {
                                   seconds(timeout, "timeout is"));
           },
           py::arg("address"), py::arg("timeout"), NoGil())
-      .def("disconnect", &TransferEngine::disconnect, py::arg("peer"), NoGil())
+      .def_end("disconnect", &TransferEngine::disconnect, py::arg("peer"), NoGil())
       .def(
           "fence", [](TransferEngine& engine, PeerId peer) { unwrap(engine.fence(peer)); },
           py::arg("peer"), NoGil())

@@ -75,6 +75,7 @@ py::tuple dlpack_device(const MemoryRegion& region) {
 }  // namespace
 
 void bind_memory(py::module_& module) {
+  module.def("end_unused_gpus", &cuda::Gpu::end_unused, NoGil());
   py::class_<SharedMemory, SharedMemoryPtr>(module, "SharedMemory", py::buffer_protocol())
       .def(py::init([](std::size_t nbytes) { return unwrap(allocate_shared(nbytes)); }),
            py::arg("nbytes"), NoGil())

@@ -95,38 +95,39 @@ std::uint64_t dispatch_send(Exchange& exchange, std::uint32_t slot, std::uintptr
 }  // namespace
 
 void bind_moe(py::module_& module) {
-  py::class_<Exchange>(module, "MoeExchange")
-      .def(py::init([](TransferEngine& engine, std::uint32_t ranks, std::uint32_t rank,
-                       std::uint32_t experts, std::vector<std::uint32_t> local_experts,
-                       std::uint32_t top_k, std::uint32_t hidden, std::uint32_t max_tokens,
-                       std::uint32_t slots, const std::string& input, const std::string& wire,
-                       const std::string& combine, const std::string& output,
-                       std::uint32_t scale_block, double spin, double timeout) {
-             moe::Shape shape{.ranks = ranks,
-                              .rank = rank,
-                              .experts = experts,
-                              .local_experts = std::move(local_experts),
-                              .top_k = top_k,
-                              .hidden = hidden,
-                              .max_tokens = max_tokens,
-                              .slots = slots,
-                              .input = dtype(input),
-                              .wire = dtype(wire),
-                              .combine = dtype(combine),
-                              .output = dtype(output),
-                              .scale_block = scale_block};
-             const moe::Options options{.spin = seconds(spin, "spin"),
-                                        .timeout = seconds(timeout, "timeout")};
-             const py::gil_scoped_release unlocked;
-             return unwrap(Exchange::create(engine, std::move(shape), options));
-           }),
-           py::keep_alive<1, 2>(), py::arg("engine"), py::kw_only(), py::arg("ranks"),
-           py::arg("rank"), py::arg("experts"), py::arg("local_experts"), py::arg("top_k"),
-           py::arg("hidden"), py::arg("max_tokens"), py::arg("slots") = 2,
-           py::arg("input_dtype") = "bf16", py::arg("wire_dtype") = "bf16",
-           py::arg("combine_dtype") = "bf16", py::arg("output_dtype") = "bf16",
-           py::arg("scale_block") = 0, py::arg("spin") = 0.0, py::arg("timeout") = 30.0)
-      .def_property_readonly("memory_fd", &Exchange::memory_fd)
+  Owned<Exchange> bound(module, "MoeExchange");
+  static_cast<Owned<Exchange>::Base&>(bound).def(
+      py::init([](TransferEngine& engine, std::uint32_t ranks, std::uint32_t rank,
+                  std::uint32_t experts, std::vector<std::uint32_t> local_experts,
+                  std::uint32_t top_k, std::uint32_t hidden, std::uint32_t max_tokens,
+                  std::uint32_t slots, const std::string& input, const std::string& wire,
+                  const std::string& combine, const std::string& output, std::uint32_t scale_block,
+                  double spin, double timeout) {
+        moe::Shape shape{.ranks = ranks,
+                         .rank = rank,
+                         .experts = experts,
+                         .local_experts = std::move(local_experts),
+                         .top_k = top_k,
+                         .hidden = hidden,
+                         .max_tokens = max_tokens,
+                         .slots = slots,
+                         .input = dtype(input),
+                         .wire = dtype(wire),
+                         .combine = dtype(combine),
+                         .output = dtype(output),
+                         .scale_block = scale_block};
+        const moe::Options options{.spin = seconds(spin, "spin"),
+                                   .timeout = seconds(timeout, "timeout")};
+        const py::gil_scoped_release unlocked;
+        return unwrap(Exchange::create(engine, std::move(shape), options));
+      }),
+      py::keep_alive<1, 2>(), py::arg("engine"), py::kw_only(), py::arg("ranks"), py::arg("rank"),
+      py::arg("experts"), py::arg("local_experts"), py::arg("top_k"), py::arg("hidden"),
+      py::arg("max_tokens"), py::arg("slots") = 2, py::arg("input_dtype") = "bf16",
+      py::arg("wire_dtype") = "bf16", py::arg("combine_dtype") = "bf16",
+      py::arg("output_dtype") = "bf16", py::arg("scale_block") = 0, py::arg("spin") = 0.0,
+      py::arg("timeout") = 30.0);
+  bound.def_property_readonly("memory_fd", &Exchange::memory_fd)
       .def_property_readonly("memory_bytes", &Exchange::memory_bytes)
       .def_property_readonly("doorbell_fd", &Exchange::doorbell_fd)
       .def(

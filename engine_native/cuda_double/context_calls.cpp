@@ -61,6 +61,10 @@ CUresult CUDAAPI cuDeviceGetPCIBusId(char* id, int length, CUdevice device) {
 
 CUresult CUDAAPI cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
   if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+  if (const auto set = Driver::instance().attribute(attribute)) {
+    *value = *set;
+    return CUDA_SUCCESS;
+  }
   switch (attribute) {
     case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
     case CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY:
@@ -73,6 +77,7 @@ CUresult CUDAAPI cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, 
     case CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED:
     case CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED:
     case CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS_V1:
+    case CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS:
     case CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY:
     case CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM:
       *value = 1;
@@ -203,6 +208,7 @@ CUresult CUDAAPI cuGetErrorName(CUresult error, const char** name) {
     NAME(CUDA_ERROR_CONTEXT_IS_DESTROYED);
     NAME(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
     NAME(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
+    NAME(CUDA_ERROR_MPS_CLIENT_TERMINATED);
     NAME(CUDA_ERROR_NOT_PERMITTED);
     NAME(CUDA_ERROR_NOT_SUPPORTED);
     NAME(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);

@@ -24,10 +24,28 @@
 // - A dmabuf is of whole pages; memory of cuMemCreate has to ask for it, and managed or pool memory
 //   has none (cuMemGetHandleForAddressRange, CUmemAllocationProp).
 // - Memory of cuMemCreate takes no SYNC_MEMOPS (openucx/ucx#9895), nor does that of a pool.
+// - A context has one lock. Who allocates, frees, pins or unpins memory, loads or unloads a module,
+//   or runs a kernel for the first time holds it until all streams of the context are idle; all
+//   other calls into the context wait for it (CUDA programming guide, "Lazy Loading", "Implicit
+//   Synchronization", CUDA_MODULE_LOADING; reports: meta-pytorch/torchcomms#2334 and #2470,
+//   kvcache-ai/Mooncake#1755, microsoft/mscclpp#394).
+// - Streams share hardware queues (CUDA_DEVICE_MAX_CONNECTIONS): what has not begun, as a wait for
+//   a word, keeps back what was queued there later, of other streams, too. Streams of the highest
+//   priority share theirs only with each other (CUDA programming guide, "Environment Variables",
+//   cuStreamCreateWithPriority; microsoft/mscclpp#516).
+// - A launch on a stream with 1,024 waits for room (CUDA programming guide, "Asynchronous
+//   Execution": a full queue makes a launch synchronous; NVIDIA does not say how many it holds).
+// - Memory that another process has open by its handle must not be freed: that poisons the context
+//   here (cudaIpcGetMemHandle: the behaviour is undefined).
+// - A context that was reset may have the handle of the next one (cuDevicePrimaryCtxReset).
+// - A fatal fault of one MPS client ends the others' contexts on that GPU (MPS documentation,
+//   "Memory Protection and Error Containment").
+// - CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM and CAN_USE_64_BIT_STREAM_MEM_OPS may be 0
+//   (cuMemHostRegister, cuStreamWaitValue64).
 //
-// Stricter than a driver: pageable memory and memory of a pool are never captured, a capture that
-// forbids to ask an event forbids to ask a stream, too, and cuMemFree needs a context (driver 580
-// finds it by the address).
+// Stricter than a driver: not each allocation of a driver's waits for streams, pageable memory and
+// memory of a pool are never captured, a capture that forbids to ask an event forbids to ask a
+// stream, too, and cuMemFree needs a context (driver 580 finds it by the address).
 //
 // The calls are those of cuda.h, which it is built with; what cuda.h does not have is below.
 #pragma once
@@ -58,9 +76,26 @@ void cuda_double_peers(bool reach);
 // do not until told otherwise.
 void cuda_double_peers_corrupt(bool corrupt);
 
-// Allocations and mappings that there are.
+// Allocations, mappings and retained contexts that there are.
 size_t cuda_double_live(void);
+
+// How many threads hold the lock of a context, or are about to.
+size_t cuda_double_holding(void);
+
+// What cuDeviceGetAttribute() says of all devices from now on; below 0: what it says else.
+void cuda_double_attribute(CUdevice_attribute attribute, int value);
+
+// Whether a device that is reset gets the handle of its last context again; it does not until told
+// otherwise.
+void cuda_double_same_handles(bool same);
+
+// As where another client of the MPS server had a fatal fault on the device.
+void cuda_double_mps_fault(CUdevice device);
 
 // How often a call has made its thread wait for a stream.
 uint64_t cuda_double_waits(void);
+
+// How often a thread named as an engine's has made a call that may wait for a stream or for the
+// lock of a context.
+uint64_t cuda_double_by_engines(void);
 }

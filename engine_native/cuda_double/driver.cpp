@@ -1,12 +1,25 @@
 #include "driver.hpp"
 
+#include <sys/prctl.h>
+
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace kvxfer::cuda_double {
+namespace {
+
+void note_engine_thread() {
+  std::array<char, 16> name{};
+  ::prctl(PR_GET_NAME, name.data());
+  if (std::string_view(name.data()) == "kvxfer-engine") ++Driver::instance().by_engines;
+}
+
+}  // namespace
 
 Driver& Driver::instance() {
   static Driver* const driver = new Driver;  // its streams' threads outlive main()
@@ -24,8 +37,8 @@ CUresult Driver::initialise() {
       if (number != "0" && number != "1") break;
       visible_.push_back(number == "1" ? 1 : 0);
     }
+    if (!visible_.empty()) initialised = true;
   }
-  initialised = !visible_.empty();
   return initialised ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
 }
 
@@ -35,6 +48,40 @@ CUdevice Driver::visible(int physical) const {
 }
 
 // --- contexts --------------------------------------------------------------------------------
+
+void ContextLock::pass() {
+  note_engine_thread();
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return depth_ == 0 || owner_ == std::this_thread::get_id(); });
+}
+
+void ContextLock::take() {
+  note_engine_thread();
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return depth_ == 0 || owner_ == std::this_thread::get_id(); });
+  owner_ = std::this_thread::get_id();
+  ++depth_;
+}
+
+void ContextLock::give_back() {
+  const std::lock_guard lock(mutex_);
+  --depth_;
+  changed_.notify_all();
+}
+
+bool Driver::lazy() {
+  const char* const set = std::getenv("CUDA_MODULE_LOADING");
+  return !set || std::string_view(set) != "EAGER";
+}
+
+void Driver::make_channels(Context& context) {
+  const char* const set = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+  const std::size_t count = std::clamp(set ? std::atoi(set) : 8, 1, 32);
+  for (std::size_t i = 0; i < count; ++i) {
+    context.channels.push_back(std::make_shared<Channel>());
+    context.urgent.push_back(std::make_shared<Channel>());
+  }
+}
 
 std::vector<CUcontext>& Driver::stack() {
   thread_local std::vector<CUcontext> stack;
@@ -48,9 +95,11 @@ CUresult Driver::retain(CUdevice device, CUcontext* context) {
   auto& known = contexts_[device];
   if (!known) {
     known = std::make_unique<Context>();
-    known->handle = reinterpret_cast<CUcontext>(++last_handle_);
+    const CUcontext last = same_handles ? last_[device] : nullptr;
+    known->handle = last ? last : reinterpret_cast<CUcontext>(++last_handle_);
     known->device = device;
-    known->legacy = std::make_shared<Stream>(known->handle, true, seed_++);
+    make_channels(*known);
+    known->legacy = std::make_shared<Stream>(known->handle, true, known->channels[0], seed_++);
   }
   ++retained_[device];
   *context = known->handle;
@@ -77,6 +126,10 @@ CUresult Driver::reset(CUdevice device) {
   }
   if (!ended) return CUDA_SUCCESS;
   const CUcontext context = ended->handle;
+  {
+    const std::lock_guard lock(mutex_);
+    last_[device] = context;
+  }
   ended.reset();  // its streams end what they have, which may call
   memory.drop(context);
   return CUDA_SUCCESS;
@@ -119,7 +172,7 @@ bool Driver::reaches(CUcontext context, const Mapping& mapping) const {
 CUresult Driver::set_peer(CUcontext peer, bool enabled) {
   const std::lock_guard lock(mutex_);
   Context* context = nullptr;
-  if (const CUresult bad = current(&context); bad != CUDA_SUCCESS) return bad;
+  if (const CUresult bad = current_now(&context); bad != CUDA_SUCCESS) return bad;
   if (peer == context->handle || !of(peer)) return CUDA_ERROR_INVALID_CONTEXT;
   if (enabled && !peers_reach) return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
   if (enabled) {
@@ -130,6 +183,24 @@ CUresult Driver::set_peer(CUcontext peer, bool enabled) {
 }
 
 CUresult Driver::current(Context** context) const {
+  pass(nullptr);
+  return current_now(context);
+}
+
+void Driver::pass(CUstream stream) const {
+  std::shared_ptr<ContextLock> lock;
+  {
+    const std::lock_guard guard(mutex_);
+    const Context* const current = stack().empty() ? nullptr : of(stack().back());
+    if (current) lock = current->lock;
+    for (const auto& [device, context] : contexts_) {
+      if (context && context->streams.contains(stream)) lock = context->lock;
+    }
+  }
+  if (lock) lock->pass();
+}
+
+CUresult Driver::current_now(Context** context) const {
   if (!initialised) return CUDA_ERROR_NOT_INITIALIZED;
   if (stack().empty()) return CUDA_ERROR_INVALID_CONTEXT;
   Context* const found = of(stack().back());
@@ -144,17 +215,49 @@ CUresult Driver::current_for_unsafe(Context** context) {
   return captures.unsafe();
 }
 
+// --- what tests set --------------------------------------------------------------------------
+
+void Driver::set_attribute(int attribute, int value) {
+  const std::lock_guard lock(mutex_);
+  attributes_[attribute] = value;
+}
+
+std::optional<int> Driver::attribute(int attribute) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = attributes_.find(attribute);
+  if (found == attributes_.end() || found->second < 0) return std::nullopt;
+  return found->second;
+}
+
+void Driver::fault(CUdevice device) {
+  const std::lock_guard lock(mutex_);
+  const auto found = contexts_.find(device);
+  if (found != contexts_.end() && found->second) {
+    found->second->sticky = CUDA_ERROR_MPS_CLIENT_TERMINATED;
+  }
+}
+
+std::size_t Driver::retained() const {
+  const std::lock_guard lock(mutex_);
+  std::size_t all = 0;
+  for (const auto& [device, count] : retained_) all += count;
+  return all;
+}
+
 // --- streams ---------------------------------------------------------------------------------
 
-CUresult Driver::make_stream(CUcontext in, bool blocking, CUstream* stream) {
+CUresult Driver::make_stream(CUcontext in, bool blocking, int priority, CUstream* stream) {
   const std::lock_guard lock(mutex_);
   Context* const context = of(in);
   *stream = reinterpret_cast<CUstream>(++last_handle_);
-  context->streams.emplace(*stream, std::make_shared<Stream>(in, blocking, seed_++));
+  const auto& channels = priority <= kHighestPriority ? context->urgent : context->channels;
+  const auto& channel = channels[++context->next_channel % channels.size()];
+  context->streams.emplace(*stream, std::make_shared<Stream>(in, blocking, channel, seed_++));
   return CUDA_SUCCESS;
 }
 
 CUresult Driver::destroy_stream(CUstream stream) {
+  pass(stream);
   const std::lock_guard lock(mutex_);
   for (const auto& [device, context] : contexts_) {
     if (!context) continue;
@@ -169,10 +272,11 @@ CUresult Driver::destroy_stream(CUstream stream) {
 }
 
 CUresult Driver::place(CUstream stream, Place* place) {
+  pass(stream);
   const std::lock_guard lock(mutex_);
   if (!initialised) return CUDA_ERROR_NOT_INITIALIZED;
   if (stream == nullptr || stream == CU_STREAM_LEGACY) {
-    if (const CUresult bad = current(&place->context); bad != CUDA_SUCCESS) return bad;
+    if (const CUresult bad = current_now(&place->context); bad != CUDA_SUCCESS) return bad;
     place->stream = place->context->legacy;
     for (const auto& [handle, other] : place->context->streams) {
       if (!other->blocking()) continue;
@@ -210,14 +314,15 @@ CUresult Driver::place_for_wait(CUstream stream, Place* place) {
 }
 
 PointPtr Place::enqueue(std::function<void()> work) {
-  return enqueue_until([work = std::move(work)] {
+  const auto once = [work = std::move(work)] {
     work();
     return true;
-  });
+  };
+  return enqueue_until(once, false);
 }
 
-PointPtr Place::enqueue_until(std::function<bool()> done) {
-  if (!capture) return stream->enqueue_until(std::move(done), std::move(after));
+PointPtr Place::enqueue_until(std::function<bool()> done, bool holds) {
+  if (!capture) return stream->enqueue_until(std::move(done), std::move(after), holds);
   capture->add(*stream, std::move(done));
   return nullptr;
 }
@@ -234,6 +339,7 @@ void Driver::synchronize(Context& context) {
 }
 
 void Driver::wait(const PointPtr& point) {
+  note_engine_thread();
   if (point->reached()) return;
   ++waits;
   point->wait();
@@ -270,6 +376,13 @@ CUresult Driver::record(CUevent event, const Place& place) {
 }
 
 CUresult Driver::recorded(CUevent event, PointPtr* point) const {
+  const auto lock_of = [&]() -> std::shared_ptr<ContextLock> {
+    const std::lock_guard lock(mutex_);
+    const auto found = events_.find(event);
+    const Context* const context = found == events_.end() ? nullptr : of(found->second.context);
+    return context ? context->lock : nullptr;
+  };
+  if (const auto lock = lock_of()) lock->pass();
   const std::lock_guard lock(mutex_);
   const auto found = events_.find(event);
   if (found == events_.end()) return CUDA_ERROR_INVALID_HANDLE;

@@ -5,12 +5,16 @@
 #include <cuda.h>
 
 #include <atomic>
+#include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -20,7 +24,23 @@
 
 namespace kvxfer::cuda_double {
 
+// The lock of a context. A thread that holds it keeps all others' calls into the context waiting.
+class ContextLock {
+ public:
+  // Once no other thread holds it.
+  void pass();
+  void take();
+  void give_back();
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::thread::id owner_;
+  unsigned depth_ = 0;
+};
+
 struct Context {
+  std::shared_ptr<ContextLock> lock = std::make_shared<ContextLock>();
   // An error that a stream ran into: every later call returns it.
   std::atomic<CUresult> sticky = CUDA_SUCCESS;
   CUcontext handle = nullptr;
@@ -29,6 +49,9 @@ struct Context {
   std::unordered_map<CUstream, std::shared_ptr<Stream>> streams;
   std::vector<std::shared_ptr<Stream>> destroyed;  // they still run what was queued
   std::set<CUcontext> peers;                       // whose memory its kernels reach
+  std::vector<std::shared_ptr<Channel>> channels;  // of streams, in turn
+  std::vector<std::shared_ptr<Channel>> urgent;    // of those with the highest priority
+  std::size_t next_channel = 0;
 };
 
 // Where work is to be queued.
@@ -40,7 +63,12 @@ struct Place {
 
   // As of Stream; the point is null where the work becomes part of a graph.
   PointPtr enqueue(std::function<void()> work);
-  PointPtr enqueue_until(std::function<bool()> done);
+  // `holds`: its stream's channel, until it is done.
+  PointPtr enqueue_until(std::function<bool()> done, bool holds = true);
+  // Where the stream has no room for more, until it has.
+  void await_room() const {
+    if (!capture) stream->await_room();
+  }
 };
 
 class Driver {
@@ -49,7 +77,7 @@ class Driver {
 
   // With the devices that CUDA_VISIBLE_DEVICES names, of two.
   CUresult initialise();
-  bool initialised = false;
+  std::atomic<bool> initialised = false;
   Memory memory;
   Captures captures;
 
@@ -73,6 +101,8 @@ class Driver {
   static std::vector<CUcontext>& stack();
   // Null where it has been destroyed.
   Context* of(CUcontext context) const;
+  // Whether kernels are loaded when they are first needed (CUDA_MODULE_LOADING).
+  static bool lazy();
   bool active(CUdevice device) const;
   // Whether kernels of the context reach the memory.
   bool reaches(CUcontext context, const Mapping& mapping) const;
@@ -80,7 +110,8 @@ class Driver {
 
   // --- streams; 0 and CU_STREAM_LEGACY are the legacy one of the current context, which is ordered
   // with all blocking ones
-  CUresult make_stream(CUcontext in, bool blocking, CUstream* stream);
+  static constexpr int kHighestPriority = -5;
+  CUresult make_stream(CUcontext in, bool blocking, int priority, CUstream* stream);
   CUresult destroy_stream(CUstream stream);
   CUresult place(CUstream stream, Place* place);
   // To wait for what is queued there, or ask about it, which no capture allows.
@@ -106,18 +137,33 @@ class Driver {
 
   // How often a call has made its thread wait for a stream. For tests: an engine thread must not.
   std::atomic<std::uint64_t> waits = 0;
+  // How often an engine's thread has made one that may wait for a stream or a context's lock.
+  std::atomic<std::uint64_t> by_engines = 0;
   std::atomic<void (*)(void)> on_flush = nullptr;
+  std::atomic<std::size_t> holding = 0;
+  std::atomic<bool> same_handles = false;
+  // What tests have set.
+  void set_attribute(int attribute, int value);
+  std::optional<int> attribute(int attribute) const;
+  void fault(CUdevice device);
+  std::size_t retained() const;
   std::atomic<bool> peers_reach = true;
   std::atomic<bool> peers_corrupt = false;
   void wait(const PointPtr& point);
 
  private:
   Driver() = default;
+  CUresult current_now(Context** context) const;
+  // Waits for the lock of this stream's context.
+  void pass(CUstream stream) const;
+  static void make_channels(Context& context);
 
   mutable std::recursive_mutex mutex_;
   std::vector<int> visible_;
   std::map<CUdevice, std::unique_ptr<Context>> contexts_;
   std::map<CUdevice, unsigned> retained_;
+  std::map<CUdevice, CUcontext> last_;  // handles of contexts that were reset
+  std::map<int, int> attributes_;
   struct Event {
     CUcontext context = nullptr;
     PointPtr recorded;
@@ -134,6 +180,26 @@ class Driver {
   // Handles are numbers, and none is given out twice; 0, 1 and 2 mean special streams.
   std::uintptr_t last_handle_ = 0x1000;
   std::uint64_t seed_ = 1;
+};
+
+// Holds a context's lock, from when all that its streams have is done: others that call into the
+// context meanwhile wait.
+class Exclusive {
+ public:
+  explicit Exclusive(Context& context) : lock_(context.lock) {
+    ++Driver::instance().holding;
+    lock_->take();
+    Driver::instance().synchronize(context);
+  }
+  ~Exclusive() {
+    lock_->give_back();
+    --Driver::instance().holding;
+  }
+  Exclusive(const Exclusive&) = delete;
+  Exclusive& operator=(const Exclusive&) = delete;
+
+ private:
+  std::shared_ptr<ContextLock> lock_;
 };
 
 }  // namespace kvxfer::cuda_double

@@ -47,6 +47,7 @@ CUresult cuda_double_launch(CUstream stream, cuda_double_kernel kernel, void* ar
   Driver& driver = Driver::instance();
   Place place;
   if (const CUresult bad = driver.place(stream, &place); bad != CUDA_SUCCESS) return bad;
+  place.await_room();
   Context& context = *place.context;
   place.enqueue([&context, kernel, arguments] {
     if (!kernel(arguments)) context.sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
@@ -69,6 +70,21 @@ void cuda_double_peers(bool reach) { Driver::instance().peers_reach = reach; }
 
 void cuda_double_peers_corrupt(bool corrupt) { Driver::instance().peers_corrupt = corrupt; }
 
-size_t cuda_double_live(void) { return Driver::instance().memory.live(); }
+size_t cuda_double_live(void) {
+  const Driver& driver = Driver::instance();
+  return driver.memory.live() + driver.retained();
+}
+
+size_t cuda_double_holding(void) { return Driver::instance().holding; }
+
+void cuda_double_attribute(CUdevice_attribute attribute, int value) {
+  Driver::instance().set_attribute(attribute, value);
+}
+
+void cuda_double_same_handles(bool same) { Driver::instance().same_handles = same; }
+
+void cuda_double_mps_fault(CUdevice device) { Driver::instance().fault(device); }
 
 uint64_t cuda_double_waits(void) { return Driver::instance().waits; }
+
+uint64_t cuda_double_by_engines(void) { return Driver::instance().by_engines; }

@@ -60,6 +60,7 @@ CUresult CUDAAPI cuGraphLaunch(CUgraphExec exec, CUstream stream) {
   Driver& driver = Driver::instance();
   Place place;
   if (const CUresult bad = driver.place(stream, &place); bad != CUDA_SUCCESS) return bad;
+  place.await_room();
   return driver.launch(exec, place);
 }
 

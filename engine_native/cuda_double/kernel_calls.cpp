@@ -113,7 +113,12 @@ struct LoadedModule {
 
 std::mutex mutex;
 std::map<CUmodule, LoadedModule> modules;
-std::map<CUfunction, std::pair<CUmodule, const Kernel*>> functions;
+struct LoadedFunction {
+  CUmodule module;
+  const Kernel* kernel;
+  bool launched = false;
+};
+std::map<CUfunction, LoadedFunction> functions;
 std::uintptr_t last_handle = 0x2000;
 
 }  // namespace
@@ -130,6 +135,7 @@ CUresult CUDAAPI cuModuleLoadData(CUmodule* module, const void* image) {
   if (text.find(".version") == std::string::npos || text.find(".target") == std::string::npos) {
     return CUDA_ERROR_INVALID_PTX;
   }
+  const Exclusive exclusive(*context);
   const std::lock_guard lock(mutex);
   *module = reinterpret_cast<CUmodule>(++last_handle);
   modules[*module] = {.image = text, .context = context->handle};
@@ -140,10 +146,10 @@ CUresult CUDAAPI cuModuleUnload(CUmodule module) {
   Context* context = nullptr;
   Driver& driver = Driver::instance();
   if (const CUresult bad = driver.current_for_unsafe(&context); bad != CUDA_SUCCESS) return bad;
-  driver.synchronize(*context);
+  const Exclusive exclusive(*context);
   const std::lock_guard lock(mutex);
   if (modules.erase(module) == 0) return CUDA_ERROR_INVALID_HANDLE;
-  std::erase_if(functions, [module](const auto& each) { return each.second.first == module; });
+  std::erase_if(functions, [module](const auto& each) { return each.second.module == module; });
   return CUDA_SUCCESS;
 }
 
@@ -157,7 +163,7 @@ CUresult CUDAAPI cuModuleGetFunction(CUfunction* function, CUmodule module, cons
     return CUDA_ERROR_NOT_FOUND;
   }
   *function = reinterpret_cast<CUfunction>(++last_handle);
-  functions[*function] = {module, &known->second};
+  functions[*function] = {.module = module, .kernel = &known->second};
   return CUDA_SUCCESS;
 }
 
@@ -170,19 +176,25 @@ CUresult CUDAAPI cuLaunchKernel(CUfunction function, unsigned int x, unsigned in
   Place place;
   if (const CUresult bad = driver.place(stream, &place); bad != CUDA_SUCCESS) return bad;
   const Kernel* kernel = nullptr;
+  bool first = false;
   {
     const std::lock_guard lock(mutex);
     const auto found = functions.find(function);
     if (found == functions.end()) return CUDA_ERROR_INVALID_HANDLE;
-    const CUcontext of = modules.at(found->second.first).context;
+    const CUcontext of = modules.at(found->second.module).context;
     if (of != place.context->handle) return CUDA_ERROR_INVALID_CONTEXT;
-    kernel = found->second.second;
+    kernel = found->second.kernel;
+    first = !std::exchange(found->second.launched, true) && Driver::lazy();
   }
   const unsigned threads = threads_x * threads_y * threads_z;
   if (x == 0 || y == 0 || z == 0 || y > 65535 || z > 65535 || threads == 0 || threads > 1024 ||
       !parameters || extra) {
     return CUDA_ERROR_INVALID_VALUE;
   }
+  if (first) {
+    const Exclusive loading(*place.context);
+  }
+  place.await_room();
   std::vector<std::byte> values(kernel->parameter_bytes);
   std::memcpy(values.data(), parameters[0], values.size());
   Context& context = *place.context;

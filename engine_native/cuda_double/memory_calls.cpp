@@ -1,7 +1,9 @@
 // Allocations, and what is asked about addresses.
+#include <sys/file.h>
 #include <sys/mman.h>
 
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "driver.hpp"
@@ -84,7 +86,11 @@ CUresult free_mapping(CUdeviceptr base, Kind kind) {
   if (!found || found->base != base || found->kind != kind) return CUDA_ERROR_INVALID_VALUE;
   // It waits for all that may use the memory, as the driver does, but for memory of a pool.
   Context* const owner = kind == Kind::pool ? nullptr : driver.of(found->context);
-  if (owner) driver.synchronize(*owner);
+  std::optional<Exclusive> exclusive;
+  if (owner) exclusive.emplace(*owner);
+  // A process that has it open holds the other lock.
+  const bool open = kind == Kind::device && ::flock(found->backing->fd(), LOCK_EX | LOCK_NB) != 0;
+  if (open) context->sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
   const auto removed = driver.memory.remove(base, kind);
   if (!removed) return CUDA_ERROR_INVALID_VALUE;
   driver.memory.end(*removed);
@@ -103,6 +109,7 @@ CUresult CUDAAPI cuMemAlloc(CUdeviceptr* address, size_t size) {
   Context* context = nullptr;
   if (const CUresult bad = driver.current_for_unsafe(&context); bad != CUDA_SUCCESS) return bad;
   if (!address || size == 0) return CUDA_ERROR_INVALID_VALUE;
+  const Exclusive exclusive(*context);
   const std::size_t whole = Memory::whole(size);
   auto backing = Backing::make(whole, driver.physical(context->device));
   const CUdeviceptr base = backing ? driver.memory.reserve(whole) : 0;
@@ -130,6 +137,7 @@ CUresult CUDAAPI cuMemAllocManaged(CUdeviceptr* address, size_t size, unsigned i
   if (!address || size == 0 || (flags != CU_MEM_ATTACH_GLOBAL && flags != CU_MEM_ATTACH_HOST)) {
     return CUDA_ERROR_INVALID_VALUE;
   }
+  const Exclusive exclusive(*context);
   void* const at = host_memory(size);
   if (!at) return CUDA_ERROR_OUT_OF_MEMORY;
   *address = address_of(at);
@@ -213,6 +221,7 @@ CUresult CUDAAPI cuMemHostAlloc(void** host, size_t size, unsigned int) {
   Context* context = nullptr;
   if (const CUresult bad = driver.current_for_unsafe(&context); bad != CUDA_SUCCESS) return bad;
   if (!host || size == 0) return CUDA_ERROR_INVALID_VALUE;
+  const Exclusive exclusive(*context);
   void* const at = host_memory(size);
   if (!at) return CUDA_ERROR_OUT_OF_MEMORY;
   *host = at;
@@ -230,6 +239,7 @@ CUresult CUDAAPI cuMemHostRegister(void* host, size_t size, unsigned int) {
   Context* context = nullptr;
   if (const CUresult bad = driver.current_for_unsafe(&context); bad != CUDA_SUCCESS) return bad;
   if (!host || size == 0) return CUDA_ERROR_INVALID_VALUE;
+  const Exclusive exclusive(*context);
   const CUresult added = driver.memory.add({.base = address_of(host),
                                             .size = size,
                                             .kind = Kind::registered,
@@ -246,7 +256,9 @@ CUresult CUDAAPI cuMemHostUnregister(void* host) {
   if (!found || found->kind != Kind::registered || found->base != address_of(host)) {
     return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
   }
-  if (Context* const owner = driver.of(found->context)) driver.synchronize(*owner);
+  Context* const owner = driver.of(found->context);
+  std::optional<Exclusive> exclusive;
+  if (owner) exclusive.emplace(*owner);
   driver.memory.remove(address_of(host), Kind::registered);
   return CUDA_SUCCESS;
 }

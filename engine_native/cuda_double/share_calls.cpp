@@ -1,5 +1,6 @@
 // Memory that leaves its process: legacy handles, cuMemCreate with descriptors, dmabuf.
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -70,6 +71,7 @@ CUresult CUDAAPI cuIpcOpenMemHandle(CUdeviceptr* address, CUipcMemHandle handle,
       "/proc/" + std::to_string(exported.process) + "/fd/" + std::to_string(exported.fd);
   UniqueFd memfd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (!memfd || inode_of(memfd.get()) != exported.inode) return CUDA_ERROR_INVALID_HANDLE;
+  ::flock(memfd.get(), LOCK_SH);  // until it is closed, cuMemFree() sees it
   auto backing = Backing::adopt(std::move(memfd));
   if (!backing) return CUDA_ERROR_INVALID_HANDLE;
   const CUdevice device = driver.visible(backing->device());
@@ -95,7 +97,9 @@ CUresult CUDAAPI cuIpcCloseMemHandle(CUdeviceptr address) {
     return CUDA_ERROR_INVALID_VALUE;
   }
   driver.synchronize(*context);
-  driver.memory.end(*driver.memory.remove(address, Kind::imported));
+  const auto removed = driver.memory.remove(address, Kind::imported);
+  ::flock(removed->backing->fd(), LOCK_UN);
+  driver.memory.end(*removed);
   return CUDA_SUCCESS;
 }
 

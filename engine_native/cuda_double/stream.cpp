@@ -30,8 +30,17 @@ void Point::wait() const {
   changed_.wait(lock, [this] { return reached_; });
 }
 
-Stream::Stream(CUcontext context, bool blocking, std::uint64_t seed)
-    : context_(context), blocking_(blocking), last_(std::make_shared<Point>()) {
+PointPtr Channel::follow(PointPtr begun) {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(last_, std::move(begun));
+}
+
+Stream::Stream(CUcontext context, bool blocking, std::shared_ptr<Channel> channel,
+               std::uint64_t seed)
+    : context_(context),
+      blocking_(blocking),
+      channel_(std::move(channel)),
+      last_(std::make_shared<Point>()) {
   last_->reach();
   thread_ = std::thread([this, seed] { serve(seed); });
 }
@@ -45,10 +54,18 @@ Stream::~Stream() {
   thread_.join();
 }
 
-PointPtr Stream::enqueue_until(std::function<bool()> done, std::vector<PointPtr> after) {
+void Stream::await_room() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return queue_.size() < kMostQueued; });
+}
+
+PointPtr Stream::enqueue_until(std::function<bool()> done, std::vector<PointPtr> after,
+                               bool holds) {
   auto end = std::make_shared<Point>();
+  auto begun = std::make_shared<Point>();
   const std::lock_guard lock(mutex_);
-  queue_.push_back({std::move(after), std::move(done), end});
+  if (PointPtr before = channel_->follow(begun)) after.push_back(std::move(before));
+  queue_.push_back({std::move(after), std::move(done), end, std::move(begun), holds});
   last_ = end;
   changed_.notify_all();
   return end;
@@ -75,14 +92,17 @@ void Stream::serve(std::uint64_t seed) {
       if (queue_.empty()) return;
       work = std::move(queue_.front());
       queue_.pop_front();
+      changed_.notify_all();
     }
     for (const PointPtr& point : work.after) point->wait();
+    if (!work.holds) work.begun->reach();
     // As often as not there is no pause: orders that hold by luck are seen to break either way.
     const std::uint64_t longest = longest_delay_us();
     if (longest > 0 && random() % 2 == 0) {
       std::this_thread::sleep_for(std::chrono::microseconds(random() % longest));
     }
     while (!work.step()) std::this_thread::sleep_for(std::chrono::microseconds(5));
+    work.begun->reach();
     work.end->reach();
   }
 }

@@ -30,10 +30,25 @@ class Point {
 };
 using PointPtr = std::shared_ptr<Point>;
 
+// A queue of the hardware's, which several streams share: what is at its head holds it until it has
+// begun, and a wait until it is over.
+class Channel {
+ public:
+  // What was queued there last; `begun` is from now on.
+  PointPtr follow(PointPtr begun);
+
+ private:
+  std::mutex mutex_;
+  PointPtr last_;
+};
+
 class Stream {
  public:
+  // Launches on a stream that does not get on; the next one waits for room.
+  static constexpr std::size_t kMostQueued = 1024;
+
   // `blocking`: ordered with the legacy stream.
-  Stream(CUcontext context, bool blocking, std::uint64_t seed);
+  Stream(CUcontext context, bool blocking, std::shared_ptr<Channel> channel, std::uint64_t seed);
   // Ends what is queued first.
   ~Stream();
   Stream(const Stream&) = delete;
@@ -42,9 +57,12 @@ class Stream {
   CUcontext context() const { return context_; }
   bool blocking() const { return blocking_; }
 
+  // Waits until fewer than kMostQueued are queued.
+  void await_room();
   // Once all before it has run and these points are reached, it is run until it says that it is
-  // done.
-  PointPtr enqueue_until(std::function<bool()> done, std::vector<PointPtr> after = {});
+  // done. `holds`: its channel, until then.
+  PointPtr enqueue_until(std::function<bool()> done, std::vector<PointPtr> after = {},
+                         bool holds = true);
   // Where all that is queued now has run.
   PointPtr last() const;
   // That of the stream whose work the calling thread runs; null for other threads.
@@ -55,11 +73,14 @@ class Stream {
     std::vector<PointPtr> after;
     std::function<bool()> step;
     PointPtr end;
+    PointPtr begun;  // for its channel
+    bool holds;
   };
   void serve(std::uint64_t seed);
 
   CUcontext context_;
   bool blocking_;
+  std::shared_ptr<Channel> channel_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Work> queue_;

@@ -53,6 +53,7 @@ CUresult copy_on(CUstream stream, CUdeviceptr to, CUdeviceptr from, std::size_t 
     place.capture->invalidate();
     return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   }
+  place.await_room();
   Context& context = *place.context;
   // Pageable memory is read at once, and written before the call returns.
   std::function<void()> work = [&context, to, from, size] { copy(context, to, from, size); };
@@ -122,6 +123,7 @@ CUresult memory_operations(CUstream stream, std::vector<std::function<bool(Conte
   if (std::find(operations.begin(), operations.end(), nullptr) != operations.end()) {
     return CUDA_ERROR_INVALID_VALUE;
   }
+  place.await_room();
   Context& context = *place.context;
   place.enqueue_until(
       [&context, operations = std::move(operations), next = std::size_t{0}]() mutable {
@@ -144,12 +146,20 @@ CUdeviceptr address_of(const void* host) { return reinterpret_cast<CUdeviceptr>(
 
 // --- streams ---------------------------------------------------------------------------------
 
-CUresult CUDAAPI cuStreamCreateWithPriority(CUstream* stream, unsigned int flags, int) {
+CUresult CUDAAPI cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  Context* context = nullptr;
+  if (const CUresult bad = Driver::instance().current(&context); bad != CUDA_SUCCESS) return bad;
+  *least = 0;
+  *greatest = Driver::kHighestPriority;
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuStreamCreateWithPriority(CUstream* stream, unsigned int flags, int priority) {
   Context* context = nullptr;
   Driver& driver = Driver::instance();
   if (const CUresult bad = driver.current(&context); bad != CUDA_SUCCESS) return bad;
   if (!stream || (flags & ~unsigned{CU_STREAM_NON_BLOCKING}) != 0) return CUDA_ERROR_INVALID_VALUE;
-  return driver.make_stream(Driver::stack().back(), flags == CU_STREAM_DEFAULT, stream);
+  return driver.make_stream(Driver::stack().back(), flags == CU_STREAM_DEFAULT, priority, stream);
 }
 
 CUresult CUDAAPI cuStreamCreate(CUstream* stream, unsigned int flags) {
@@ -190,6 +200,7 @@ CUresult CUDAAPI cuLaunchHostFunc(CUstream stream, CUhostFn function, void* data
   if (const CUresult bad = Driver::instance().place(stream, &place); bad != CUDA_SUCCESS) {
     return bad;
   }
+  place.await_room();
   place.enqueue([function, data] { function(data); });
   return CUDA_SUCCESS;
 }
@@ -236,6 +247,7 @@ CUresult CUDAAPI cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int)
   Driver& driver = Driver::instance();
   Place place;
   if (const CUresult bad = driver.place(stream, &place); bad != CUDA_SUCCESS) return bad;
+  place.await_room();
   return driver.wait_for(event, place);
 }
 
@@ -318,6 +330,7 @@ CUresult CUDAAPI cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* 
       return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     }
   }
+  place.await_room();
   static std::atomic<unsigned> seed = 1;
   std::shuffle(copies.begin(), copies.end(), std::minstd_rand(seed++));
   Context& context = *place.context;
@@ -337,6 +350,7 @@ CUresult CUDAAPI cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t siz
   Place place;
   if (const CUresult bad = driver.place(stream, &place); bad != CUDA_SUCCESS) return bad;
   if (driver.memory.resolve(to, size, false).bytes.empty()) return CUDA_ERROR_INVALID_VALUE;
+  place.await_room();
   Context& context = *place.context;
   place.enqueue([&driver, &context, to, value, size] {
     const auto target = driver.memory.resolve(to, size, false);

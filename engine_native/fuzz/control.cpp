@@ -41,7 +41,8 @@ class Connection final : private PeerEvents, private OperationBook, private NicE
     socket_ = UniqueFd(ends[1]);
     auto stream = Stream::open(UniqueFd(ends[0]), world_.poller, first_owner_);
     require(static_cast<bool>(stream), "a stream can be opened");
-    Session session{.id = {}, .key = "key", .peer = {}, .introduction = {}};
+    Session session{
+        .id = {}, .key = "key", .version = kNewestVersion, .peer = {}, .introduction = {}};
     session.introduction = identity_of(1).introduction;
     session.introduction.nics = {{"their0", "simulated", 1},
                                  {"their1", "simulated", 1},
@@ -150,7 +151,7 @@ class Connection final : private PeerEvents, private OperationBook, private NicE
     }
   }
   void nic_frame(Input& input) {
-    const auto type = static_cast<NicFrame>(16 + input.below(12));
+    const auto type = static_cast<NicFrame>(16 + input.below(13));
     const auto path = static_cast<PathId>(input.number());
     ByteWriter frame;
     switch (type) {
@@ -204,6 +205,9 @@ class Connection final : private PeerEvents, private OperationBook, private NicE
         break;
       case NicFrame::window:
         frame.put(their_key(input)).put(path).put(input.number()).put(input.number());
+        break;
+      case NicFrame::path_stop:
+        frame.put(path).text(input.text()).put(input.byte()).put(input.number());
         break;
     }
     send_frame(static_cast<std::uint8_t>(type), frame.take());
@@ -297,6 +301,7 @@ class Connection final : private PeerEvents, private OperationBook, private NicE
     if (!region) return peer.nics()->send_region(key, Errc::unknown_region, {});
     peer.nics()->send_region(key, Errc::ok, {.length = region->size(), .keys = {{}, {}}});
   }
+  void on_notice(Peer&, std::string) override {}
   void on_revoked(Peer&, Imm) override {
     if (world_.released()) peer_->nics()->close_grants(std::vector{world_.granted});
   }
@@ -334,6 +339,7 @@ class Connection final : private PeerEvents, private OperationBook, private NicE
   }
   void on_nic_state(NicDomain&) override {}
   void on_credit_due(NicPath& path) override { peer_->nics()->on_credit_due(path); }
+  void on_refused(NicPath&, Imm imm) override { peer_->nics()->revoke(imm, false); }
   void on_window(NicPath& path, std::uint64_t grant) override {
     peer_->nics()->on_window(path, grant);
   }

@@ -59,17 +59,17 @@ class Local {
     require(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) == 0,
             "the system has sockets");
     peer_ = UniqueFd(ends[1]);
-    path_ = opened(
-        local::LocalPath::open({.socket = UniqueFd(ends[0]),
-                                .out = mapped_again(ours_),
-                                .in = mapped_again(theirs_),
-                                .wake_peer = UniqueFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-                                .pid = ::getpid(),
-                                .pidfd = local::open_pidfd(::getpid()),
-                                .peer_reads_us = true,
-                                .we_read_peer = true},
-                               {kPeer, "peer"}, world_.poller, world_.receive_context(), books_,
-                               {world_.gpus(), background_, [](const std::string&) {}}));
+    path_ = opened(local::LocalPath::open(
+        {.socket = UniqueFd(ends[0]),
+         .out = mapped_again(ours_),
+         .in = mapped_again(theirs_),
+         .wake_peer = UniqueFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+         .pid = ::getpid(),
+         .pidfd = local::open_pidfd(::getpid()),
+         .peer_reads_us = true,
+         .we_read_peer = true},
+        {kPeer, "peer", false, true}, world_.poller, world_.receive_context(), books_,
+        {world_.gpus(), background_, lent_, [](const std::string&) {}}));
   }
 
   void act(Input& input) {
@@ -289,6 +289,7 @@ class Local {
   World world_;
   Books books_;
   Background background_{world_.poller};
+  local::LentMemory lent_{world_.poller};
   std::array<std::byte, 8192> source_{};
   std::vector<OperationPtr> operations_;
   UniqueFd peer_;

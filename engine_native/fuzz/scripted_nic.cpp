@@ -88,7 +88,7 @@ void ScriptedPath::shut(std::function<void()> then) {
 }
 
 std::size_t ScriptedPath::post(const OperationPtr& operation, const WriteRange& writes) {
-  require(is_open() && !shut_, "nothing is posted on a path that is not open");
+  require(is_open() && !sealed() && !shut_, "nothing is posted on a path that is not open");
   const std::size_t count = batch_limit(operation, writes, 4);
   for (std::size_t i = 0; i < count; ++i) {
     const WireWrite& write = operation->writes[writes.first + i];

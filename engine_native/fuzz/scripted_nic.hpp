@@ -24,6 +24,7 @@ class ScriptedNic final : public NicDomain {
   const NicInfo& info() const override { return info_; }
   bool usable() const override { return up; }
   bool keeps_order() const override { return false; }
+  bool keeps_arrivals() const override { return windows_; }
   std::uint64_t max_window() const override { return windows_ ? UINT64_MAX : 0; }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) override;
   void open_path(NicPathIdentity identity, Opened then) override;

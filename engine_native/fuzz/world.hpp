@@ -47,7 +47,7 @@ class World {
   cuda::Gpus& gpus() { return on_gpu() ? Device::only().gpus : none_; }
   // Until nothing is under way at a GPU any more.
   void wait_for_copies();
-  ReceiveContext receive_context() { return {regions, *counters, stats, activity}; }
+  ReceiveContext receive_context() { return {regions, *counters, stats, activity, gpus()}; }
   // One of the keys that a peer might name, or any.
   std::uint64_t key(Input& input) const;
   Imm imm(Input& input) const;

@@ -17,6 +17,7 @@
 
 #include "bounds.hpp"
 #include "gpu_memory.hpp"
+#include "held_up.hpp"
 #include "order.hpp"
 #include "receiver.hpp"
 
@@ -128,7 +129,7 @@ void measure(Receiver& receiver, const Way& way, std::vector<Row>& rows) {
 }
 
 void print(const Bounds& bounds, const std::vector<Row>& rows, const Reactions& reactions,
-           const std::string& gpu) {
+           double held_up, const std::string& gpu) {
   std::printf("\n%s, 1 GiB per request in %zu operations, best of %zu, GB/s\n", gpu.c_str(),
               kLayers, kTimes);
   std::printf("device copy %.0f, pinned to device %.1f, to host %.1f, one TCP socket %.1f\n\n",
@@ -158,15 +159,17 @@ void print(const Bounds& bounds, const std::vector<Row>& rows, const Reactions& 
       "\na stream may go on: %.1f us until a spinning thread sees what it counts, %.1f us until a\n"
       "write that waits for that has its first bytes at the peer (medians)\n",
       reactions.spinner / 1e3, reactions.written / 1e3);
+  std::printf("while new kernels were launched the engine thread answered within %.0f us\n",
+              held_up / 1e3);
 }
 
 void print_json(const Bounds& bounds, const std::vector<Row>& rows, const Reactions& reactions,
-                const std::string& gpu) {
+                double held_up, const std::string& gpu) {
   std::printf("{\"gpu\": \"%s\", \"bytes\": %zu, \"device_copy\": %.6g, \"to_device\": %.6g, ",
               gpu.c_str(), kRequestBytes, bounds.device_copy, bounds.to_device);
   std::printf("\"to_host\": %.6g, \"tcp\": %.6g, ", bounds.to_host, bounds.tcp);
-  std::printf("\"spinner_ns\": %.6g, \"written_ns\": %.6g, \"rows\": [", reactions.spinner,
-              reactions.written);
+  std::printf("\"spinner_ns\": %.6g, \"written_ns\": %.6g, \"held_up_ns\": %.6g, \"rows\": [",
+              reactions.spinner, reactions.written, held_up);
   for (std::size_t i = 0; i < rows.size(); ++i) {
     std::printf("%s{\"way\": \"%s\", \"page\": %zu, \"bytes_per_second\": %.6g}", i ? ", " : "",
                 rows[i].name.c_str(), rows[i].page, rows[i].bandwidth);
@@ -184,6 +187,8 @@ int run(bool json) {
   const Bounds bounds = measure_bounds(receiver);
   say("writes that wait for a stream");
   const Reactions reactions = measure_reactions();
+  say("what holds up the engine thread");
+  const double held_up = measure_held_up();
   std::vector<Row> rows;
   for (const std::size_t page : kPages) {
     rows.push_back({"copy kernel alone", page, measure_kernel(page)});
@@ -192,7 +197,8 @@ int run(bool json) {
     say(way.name);
     measure(receiver, way, rows);
   }
-  json ? print_json(bounds, rows, reactions, gpu) : print(bounds, rows, reactions, gpu);
+  json ? print_json(bounds, rows, reactions, held_up, gpu)
+       : print(bounds, rows, reactions, held_up, gpu);
   return 0;
 }
 

@@ -29,17 +29,6 @@ double median(std::vector<double> of) {
   return *middle;
 }
 
-PeerId connect(TransferEngine& from, const TransferEngine& to) {
-  const auto id = from.connect(to.address(), std::chrono::seconds(10));
-  while (true) {
-    for (const Completion& done : from.drain()) {
-      if (done.code != Errc::ok) give_up(done.text);
-      if (done.kind == Completion::Kind::connect && done.id == id) return done.peer;
-    }
-    std::this_thread::yield();
-  }
-}
-
 // Both engines are of this process, so that one clock serves.
 class Rounds {
  public:
@@ -111,6 +100,17 @@ class Rounds {
 };
 
 }  // namespace
+
+PeerId connect(TransferEngine& from, const TransferEngine& to) {
+  const auto id = from.connect(to.address(), std::chrono::seconds(10));
+  while (true) {
+    for (const Completion& done : from.drain()) {
+      if (done.code != Errc::ok) give_up(done.text);
+      if (done.kind == Completion::Kind::connect && done.id == id) return done.peer;
+    }
+    std::this_thread::yield();
+  }
+}
 
 Reactions measure_reactions() {
   Rounds rounds;

@@ -1,7 +1,12 @@
 // How soon a write begins that waits for a stream.
 #pragma once
 
+#include "kvxfer/engine.hpp"
+
 namespace kvxfer::gpu_bench {
+
+// Returns once they are.
+PeerId connect(TransferEngine& from, const TransferEngine& to);
 
 // Medians of many rounds, in nanoseconds after a stream may go on behind what it waits for.
 struct Reactions {

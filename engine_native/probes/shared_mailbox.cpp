@@ -16,6 +16,14 @@
 namespace kvxfer::probes {
 namespace {
 
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 /// Waits until `counter` is no longer `old`.
 void await_change(std::atomic<std::uint32_t>& counter, std::uint32_t old, Wait wait) {
   const std::int64_t deadline = now_ns() + kPatienceNs;
@@ -24,7 +32,7 @@ void await_change(std::atomic<std::uint32_t>& counter, std::uint32_t old, Wait w
       const timespec patience{.tv_sec = 1, .tv_nsec = 0};
       syscall(SYS_futex, &counter, FUTEX_WAIT, old, &patience, nullptr, 0);
     } else {
-      __builtin_ia32_pause();
+      pause();
     }
     if (now_ns() > deadline) {
       throw std::system_error(ETIMEDOUT, std::generic_category(), "shared mailbox");

@@ -16,27 +16,26 @@ constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
 }  // namespace
 
-std::byte* map_aligned(int fd, std::size_t bytes, int protection) {
+std::byte* map_aligned(int fd, std::size_t bytes, int protection, const Kernel& kernel) {
   // Reserve address space with room for the boundary, map into it, give the rest back.
-  constexpr std::size_t kPage = 4096;
-  const std::size_t mapped = (bytes + kPage - 1) / kPage * kPage;
+  const std::size_t mapped = (bytes + kernel.page - 1) / kernel.page * kernel.page;
   const std::size_t reserve = mapped + kHugePage;
   void* space =
-      ::mmap(nullptr, reserve, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      kernel.mmap(nullptr, reserve, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (space == MAP_FAILED) return nullptr;
   const auto start = reinterpret_cast<std::uintptr_t>(space);
   const auto aligned = (start + kHugePage - 1) & ~(kHugePage - 1);
-  void* data =
-      ::mmap(reinterpret_cast<void*>(aligned), bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0);
+  void* data = kernel.mmap(reinterpret_cast<void*>(aligned), bytes, protection,
+                           MAP_SHARED | MAP_FIXED, fd, 0);
   const int error = errno;
   if (data == MAP_FAILED) {
-    ::munmap(space, reserve);
+    kernel.munmap(space, reserve);
     errno = error;
     return nullptr;
   }
-  if (aligned > start) ::munmap(space, aligned - start);
+  if (aligned > start) kernel.munmap(space, aligned - start);
   const auto end = aligned + mapped;
-  if (start + reserve > end) ::munmap(reinterpret_cast<void*>(end), start + reserve - end);
+  if (start + reserve > end) kernel.munmap(reinterpret_cast<void*>(end), start + reserve - end);
   ::madvise(data, bytes, MADV_HUGEPAGE);  // advice: all works without
   return static_cast<std::byte*>(data);
 }

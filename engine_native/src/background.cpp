@@ -1,11 +1,15 @@
 #include "background.hpp"
 
+#include <pthread.h>
+
 namespace kvxfer {
 namespace {
 
-// Most of the time a few. As many as this where a network does not answer the kernel, which may
-// keep each for seconds.
+// Of a queue: most of the time a few. As many as this where a network does not answer the kernel,
+// which may keep each for seconds.
 constexpr std::size_t kMaxThreads = 64;
+// Not that of the engine thread, which peers look for to see whether it lacks a core.
+constexpr const char* kThreadName = "kvxfer-work";
 
 }  // namespace
 
@@ -14,41 +18,49 @@ Background::~Background() {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
   }
-  posted_.release(static_cast<std::ptrdiff_t>(threads_.size()));
-  for (std::thread& thread : threads_) thread.join();
+  end(work_);
+  end(fences_);
 }
 
-void Background::run(Work work, Work then) {
+void Background::end(Queue& queue) {
+  for (std::size_t i = 0; i < queue.threads.size(); ++i) queue.posted.release();
+  for (std::thread& thread : queue.threads) thread.join();
+}
+
+void Background::begin(Queue& queue, Work work, Work then) {
   {
     const std::lock_guard lock(mutex_);
     ++pending_;
-    jobs_.push_back({std::move(work), std::move(then)});
-    if (threads_.size() - busy_ < jobs_.size() && threads_.size() < kMaxThreads) {
-      threads_.emplace_back([this] { serve(); });
+    queue.jobs.push_back({std::move(work), std::move(then)});
+    if (queue.threads.size() - queue.busy < queue.jobs.size() &&
+        queue.threads.size() < kMaxThreads) {
+      queue.threads.emplace_back([this, &queue] { serve(queue); });
     }
   }
-  posted_.release();
+  queue.posted.release();
 }
 
-void Background::serve() {
+void Background::serve(Queue& queue) {
+  ::pthread_setname_np(::pthread_self(), kThreadName);
   while (true) {
-    posted_.acquire();
+    queue.posted.acquire();
     std::unique_lock lock(mutex_);
     if (stopping_) return;
-    ++busy_;
-    Job job = std::move(jobs_.front());
-    jobs_.pop_front();
+    ++queue.busy;
+    Job job = std::move(queue.jobs.front());
+    queue.jobs.pop_front();
     lock.unlock();
     job.work();
     job.work = nullptr;  // with what it holds
     lock.lock();
-    --busy_;
+    --queue.busy;
     ended_.push_back(std::move(job.then));
     poller_.wake();
   }
 }
 
 std::size_t Background::finish() {
+  thread_.check("Background");
   std::vector<Work> ended;
   {
     const std::lock_guard lock(mutex_);

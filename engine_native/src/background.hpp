@@ -9,12 +9,13 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <semaphore>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "poller.hpp"
+#include "semaphore.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -30,13 +31,18 @@ class Background {
   Background& operator=(const Background&) = delete;
 
   // Any thread. Work is begun in order, as soon as a thread is free.
-  void run(Work work, Work then);
+  void run(Work work, Work then) { begin(work_, std::move(work), std::move(then)); }
+  // Likewise what a fence consists of or waits for. It has threads that nothing else takes, so it
+  // never waits behind run()'s, which a network may hold up.
+  void fence(Work work, Work then) { begin(fences_, std::move(work), std::move(then)); }
   // `then` gets what `work` returns.
   template <typename T>
   void run(std::function<T()> work, std::function<void(T)> then) {
-    auto answer = std::make_shared<std::optional<T>>();
-    run([answer, work = std::move(work)] { answer->emplace(work()); },
-        [answer, then = std::move(then)] { then(std::move(**answer)); });
+    begin_with(work_, std::move(work), std::move(then));
+  }
+  template <typename T>
+  void fence(std::function<T()> work, std::function<void(T)> then) {
+    begin_with(fences_, std::move(work), std::move(then));
   }
 
   // --- engine thread
@@ -52,19 +58,32 @@ class Background {
     Work work;
     Work then;
   };
-  void serve();
+  // Jobs, and the threads that take them in turn.
+  struct Queue {
+    Semaphore posted;
+    std::deque<Job> jobs;
+    std::size_t busy = 0;              // threads that work
+    std::vector<std::thread> threads;  // started when all others are busy
+  };
+  void begin(Queue& queue, Work work, Work then);
+  template <typename T>
+  void begin_with(Queue& queue, std::function<T()> work, std::function<void(T)> then) {
+    auto answer = std::make_shared<std::optional<T>>();
+    begin(
+        queue, [answer, work = std::move(work)] { answer->emplace(work()); },
+        [answer, then = std::move(then)] { then(std::move(**answer)); });
+  }
+  void serve(Queue& queue);
+  void end(Queue& queue);
 
+  [[no_unique_address]] ThreadOwner thread_;
   const Poller& poller_;
-  // Not a condition variable: telling one may wait for threads that it woke before (glibc until
-  // 2.41), for as long as these get no processor.
-  std::counting_semaphore<> posted_{0};
   mutable std::mutex mutex_;  // guards all below
-  std::deque<Job> jobs_;
+  Queue work_;
+  Queue fences_;
   std::vector<Work> ended_;
   std::size_t pending_ = 0;  // not finished yet
-  std::size_t busy_ = 0;     // threads that work
   bool stopping_ = false;
-  std::vector<std::thread> threads_;  // started when all others are busy
 };
 
 }  // namespace kvxfer

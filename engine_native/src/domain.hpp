@@ -16,6 +16,9 @@
 namespace kvxfer {
 
 class Path;
+namespace cuda {
+class Gpus;
+}
 
 // What a fabric places arriving bytes with.
 struct ReceiveContext {
@@ -24,12 +27,15 @@ struct ReceiveContext {
   EngineStats& stats;
   // Grows whenever a path moves something: while it does, the engine thread does not sleep.
   std::uint64_t& activity;
+  cuda::Gpus& gpus;
 };
 
 // Whom a path leads to.
 struct PathPeer {
   PeerId id = 0;
-  std::string label;  // for error texts
+  std::string label;    // for error texts
+  bool groups = false;  // it knows WireWrite::grouped
+  bool stops = false;   // it says what it knows before its ends of paths close
 };
 
 // How a path reports to the group that owns it. A path must not be destroyed from within a call.
@@ -76,6 +82,9 @@ class Path {
   virtual void revoke_counter(Imm imm) = 0;
   virtual void revoke_region(std::uint64_t key) = 0;
 
+  // At every heartbeat: a path that is cut off while heartbeats come is lost after `timeout_ns`.
+  // For `stalled_ns` of the time since the last one this engine stood still.
+  virtual void tick(std::uint64_t, std::uint64_t, std::uint64_t) {}
   // When bytes of the peer last came this way; 0 where that does not prove that it runs.
   virtual std::uint64_t last_heard_ns() const { return 0; }
   // The peer's process as seen from here; 0 where it is not visible.

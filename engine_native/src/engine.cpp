@@ -52,14 +52,22 @@ Result<std::unique_ptr<TransferEngine>> TransferEngine::create(EngineOptions opt
 }
 
 TransferEngine::TransferEngine(std::unique_ptr<DomainGroup> group) : group_(std::move(group)) {}
-TransferEngine::~TransferEngine() = default;
+TransferEngine::~TransferEngine() {
+  // The threads that it would wait for, and the NICs that it would close, are the parent's.
+  if (!require_own_process()) [[maybe_unused]]
+    const auto* const of_parent = group_.release();
+}
 
+Result<void> TransferEngine::require_own_process() const { return group_->require_own_process(); }
 void TransferEngine::close() { group_->close(); }
 bool TransferEngine::poll() { return group_->poll(); }
 const EngineAddress& TransferEngine::address() const { return group_->address(); }
 EngineStats TransferEngine::stats() const { return group_->stats(); }
 int TransferEngine::event_fd() const { return group_->completions().event_fd(); }
-std::vector<Completion> TransferEngine::drain() { return group_->completions().drain(); }
+std::vector<Completion> TransferEngine::drain() {
+  if (!require_own_process()) return {};
+  return group_->completions().drain();
+}
 
 const std::vector<std::string>& TransferEngine::fabrics() const { return group_->fabrics(); }
 const std::vector<NicInfo>& TransferEngine::nics() const { return group_->nics(); }
@@ -96,6 +104,7 @@ Result<std::shared_ptr<StreamWait>> TransferEngine::wait_on_stream(int device, v
                                                                    Imm imm, std::uint64_t total,
                                                                    Duration timeout,
                                                                    Expect expect) {
+  if (auto good = group_->require_own_process(); !good) return good.error();
   auto gpu = group_->gpus().open(device);
   if (!gpu) return gpu.error();
   auto queued = cuda::QueuedWait::queue(std::move(*gpu), stream);
@@ -131,6 +140,7 @@ Result<RegionPtr> TransferEngine::register_memory(void* data, std::size_t bytes,
 }
 
 Result<void> TransferEngine::deregister(const RegionPtr& region) {
+  if (!require_own_process()) return {};
   return group_->deregister(region);
 }
 

@@ -84,6 +84,7 @@ bool ImmCounters::counts(Imm imm, PeerId from) const {
 }
 
 bool ImmCounters::add(Imm imm, PeerId from, std::uint64_t arrived) {
+  thread_.check("ImmCounters");
   const std::lock_guard lock(mutex_);
   Slot* slot = find(imm);
   if (!counts(slot, from)) return false;
@@ -101,6 +102,7 @@ bool ImmCounters::add(Imm imm, PeerId from, std::uint64_t arrived) {
 }
 
 ImmCounters::Released ImmCounters::release(Imm imm) {
+  thread_.check("ImmCounters");
   const std::lock_guard lock(mutex_);
   Slot* slot = find(imm);
   if (!slot) return Released::was_not_live;

@@ -13,6 +13,7 @@
 
 #include "completion_queue.hpp"
 #include "kvxfer/types.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -78,6 +79,7 @@ class ImmCounters {
   const Slot* find(Imm imm) const;
   void complete_if_reached(Imm imm, Slot& slot);
 
+  [[no_unique_address]] ThreadOwner thread_;
   CompletionQueue& completions_;
   mutable std::mutex mutex_;
   std::vector<Slot> slots_;

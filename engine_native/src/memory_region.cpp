@@ -5,6 +5,7 @@
 
 #include "cuda/gpu.hpp"
 #include "random.hpp"
+#include "retire.hpp"
 
 namespace kvxfer {
 namespace {
@@ -21,7 +22,7 @@ Error cannot_register(const void* address, std::size_t bytes) {
 Result<RegionPtr> MemoryRegion::allocate(EngineId engine, std::size_t bytes) {
   auto memory = SharedMemory::allocate(bytes);
   if (!memory) return memory.error();
-  RegionPtr region(new MemoryRegion(engine, (*memory)->address(), bytes));
+  RegionPtr region = make(engine, (*memory)->address(), bytes);
   region->shared_ = std::move(*memory);
   return region;
 }
@@ -31,7 +32,7 @@ Result<RegionPtr> MemoryRegion::allocate_on(EngineId engine, std::shared_ptr<cud
   if (bytes == 0) return cannot_register(nullptr, bytes);
   const auto address = gpu->allocate(bytes);
   if (!address) return address.error();
-  RegionPtr region(new MemoryRegion(engine, *address, bytes));
+  RegionPtr region = make(engine, *address, bytes);
   region->ipc_handle_ = gpu->handle_of(*address);
   region->gpu_ = std::move(gpu);
   region->allocated_ = true;
@@ -42,7 +43,7 @@ Result<RegionPtr> MemoryRegion::wrap(EngineId engine, void* address, std::size_t
                                      std::shared_ptr<cuda::Gpu> gpu) {
   const auto start = reinterpret_cast<std::uint64_t>(address);
   if (!address || bytes == 0 || start + bytes < bytes) return cannot_register(address, bytes);
-  RegionPtr region(new MemoryRegion(engine, start, bytes));
+  RegionPtr region = make(engine, start, bytes);
   if (!gpu) {
     region->shared_ = SharedMemory::around(start, bytes);
   } else {
@@ -55,7 +56,7 @@ Result<RegionPtr> MemoryRegion::wrap(EngineId engine, void* address, std::size_t
 }
 
 RegionPtr MemoryRegion::grant(EngineId engine, const RegionRange& range, Imm imm, PeerId writer) {
-  RegionPtr granted(new MemoryRegion(engine, range.region->address() + range.offset, range.length));
+  RegionPtr granted = make(engine, range.region->address() + range.offset, range.length);
   granted->gpu_ = range.region->gpu_;
   granted->grant_ = Grant{.of = range.region, .imm = imm, .writer = writer};
   return granted;
@@ -64,6 +65,13 @@ RegionPtr MemoryRegion::grant(EngineId engine, const RegionRange& range, Imm imm
 MemoryRegion::MemoryRegion(EngineId engine, std::uint64_t address, std::size_t size)
     : engine_(engine), address_(address), size_(size) {
   random_bytes(&key_, sizeof key_);
+}
+
+RegionPtr MemoryRegion::make(EngineId engine, std::uint64_t address, std::size_t size) {
+  return {new MemoryRegion(engine, address, size), [](MemoryRegion* last) {
+            // A grant has nothing but a reference.
+            last->granted() ? delete last : retire([last] { delete last; });
+          }};
 }
 
 MemoryRegion::~MemoryRegion() {

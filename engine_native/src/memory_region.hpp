@@ -13,6 +13,7 @@
 #include "fabric/nic/nic_registration.hpp"
 #include "kvxfer/types.hpp"
 #include "shared_memory.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::cuda {
 class Gpu;
@@ -67,8 +68,11 @@ class MemoryRegion {
   const std::optional<Grant>& granted() const { return grant_; }
 
   // Engine thread: whether that engine's operations may still read it. deregister() ends that.
-  bool in_use_by(const EngineId& engine) const { return in_use_ && engine_ == engine; }
-  void end_use() { in_use_ = false; }
+  bool in_use_by(const EngineId& engine) const { return engine_ == engine && in_use(); }
+  void end_use() {
+    thread_.check("MemoryRegion");
+    in_use_ = false;
+  }
 
   // By our NIC numbers; null where the NIC cannot reach the memory. Set before the region is used.
   void set_registrations(std::vector<std::shared_ptr<NicRegistration>> registrations);
@@ -87,7 +91,15 @@ class MemoryRegion {
 
  private:
   MemoryRegion(EngineId engine, std::uint64_t address, std::size_t size);
+  bool in_use() const {
+    thread_.check("MemoryRegion");
+    return in_use_;
+  }
+  // Its end, which may unmap and unpin memory, is elsewhere than that of its last user.
+  static std::shared_ptr<MemoryRegion> make(EngineId engine, std::uint64_t address,
+                                            std::size_t size);
 
+  [[no_unique_address]] ThreadOwner thread_;
   EngineId engine_;
   std::uint64_t address_;
   std::size_t size_;

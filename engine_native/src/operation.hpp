@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cassert>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -13,6 +14,7 @@
 
 #include "kvxfer/types.hpp"
 #include "memory_region.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -73,9 +75,11 @@ struct Operation {
   // delivers them any more, they fail. Null: none.
   std::shared_ptr<std::size_t> uncounted_left;
   bool arrived = false;  // the peer says that all its immediates have
+  bool revoked = false;  // the peer counts its immediates no more, whether they have arrived or not
   bool queued = false;   // at its peer
-  bool ended = false;    // as far as its caller is concerned
-  unsigned losses = 0;   // of paths with its writes, in a row: none was delivered between
+  std::uint64_t question = 0;  // to the GPU that has its source (cuda::Gpu::ask); 0: none
+  bool ended = false;          // as far as its caller is concerned
+  unsigned losses = 0;         // of paths with its writes, in a row: none was delivered between
   std::size_t finished_at_loss = 0;   // at the last of them
   std::uint64_t lost_at_ns = 0;       // the last of them
   std::uint32_t newest_at_loss = 0;   // path at that time: older ones are lost with it
@@ -89,6 +93,15 @@ struct Operation {
     std::uint64_t count = 0;
     for (std::size_t i = 0; i < range.count; ++i) count += 1 - writes[range.first + i].grouped;
     return count;
+  }
+  // What a batch of these writes says where the receiver places the bytes, which lets into a grant
+  // what names its immediate. So do uncounted writes, each as if a later one counted for it, too.
+  // A peer that knows no groups would count them.
+  bool names_imm(const WriteRange& range, bool peer_knows_groups) const {
+    return imm && (range.counted || peer_knows_groups);
+  }
+  static std::uint32_t grouped(const WriteRange& range, const WireWrite& write) {
+    return range.counted ? write.grouped : 1;
   }
   // How many of these writes may go out as one batch: whole groups; the first one in any case.
   std::size_t batch(const WriteRange& range, std::size_t most_writes, std::uint64_t most_bytes,
@@ -134,17 +147,22 @@ struct Operation {
     outstanding += count;
     if (reposts.empty()) {
       posted += count;
+      assert(ended || posted <= writes.size());
       return;
     }
     WriteRange& range = reposts.front();
+    assert(count <= range.count);
     range.first += count;
     range.count -= count;
     if (range.count == 0) reposts.erase(reposts.begin());
   }
   void finish(const WriteRange& range, bool delivered) {
+    assert(range.count <= outstanding);
     outstanding -= range.count;
     finished += range.count;
-    if (!range.counted && delivered) *uncounted_left -= range.count;
+    if (range.counted || !delivered) return;
+    assert(range.count <= *uncounted_left);
+    *uncounted_left -= range.count;
   }
   void fail(Errc why, std::string what) {
     if (code != Errc::ok) return;
@@ -163,6 +181,7 @@ struct Submission {
   std::vector<WireWrite> writes;  // of all parts, in their order
   std::size_t under_way = 0;      // parts that have not ended
   // Engine thread: how many OperationPtr there are, and while there are any, this.
+  [[no_unique_address]] ThreadOwner thread;
   std::size_t uses = 0;
   std::shared_ptr<Submission> self;
 };
@@ -175,10 +194,13 @@ class OperationPtr {
   OperationPtr() = default;
   OperationPtr(const SubmissionPtr& submission, Operation& part) : part_(&part) {
     part.submission = submission.get();
+    submission->thread.check("OperationPtr");
     if (submission->uses++ == 0) submission->self = submission;
   }
   OperationPtr(const OperationPtr& other) : part_(other.part_) {
-    if (part_) ++part_->submission->uses;
+    if (!part_) return;
+    part_->submission->thread.check("OperationPtr");
+    ++part_->submission->uses;
   }
   OperationPtr(OperationPtr&& other) noexcept : part_(std::exchange(other.part_, nullptr)) {}
   OperationPtr& operator=(OperationPtr other) noexcept {
@@ -186,7 +208,9 @@ class OperationPtr {
     return *this;
   }
   ~OperationPtr() {
-    if (part_ && --part_->submission->uses == 0) {
+    if (!part_) return;
+    part_->submission->thread.check("OperationPtr");
+    if (--part_->submission->uses == 0) {
       const auto last = std::move(part_->submission->self);
     }
   }

@@ -35,7 +35,7 @@ void Placement::finish(std::uint64_t writes, std::uint64_t immediates, std::uint
   }
   receive_context_->stats.writes_received += writes;
   receive_context_->stats.bytes_received += bytes;
-  if (imm_) receive_context_->counters.add(*imm_, writer_, immediates);
+  if (imm_ && immediates > 0) receive_context_->counters.add(*imm_, writer_, immediates);
 }
 
 void Placement::refuse(Errc status) {

@@ -1,13 +1,77 @@
 #include "poller.hpp"
 
+#include <fcntl.h>
+#include <pthread.h>
 #include <sys/eventfd.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
-#include <cstring>
+#include <cstdio>
+#include <string_view>
 
 #include "error_text.hpp"
 
 namespace kvxfer {
+namespace {
+
+// The epoll sets of this process, 0 where there is none. Of more than these a forked process keeps
+// its copies: what runs in it may neither lock nor allocate.
+std::array<std::atomic<int>, 64> sets;
+
+// Calls for each number behind a "tfd:" of the kernel's list (proc_pid_fdinfo(5)).
+void close_watched(int list) {
+  constexpr std::string_view kBefore = "tfd:";
+  std::array<char, 512> some{};
+  std::size_t matched = 0;  // characters of kBefore
+  int number = -1;
+  for (ssize_t got = 0; (got = ::read(list, some.data(), some.size())) > 0;) {
+    for (const char each : std::string_view(some.data(), static_cast<std::size_t>(got))) {
+      if (matched < kBefore.size()) {
+        matched = each == kBefore[matched] ? matched + 1 : 0;
+      } else if (each >= '0' && each <= '9') {
+        number = std::max(number, 0) * 10 + (each - '0');
+      } else if (number >= 0) {
+        ::close(number);
+        number = -1;
+        matched = 0;
+      }
+    }
+  }
+}
+
+void close_in_child() {
+  for (std::atomic<int>& each : sets) {
+    const int set = each.exchange(0);
+    if (set == 0) continue;
+    std::array<char, 64> path{};
+    std::snprintf(path.data(), path.size(), "/proc/self/fdinfo/%d", set);
+    const int list = ::open(path.data(), O_RDONLY | O_CLOEXEC);
+    if (list < 0) continue;
+    close_watched(list);
+    ::close(list);
+    ::close(set);
+  }
+}
+
+void close_in_forks(int set) {
+  [[maybe_unused]] static const int handled = ::pthread_atfork(nullptr, nullptr, close_in_child);
+  for (std::atomic<int>& each : sets) {
+    int none = 0;
+    if (each.compare_exchange_strong(none, set)) return;
+  }
+}
+
+}  // namespace
+
+Poller::~Poller() {
+  if (!epoll_) return;
+  for (std::atomic<int>& each : sets) {
+    int set = epoll_.get();
+    if (each.compare_exchange_strong(set, 0)) return;
+  }
+}
 
 Result<Poller> Poller::create() {
   UniqueFd epoll(::epoll_create1(EPOLL_CLOEXEC));
@@ -17,10 +81,12 @@ Result<Poller> Poller::create() {
     return Error{Errc::out_of_memory, std::string("cannot create the engine's epoll set: ") +
                                           errno_text() + "; raise the open files limit"};
   }
+  close_in_forks(epoll.get());
   return Poller(std::move(epoll), std::move(wake));
 }
 
 Result<void> Poller::add(int fd, std::uint32_t events, EventSink& sink) {
+  thread_.check("Poller");
   epoll_event event{.events = events, .data = {.ptr = &sink}};
   if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
     return Error{Errc::out_of_memory, std::string("cannot watch a descriptor: ") + errno_text()};
@@ -29,6 +95,7 @@ Result<void> Poller::add(int fd, std::uint32_t events, EventSink& sink) {
 }
 
 void Poller::modify(int fd, std::uint32_t events, EventSink& sink) {
+  thread_.check("Poller");
   epoll_event event{.events = events, .data = {.ptr = &sink}};
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
 }
@@ -41,6 +108,7 @@ void Poller::remove(int fd, EventSink& sink) {
 }
 
 void Poller::poll(std::uint64_t timeout_ns) {
+  thread_.check("Poller");
   const timespec timeout{.tv_sec = static_cast<time_t>(timeout_ns / 1'000'000'000u),
                          .tv_nsec = static_cast<long>(timeout_ns % 1'000'000'000u)};
   int ready = ::epoll_pwait2(epoll_.get(), ready_.data(), static_cast<int>(ready_.size()), &timeout,

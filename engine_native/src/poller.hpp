@@ -1,4 +1,7 @@
 // epoll with owners: every descriptor belongs to one EventSink. Engine thread only, except wake().
+//
+// A forked process closes its copies of the descriptors that a poller of its parent watches: they
+// would keep the port taken and peers connected when the parent has died.
 #pragma once
 
 #include <sys/epoll.h>
@@ -9,6 +12,7 @@
 
 #include "fd.hpp"
 #include "kvxfer/error.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -24,6 +28,9 @@ class EventSink {
 class Poller {
  public:
   static Result<Poller> create();
+  ~Poller();
+  Poller(Poller&&) = default;
+  Poller& operator=(Poller&&) = default;
 
   Result<void> add(int fd, std::uint32_t events, EventSink& sink);
   void modify(int fd, std::uint32_t events, EventSink& sink);
@@ -33,12 +40,15 @@ class Poller {
   // Dispatches what is ready; sleeps up to timeout_ns for it.
   void poll(std::uint64_t timeout_ns);
 
+  // To the thread that calls next, before anything is dispatched.
+  void hand_over() { thread_.hand_over(); }
   // Ends a sleep of poll(); any thread.
   void wake() const;
 
  private:
   Poller(UniqueFd epoll, UniqueFd wake) : epoll_(std::move(epoll)), wake_(std::move(wake)) {}
 
+  [[no_unique_address]] ThreadOwner thread_;
   UniqueFd epoll_;
   UniqueFd wake_;
   std::array<epoll_event, 64> ready_{};

@@ -15,8 +15,10 @@ Error refusal(Errc status, const Operation& operation, std::string_view peer) {
       return {status, "write refused: it leaves the destination region" + at +
                           ", or its source memory is no longer mapped"};
     case Errc::stale_counter:
-      return {status, "write refused: counter " + std::to_string(operation.imm.value_or(0)) +
-                          " is not live" + at + "; its transfer was cancelled or has ended"};
+      return {status,
+              "write refused: counter " + std::to_string(operation.imm.value_or(0)) +
+                  " is not live" + at +
+                  ", or was allocated for another peer; its transfer was cancelled or has ended"};
     case Errc::permission_denied:
       return {status, "write failed: the operating system does not let peer " + std::string(peer) +
                           " read this process's memory"};

@@ -14,6 +14,7 @@
 #include "aligned_mapping.hpp"
 #include "error_text.hpp"
 #include "kvxfer/engine.hpp"
+#include "retire.hpp"
 
 namespace kvxfer {
 namespace {
@@ -70,7 +71,11 @@ Result<std::shared_ptr<SharedMemory>> SharedMemory::allocate(std::size_t bytes,
     return Error{Errc::invalid_argument,
                  "cannot allocate " + std::to_string(bytes) + " bytes; ask for 1 byte to 64 TiB"};
   }
-  if (auto good = check_available(std::min(bytes, resident)); !good) return good.error();
+  if (auto good = check_available(std::min(bytes, resident)); !good) {
+    await_retired();  // it may be enough then
+    good = check_available(std::min(bytes, resident));
+    if (!good) return good.error();
+  }
   const std::size_t mapped = in_pages(bytes);
   UniqueFd memfd(::memfd_create("kvxfer", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!memfd || ::ftruncate(memfd.get(), static_cast<off_t>(mapped)) != 0 ||
@@ -80,7 +85,8 @@ Result<std::shared_ptr<SharedMemory>> SharedMemory::allocate(std::size_t bytes,
   std::byte* data = map_aligned(memfd.get(), mapped, PROT_READ | PROT_WRITE);
   if (!data) return cannot_allocate(bytes);
   populate_huge(data, std::min(mapped, resident));
-  std::shared_ptr<SharedMemory> memory(new SharedMemory(std::move(memfd), {data, bytes}));
+  std::shared_ptr<SharedMemory> memory(new SharedMemory(std::move(memfd), {data, bytes}),
+                                       [](SharedMemory* last) { retire([last] { delete last; }); });
   const std::lock_guard lock(allocated().mutex);
   allocated().by_address.emplace(memory->address(), memory);
   return memory;

@@ -149,6 +149,29 @@ unsigned nics_per_engine() {
   return asked ? static_cast<unsigned>(std::strtoul(asked, nullptr, 10)) : 2;
 }
 
+std::vector<std::string> held_fabrics() {
+  std::vector<std::string> held;
+  std::copy_if(all_fabrics().begin(), all_fabrics().end(), std::back_inserter(held),
+               [](const std::string& fabric) {
+                 const bool holds = fabric == "simulated" || fabric == "ordered" ||
+                                    fabric == "mlx5" || fabric == "efa";
+                 return holds && why_not(fabric).empty();
+               });
+  return held;
+}
+
+void hold_nics(const std::string& fabric, const std::vector<NicInfo>& nics, bool held) {
+  if (fabric == "simulated" || fabric == "ordered") return simulated_network().hold(held);
+#ifdef KVXFER_HAVE_VERBS
+  for (const NicInfo& nic : nics) {
+    if (fabric == "mlx5") simulated_verbs().cut(nic.name, held);
+  }
+#endif
+#ifdef KVXFER_HAVE_OFI
+  if (fabric == "efa") simulated_efa().hold(held);
+#endif
+}
+
 EngineOptions options_for(const std::string& fabric, const std::string& name) {
   EngineOptions options;
   options.cluster_key = "a key for the tests only";

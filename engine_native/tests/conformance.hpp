@@ -20,6 +20,10 @@ std::string why_not(const std::string& fabric);
 bool places_by_nic(const std::string& fabric);
 unsigned nics_per_engine();
 
+// Those whose NICs are doubles that hold writes back: what is posted on any of these NICs waits.
+std::vector<std::string> held_fabrics();
+void hold_nics(const std::string& fabric, const std::vector<NicInfo>& nics, bool held);
+
 // Options of an engine that has this fabric alone.
 EngineOptions options_for(const std::string& fabric, const std::string& name);
 

@@ -1,17 +1,19 @@
 #include "cuda_driver.hpp"
 
 #include <dlfcn.h>
-#include <spawn.h>
 #include <sys/wait.h>
 
 #include <array>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <sstream>
 #include <string_view>
+#include <thread>
 #include <vector>
 
-extern char** environ;
+#include "cuda/gpu.hpp"
+#include "support.hpp"
 
 namespace kvxfer::test {
 namespace {
@@ -60,15 +62,31 @@ void* CudaDriver::find_in_double(const char* name) {
 }
 
 CudaDriver::CudaDriver() {
+  cuda::Gpu::end_unused();  // of a case that could not end its own
   REQUIRE(CU(Init)(0) == CUDA_SUCCESS);
   REQUIRE(CU(DevicePrimaryCtxRetain)(&context_, 0) == CUDA_SUCCESS);
   REQUIRE(CU(CtxPushCurrent)(context_) == CUDA_SUCCESS);
   live_ = live();
 }
 
+// Threads of the engine's free what it had.
+void CudaDriver::await_all_freed() const {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(2);
+  while (true) {
+    cuda::Gpu::end_unused();
+    if (live() == live_ || std::chrono::steady_clock::now() > deadline) return;
+    std::this_thread::yield();
+  }
+}
+
 CudaDriver::~CudaDriver() {
   // What a context that has failed still had goes with it.
-  if (CU(CtxSynchronize)() == CUDA_SUCCESS) CHECK(live() == live_);
+  cuda::Gpu::end_unused();
+  if (CU(CtxSynchronize)() == CUDA_SUCCESS) {
+    await_all_freed();
+    CHECK(live().value_or(0) == live_.value_or(0));
+  }
+  if (!chosen()) CHECK(DOUBLE(by_engines)() == 0);
   CU(CtxPopCurrent)(nullptr);
   CU(DevicePrimaryCtxRelease)(0);
 }
@@ -96,6 +114,17 @@ int first_byte(CUdeviceptr address) {
   return byte;
 }
 
+NewKernel::NewKernel() {
+  REQUIRE(CU(ModuleLoadData)(&module_, cuda::kPtx) == CUDA_SUCCESS);
+  REQUIRE(CU(ModuleGetFunction)(&function_, module_, cuda::kCopyKernel) == CUDA_SUCCESS);
+}
+
+CUresult NewKernel::launch(CUstream on) {
+  CUdeviceptr address = entry_.address(0);
+  void* parameter = &address;
+  return CU(LaunchKernel)(function_, 1, 1, 1, cuda::kCopyThreads, 1, 1, 0, on, &parameter, nullptr);
+}
+
 HostWords::HostWords() {
   void* at = nullptr;
   REQUIRE(CU(MemHostAlloc)(&at, 4096, CU_MEMHOSTALLOC_DEVICEMAP) == CUDA_SUCCESS);
@@ -114,12 +143,7 @@ int run_with_handle(const std::string& test_case, const CUipcMemHandle& handle,
   for (const char byte : handle.reserved) numbers += std::to_string(byte) + " ";
   ::setenv(kHandleVariable, numbers.c_str(), 1);
   ::setenv("CUDA_VISIBLE_DEVICES", visible_devices.c_str(), 1);
-  const std::string filter = "--test-case=" + test_case;
-  std::array<const char*, 5> arguments{"/proc/self/exe", "--no-skip", "--no-version",
-                                       filter.c_str(), nullptr};
-  pid_t child = 0;
-  REQUIRE(::posix_spawn(&child, arguments[0], nullptr, nullptr,
-                        const_cast<char* const*>(arguments.data()), environ) == 0);
+  const pid_t child = start_case(test_case);
   ::unsetenv(kHandleVariable);
   ::unsetenv("CUDA_VISIBLE_DEVICES");
   int status = 0;

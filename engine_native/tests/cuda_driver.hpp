@@ -18,7 +18,7 @@ namespace kvxfer::test {
 class CudaDriver {
  public:
   // With device 0's primary context, which is current on the calling thread until this ends. Checks
-  // that what was allocated meanwhile has been freed.
+  // that what was allocated meanwhile has been freed, and that no engine's thread had to wait.
   CudaDriver();
   ~CudaDriver();
   CudaDriver(const CudaDriver&) = delete;
@@ -31,6 +31,8 @@ class CudaDriver {
   CUcontext context() const { return context_; }
 
  private:
+  void await_all_freed() const;
+
   CUcontext context_ = nullptr;
   std::optional<std::size_t> live_;
 };
@@ -64,6 +66,21 @@ class HostWords {
 
  private:
   std::uint64_t* words_ = nullptr;
+};
+
+// A kernel that nothing has run yet: its first launch waits for all streams of the context.
+class NewKernel {
+ public:
+  NewKernel();
+  ~NewKernel() { CU(ModuleUnload)(module_); }
+  NewKernel(const NewKernel&) = delete;
+  NewKernel& operator=(const NewKernel&) = delete;
+  CUresult launch(CUstream on);
+
+ private:
+  HostWords entry_;  // of no bytes
+  CUmodule module_ = nullptr;
+  CUfunction function_ = nullptr;
 };
 
 // A gate on a stream: nothing behind it runs before open().

@@ -37,18 +37,18 @@ OfiBench::OfiBench(EngineOptions options, ofi::OfiFactory::Overrides overrides)
       options_(std::move(options)),
       poller_(good(Poller::create())) {
   NicEvents& events = *this;
-  // One at a time, so that each is driven by its own polls only.
+  // One at a time, so that each is driven by its own polls only; on all devices in turn.
   for (const unsigned endpoints = std::exchange(options_.ofi_endpoints, 1);
        nics_.size() < endpoints;) {
-    auto opened = good(
-        ofi::OfiFactory(overrides).open({.options = options_,
-                                         .poller = poller_,
-                                         .background = background_,
-                                         .gpus = gpus_,
-                                         .receive_context = {regions_, counters, stats, activity_},
-                                         .events = events,
-                                         .first_number = reader() + 1}));
-    nics_.push_back(std::move(opened.nics.front()));
+    auto opened = good(ofi::OfiFactory(overrides).open(
+        {.options = options_,
+         .poller = poller_,
+         .background = background_,
+         .gpus = gpus_,
+         .receive_context = {regions_, counters, stats, activity_, gpus_},
+         .events = events,
+         .first_number = reader() + 1}));
+    nics_.push_back(std::move(opened.nics[nics_.size() % opened.nics.size()]));
   }
 }
 
@@ -69,7 +69,7 @@ OfiBench::Joined OfiBench::join(std::uint32_t nic) {
   ends.writer->open();
   ends.reader->open();
   // Each has heard the other: one that is shut before takes no write, and loses none.
-  until([&] { return ends.writer->has_room({}, false) && ends.reader->has_room({}, false); });
+  until([&] { return ends.writer->proven() && ends.reader->proven(); });
   return ends;
 }
 

@@ -60,6 +60,7 @@ class OfiBench final : private NicEvents {
   void on_lost(Path& path, Error error) override { lost[&path] = std::move(error); }
   void on_nic_state(NicDomain&) override {}
   void on_credit_due(NicPath&) override {}
+  void on_refused(NicPath&, Imm) override {}
   void on_window(NicPath&, std::uint64_t) override {}
 
   EngineOptions options_;

@@ -7,6 +7,7 @@
 #include <iterator>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -136,14 +137,13 @@ int close_memory(fid* id) {
 int close_end(fid* id) {
   {
     const auto lock = held();
-    const End& end = from<End>(id);
-    // What its sender may have heard of is in its queue.
-    for (Write& write : network->writes) {
-      if (write.halves == 2 && write.to.queue_pair == end.address.queue_pair) {
-        Network::tell(end, write);
-      }
-    }
+    End& end = from<End>(id);
     network->ends.erase(end.address.queue_pair);
+    if (end.queue) end.queue->forget(end);
+    if (end.events) {
+      std::erase_if(end.events->errors, [&](const auto& error) { return error.fid == id; });
+    }
+    ++network->ends_closed;
   }
   return close_simply<End>(id);
 }
@@ -154,12 +154,22 @@ fi_ops* only_closes() {
   return &ops;
 }
 
-ssize_t read_events(fid_eq*, std::uint32_t*, void*, std::size_t, std::uint64_t) {
-  return -FI_EAGAIN;
+ssize_t read_events(fid_eq* given, std::uint32_t*, void*, std::size_t, std::uint64_t) {
+  const auto lock = held();
+  return static_cast<Events&>(*given).errors.empty() ? -FI_EAGAIN : -FI_EAVAIL;
+}
+
+ssize_t read_event_error(fid_eq* given, fi_eq_err_entry* into, std::uint64_t) {
+  const auto lock = held();
+  auto& errors = static_cast<Events&>(*given).errors;
+  if (errors.empty()) return -FI_EAGAIN;
+  *into = errors.front();
+  errors.pop_front();
+  return sizeof *into;
 }
 
 int open_events(fid_fabric*, fi_eq_attr*, fid_eq** opened, void*) {
-  static fi_ops_eq ops{.size = sizeof ops, .read = read_events};
+  static fi_ops_eq ops{.size = sizeof ops, .read = read_events, .readerr = read_event_error};
   auto* const made = new Events{};
   made->fid.ops = only_closes<Events>();
   made->ops = &ops;
@@ -185,7 +195,7 @@ int add_memory(fid* domain, Memory made, std::uint64_t access, fid_mr** added) {
 
 int register_host(fid* domain, const iovec& whole, std::uint64_t access, fid_mr** added) {
   if (gpu_memory_at(whole.iov_base, whole.iov_len).bytes) return -FI_EFAULT;
-  Memory made;
+  Memory made{};
   made.begin = reinterpret_cast<std::uint64_t>(whole.iov_base);
   made.size = whole.iov_len;
   made.bytes = static_cast<std::byte*>(whole.iov_base);
@@ -322,7 +332,7 @@ int bind_to(fid* id, fid* bound, std::uint64_t) {
   if (end.enabled) return -FI_EOPBADSTATE;
   if (bound->ops->close == close_simply<Queue>) end.queue = &from<Queue>(bound);
   if (bound->ops->close == close_simply<Addresses>) end.peers = &from<Addresses>(bound);
-  if (bound->ops->close == close_simply<Events>) end.has_events = true;
+  if (bound->ops->close == close_simply<Events>) end.events = &from<Events>(bound);
   return 0;
 }
 
@@ -331,7 +341,7 @@ int control(fid* id, int command, void*) {
   if (command != FI_ENABLE) return -FI_ENOSYS;
   if (!end.queue) return -FI_ENOCQ;
   if (!end.peers) return -FI_ENOAV;
-  if (!end.has_events) return -FI_ENOEQ;
+  if (!end.events) return -FI_ENOEQ;
   const auto lock = held();
   end.address = {.gid = end.domain->device->gid,
                  .queue_pair = ++network->last_pair,
@@ -379,6 +389,7 @@ ssize_t post_write(fid_ep* given, const fi_msg_rma* asked, std::uint64_t flags) 
   if (end.held.empty() && network->random() % kRefusals == 0) return -FI_EAGAIN;
   const bool counted = (flags & FI_REMOTE_CQ_DATA) != 0;
   end.held.push_back({.queue_pair = end.address.queue_pair,
+                      .from = end.address.gid,
                       .to = end.peers->known[asked->addr],
                       .local_key = source.key,
                       .source = reinterpret_cast<std::uint64_t>(asked->msg_iov->iov_base),
@@ -475,6 +486,55 @@ void SimulatedEfa::add(const SimulatedEfaDevice& device) {
 void SimulatedEfa::have_cuda(bool has) {
   const auto lock = efa::held();
   network_->has_cuda = has;
+}
+
+void SimulatedEfa::hold(bool held) {
+  const auto lock = efa::held();
+  network_->holds = held;
+  if (held) network_->end_landed();
+  network_->work.notify_one();
+}
+
+void SimulatedEfa::withhold_arrivals(bool withheld) {
+  const auto lock = efa::held();
+  network_->withholds_arrivals = withheld;
+}
+
+void SimulatedEfa::report_error(const std::string& device, ErrorOf of) {
+  const auto lock = efa::held();
+  auto& ends = network_->ends;
+  const auto last = std::find_if(ends.rbegin(), ends.rend(), [&](const auto& each) {
+    return each.second->domain->device->traits.name == device;
+  });
+  if (last == ends.rend()) throw std::runtime_error(device + " has no endpoint");
+  efa::End& end = *last->second;
+  fid* const fids[] = {&end.fid, &end.domain->fid, nullptr};
+  end.events->errors.push_back({.fid = fids[static_cast<std::size_t>(of)], .err = FI_EIO});
+}
+
+std::size_t SimulatedEfa::ends_closed() const {
+  const auto lock = efa::held();
+  return network_->ends_closed;
+}
+
+void SimulatedEfa::swallow(const std::string& from, const std::string& to, bool swallows) {
+  const auto lock = efa::held();
+  const auto gid_of = [&](const std::string& name) {
+    const auto device = std::ranges::find_if(
+        network_->devices, [&](const auto& each) { return each->traits.name == name; });
+    return (*device)->gid;
+  };
+  const std::pair direction(gid_of(from), gid_of(to));
+  if (swallows) {
+    network_->swallows.insert(direction);
+  } else {
+    network_->swallows.erase(direction);
+  }
+}
+
+std::size_t SimulatedEfa::swallowed() const {
+  const auto lock = efa::held();
+  return network_->swallowed;
 }
 
 SimulatedEfa& simulated_efa() {

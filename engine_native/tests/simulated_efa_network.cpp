@@ -11,7 +11,7 @@ void Network::run(const std::stop_token& stop) {
   std::unique_lock lock(mutex);
   while (!stop.stop_requested()) {
     gpu_writes().flush(now_ns());
-    if (!writes.empty()) {
+    if (!writes.empty() && !holds) {
       // The more there are the longer: to yield on a busy machine takes milliseconds.
       for (auto steps = random() % writes.size() + 1; steps > 0 && !writes.empty(); --steps) {
         step(random() % writes.size());
@@ -33,10 +33,18 @@ void Network::step(std::size_t index) {
   End* const sender = found == ends.end() ? nullptr : found->second;
   // What has begun goes on without it.
   if (!sender && write.bytes.empty()) return remove(index);
+  if (write.halves < 2 && swallow(write.from, write.to.gid)) return remove(index);
   const int error = move(write, sender);
   if (error == 0 && !(write.told_receiver && write.told_sender)) return;
   if (error != 0 && sender) tell(*sender, write, error);
   remove(index);
+}
+
+void Network::end_landed() {
+  if (withholds_arrivals) return;
+  for (std::size_t index = writes.size(); index-- > 0;) {
+    while (index < writes.size() && writes[index].halves == 2) step(index);
+  }
 }
 
 void Network::remove(std::size_t index) {
@@ -46,7 +54,7 @@ void Network::remove(std::size_t index) {
 
 void Network::tell(End& sender, const Write& write, int error) {
   --sender.under_way;
-  Entry ended{.error = error};
+  Entry ended{.error = error, .of = &sender};
   ended.done.op_context = write.context;
   ended.done.flags = FI_RMA | FI_WRITE;
   sender.queue->push(ended);
@@ -54,11 +62,17 @@ void Network::tell(End& sender, const Write& write, int error) {
 
 void Network::tell(const End& receiver, Write& write) {
   if (std::exchange(write.told_receiver, true) || !write.imm) return;
-  Entry arrived;
+  Entry arrived{.of = &receiver};
   arrived.done.flags = FI_RMA | FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA;
   arrived.done.len = write.length;
   arrived.done.data = *write.imm;
   receiver.queue->push(arrived);
+}
+
+bool Network::swallow(std::uint64_t from, std::uint64_t to) {
+  if (!swallows.contains({from, to})) return false;
+  ++swallowed;
+  return true;
 }
 
 const Memory* Network::find(std::uint64_t key, const Domain* domain) const {
@@ -71,12 +85,12 @@ int Network::move(Write& write, End* sender) {
   const bool there = end != ends.end() && end->second->address.qkey == write.to.qkey;
   if (write.halves < 2) return there ? land(write, sender, *end->second) : FI_ENOTCONN;
   // It has landed; both hear of it, in any order.
-  if (!write.told_receiver && (write.told_sender || random() % 2 == 0)) {
+  if (!write.told_receiver && !withholds_arrivals && (write.told_sender || random() % 2 == 0)) {
     if (there) tell(*end->second, write);
     write.told_receiver = true;
   } else if (!write.told_sender) {
     write.told_sender = true;
-    if (sender) tell(*sender, write, 0);
+    if (sender && !swallow(write.to.gid, write.from)) tell(*sender, write, 0);
   }
   return 0;
 }

@@ -15,6 +15,7 @@
 #include <mutex>
 #include <optional>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -49,7 +50,9 @@ struct Device {
 };
 
 struct Fabric : Opened<fid_fabric> {};
-struct Events : Opened<fid_eq> {};
+struct Events : Opened<fid_eq> {
+  std::deque<fi_eq_err_entry> errors;
+};
 
 struct Domain : Opened<fid_domain> {
   Device* device = nullptr;
@@ -71,9 +74,12 @@ struct Memory : Opened<fid_mr> {
   }
 };
 
+struct End;
+
 struct Entry {
   fi_cq_data_entry done{};
   int error = 0;
+  const End* of = nullptr;
 };
 
 struct Queue : Opened<fid_cq> {
@@ -90,6 +96,10 @@ struct Queue : Opened<fid_cq> {
     if (!std::exchange(armed, false)) return;
     [[maybe_unused]] const auto written = ::write(wakes.get(), &one, sizeof one);
   }
+  // What the end left unread.
+  void forget(const End& closed) {
+    std::erase_if(entries, [&](const Entry& entry) { return entry.of == &closed; });
+  }
   // Whether there is nothing, so that one may wait.
   bool arm() {
     std::uint64_t count = 0;
@@ -105,6 +115,7 @@ struct Addresses : Opened<fid_av> {
 
 struct Write {
   std::uint32_t queue_pair;  // it is of
+  std::uint64_t from;        // its device
   Address to;
   std::uint64_t local_key;
   std::uint64_t source;
@@ -124,7 +135,7 @@ struct End : Opened<fid_ep> {
   Domain* domain = nullptr;
   Queue* queue = nullptr;
   Addresses* peers = nullptr;
-  bool has_events = false;
+  Events* events = nullptr;
   bool enabled = false;
   bool needs_peer_to_peer = false;
   bool may_call_cuda = true;
@@ -150,6 +161,11 @@ struct Network {
   std::condition_variable_any work;
   std::mt19937_64 random{std::random_device{}()};
   bool has_cuda = true;
+  bool holds = false;                                          // all writes, where they are
+  std::set<std::pair<std::uint64_t, std::uint64_t>> swallows;  // what goes from one device to one
+  std::size_t swallowed = 0;
+  bool withholds_arrivals = false;
+  std::size_t ends_closed = 0;
   std::vector<std::unique_ptr<Device>> devices;
   std::map<std::uint32_t, End*> ends;         // those that are enabled, by queue pair
   std::map<std::uint64_t, Memory*> memories;  // by lkey and rkey, which are equal
@@ -161,10 +177,14 @@ struct Network {
   void run(const std::stop_token& stop);
   // Of one write.
   void step(std::size_t index);
+  // Both ends of all that has landed hear of it.
+  void end_landed();
   void remove(std::size_t index);
   // That it has ended, so; that it has arrived.
   static void tell(End& sender, const Write& write, int error);
   static void tell(const End& receiver, Write& write);
+  // Whether what goes this way is lost; it is then.
+  bool swallow(std::uint64_t from, std::uint64_t to);
   const Memory* find(std::uint64_t key, const Domain* domain) const;
   // These return 0, or what fails the write. `sender`: null once it is closed.
   int move(Write& write, End* sender);

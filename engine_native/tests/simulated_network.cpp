@@ -1,5 +1,6 @@
 #include "simulated_network.hpp"
 
+#include <array>
 #include <utility>
 
 #include "clock.hpp"
@@ -7,9 +8,18 @@
 namespace kvxfer::test::mlx5 {
 namespace {
 
-constexpr std::uint64_t kReceiverNotReadyNs = 4'000'000;  // code 18 of IBTA 1.4, table 45
+// IBTA 1.4, table 45: for how long a sender waits that found no receive, in units of 10
+// microseconds, by the receiver's code.
+constexpr std::array<std::uint64_t, 32> kReceiverNotReady{
+    65536, 1,    2,    3,    4,    6,     8,     12,    16,    24,   32,
+    48,    64,   96,   128,  192,  256,   384,   512,   768,   1024, 1536,
+    2048,  3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152};
 
 }  // namespace
+
+std::uint64_t receiver_not_ready_ns(std::uint8_t code) {
+  return kReceiverNotReady[code % kReceiverNotReady.size()] * 10'000;
+}
 
 // --- the wire --------------------------------------------------------------------------------
 
@@ -90,7 +100,7 @@ void Network::step(QueuePair& pair, std::uint64_t now) {
     if (pair.attributes.rnr_retry < 7 && ++pair.not_ready > pair.attributes.rnr_retry) {
       return finish(pair, IBV_WC_RNR_RETRY_EXC_ERR);
     }
-    pair.wait_until_ns = now + kReceiverNotReadyNs;
+    pair.wait_until_ns = now + receiver_not_ready_ns(there->attributes.min_rnr_timer);
     return;
   }
   pair.not_ready = 0;

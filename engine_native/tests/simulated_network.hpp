@@ -51,6 +51,7 @@ struct Device : ibv_device {
   bool cut = false;
   unsigned busy = 0;  // refusals to deregister that are left
   std::atomic<std::chrono::microseconds> command{};
+  std::atomic<bool> silent = false;
 
   // RoCE: both versions of a link-local address, then both of an IPv4 address.
   ibv_gid gid(int index) const {
@@ -157,6 +158,9 @@ inline Context& context_of(ibv_context* context) {
   return static_cast<Context&>(*verbs_get_ctx(context));
 }
 inline const Device& device_of(ibv_context* context) { return *context_of(context).of; }
+// How long a sender waits that found no receive, by the receiver's min_rnr_timer.
+std::uint64_t receiver_not_ready_ns(std::uint8_t code);
+
 struct Network {
   mutable std::mutex mutex;
   std::condition_variable_any work;

@@ -123,28 +123,16 @@ class SimulatedPath final : public NicPath {
   // Until the end writes of the peer's land.
   void shut(std::function<void()> then) override {
     then_connected_ = nullptr;
-    background_.run(
+    using Left = std::vector<SimulatedNetwork::Completion>;
+    background_.run<Left>(
         [this] {
           take_a_while();
-          const std::lock_guard lock(network_.mutex_);
-          network_.ends_.erase(end_);
-          network_.broken_.erase(end_);
-          std::erase_if(network_.wire_, [&](const auto& packet) { return packet.from == end_; });
-          std::erase_if(network_.keys_,
-                        [&](const auto& entry) { return entry.second.end == end_; });
+          Left left = network_.close(end_, *this);
+          if (!ordered_) left.clear();
+          return left;
         },
-        [this, then = std::move(then)] {
-          std::vector<SimulatedNetwork::Completion> mine;
-          {
-            const std::lock_guard lock(network_.mutex_);
-            auto& completions = network_.nics_.at(nic_).completions;
-            const auto others =
-                std::stable_partition(completions.begin(), completions.end(),
-                                      [&](const auto& c) { return c.path != this; });
-            mine.assign(others, completions.end());
-            completions.erase(others, completions.end());
-          }
-          for (const auto& completion : mine) take(completion);
+        [this, then = std::move(then)](const Left& left) {
+          for (const auto& completion : left) take(completion);
           then();
         });
   }
@@ -241,6 +229,7 @@ class SimulatedDomain final : public NicDomain, private EventSink {
   const NicInfo& info() const override { return info_; }
   bool usable() const override { return up_; }
   bool keeps_order() const override { return ordered_; }
+  bool keeps_arrivals() const override { return ordered_; }
   std::uint64_t max_window() const override { return windows_ ? UINT64_MAX : 0; }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) override {
     return std::shared_ptr<NicRegistration>(
@@ -365,6 +354,21 @@ void SimulatedNetwork::lose_arrivals(const std::string& nic, bool lose) {
   nics_[nic].loses_arrivals = lose;
 }
 
+void SimulatedNetwork::withhold_arrivals(const std::string& nic, bool withheld) {
+  const std::lock_guard lock(mutex_);
+  Nic& changed = nics_[nic];
+  changed.withholds_arrivals = withheld;
+  if (withheld) return;
+  for (const Completion& completion : std::exchange(changed.withheld, {})) {
+    complete(*completion.path, completion);
+  }
+}
+
+std::size_t SimulatedNetwork::ends_closed() {
+  const std::lock_guard lock(mutex_);
+  return ends_closed_;
+}
+
 void SimulatedNetwork::lose_completions(const std::string& nic, bool lose) {
   const std::lock_guard lock(mutex_);
   nics_[nic].loses_completions = lose;
@@ -470,8 +474,28 @@ void SimulatedNetwork::deliver(const Packet& packet) {
   }
 }
 
+std::vector<SimulatedNetwork::Completion> SimulatedNetwork::close(std::uint64_t end,
+                                                                  const SimulatedPath& path) {
+  const std::lock_guard lock(mutex_);
+  ends_.erase(end);
+  broken_.erase(end);
+  std::erase_if(wire_, [&](const Packet& packet) { return packet.from == end; });
+  std::erase_if(keys_, [&](const auto& entry) { return entry.second.end == end; });
+  ++ends_closed_;
+  std::vector<Completion> left;
+  Nic& nic = nics_.at(path.nic());
+  for (auto* const queue : {&nic.completions, &nic.withheld}) {
+    const auto others = std::stable_partition(queue->begin(), queue->end(),
+                                              [&](const auto& each) { return each.path != &path; });
+    left.insert(left.end(), others, queue->end());
+    queue->erase(others, queue->end());
+  }
+  return left;
+}
+
 void SimulatedNetwork::complete(SimulatedPath& path, Completion completion) {
   Nic& nic = nics_.at(path.nic());
+  if (completion.imm && nic.withholds_arrivals) return nic.withheld.push_back(completion);
   nic.completions.push_back(completion);
   if (nic.domain) nic.domain->wake();
 }

@@ -1,6 +1,7 @@
 // NICs of a simulated network between the engines of one process: they place bytes on a thread of
 // their own, late, in any order or path by path in that of the writes, and complete in it; their
-// links go down, and completions get lost, when a test says so.
+// links go down, and completions get lost, when a test says so. A path without order that is shut
+// leaves no completions, as EFA's (simulated_efa.hpp).
 #pragma once
 
 #include <atomic>
@@ -45,6 +46,10 @@ class SimulatedNetwork {
   void lose_completions(const std::string& nic, bool lose);
   // From now on writes to this NIC arrive and their senders hear of it, but its host never does.
   void lose_arrivals(const std::string& nic, bool lose);
+  // Meanwhile writes to this NIC arrive and their senders hear of it, but its host does not yet.
+  void withhold_arrivals(const std::string& nic, bool withheld);
+  // How many ends of paths were shut.
+  std::size_t ends_closed();
   // The next `times` writes of this NIC are refused by the peer's, which breaks their paths.
   void refuse_writes(const std::string& nic, unsigned times);
   // The next `times` attempts to join a path of this NIC to its peer fail.
@@ -88,10 +93,12 @@ class SimulatedNetwork {
     std::uint64_t downs = 0;  // how often its link went down, unseen flaps too
     bool loses_completions = false;
     bool loses_arrivals = false;
+    bool withholds_arrivals = false;
     unsigned refuses = 0;         // attempts to join
     unsigned refuses_writes = 0;  // that this NIC sends
     std::uint64_t delivered = 0;
     std::vector<Completion> completions;
+    std::vector<Completion> withheld;
   };
   struct Permission {
     std::uint64_t address;
@@ -103,6 +110,8 @@ class SimulatedNetwork {
   Packet take(std::size_t index);
   void deliver(const Packet& packet);
   void complete(SimulatedPath& path, Completion completion);
+  // Removes an end, and returns the completions that its host has not seen.
+  std::vector<Completion> close(std::uint64_t end, const SimulatedPath& path);
 
   std::mutex mutex_;
   std::condition_variable_any arrived_;
@@ -113,6 +122,7 @@ class SimulatedNetwork {
   std::vector<Packet> wire_;
   std::set<std::uint64_t> broken_;  // ends of ordered paths: nothing comes behind a lost write
   std::uint64_t last_end_ = 0;
+  std::size_t ends_closed_ = 0;
   bool held_ = false;
   std::jthread thread_;
 };

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstring>
 #include <optional>
 #include <utility>
 
@@ -45,6 +46,7 @@ void take_over(ibv_qp_attr& into, const ibv_qp_attr& from, int mask) {
   if (mask & IBV_QP_TIMEOUT) into.timeout = from.timeout;
   if (mask & IBV_QP_RETRY_CNT) into.retry_cnt = from.retry_cnt;
   if (mask & IBV_QP_RNR_RETRY) into.rnr_retry = from.rnr_retry;
+  if (mask & IBV_QP_MIN_RNR_TIMER) into.min_rnr_timer = from.min_rnr_timer;
 }
 
 Network* network = nullptr;  // the library's functions are given no object
@@ -103,7 +105,15 @@ int query_device(ibv_context* context, ibv_device_attr* limits) {
   return 0;
 }
 
-int query_port(ibv_context* context, std::uint8_t, ibv_port_attr* port, std::size_t) {
+// The kernel tells those who read active_speed alone of NDR where the speed needs more bits.
+void tell_speed(ibv_port_attr& port, std::size_t room, std::uint32_t code) {
+  constexpr std::size_t kSpeedEx = 52;
+  port.active_speed = static_cast<std::uint8_t>(std::min<std::uint32_t>(code, 128));
+  if (code <= 128 || room < kSpeedEx + sizeof code) return;
+  std::memcpy(reinterpret_cast<std::byte*>(&port) + kSpeedEx, &code, sizeof code);
+}
+
+int query_port(ibv_context* context, std::uint8_t, ibv_port_attr* port, std::size_t room) {
   const Held lock(*network);
   const Device& device = device_of(context);
   *port = {};
@@ -112,8 +122,8 @@ int query_port(ibv_context* context, std::uint8_t, ibv_port_attr* port, std::siz
   port->gid_tbl_len = device.gids();
   port->pkey_tbl_len = static_cast<std::uint16_t>(device.traits.pkeys.size());
   port->lid = device.traits.infiniband ? device.lid : 0;
-  port->active_width = 2;    // four lanes
-  port->active_speed = 128;  // of 100 Gbit/s
+  port->active_width = device.traits.width;
+  tell_speed(*port, room, device.traits.speed);
   port->link_layer = device.traits.infiniband ? IBV_LINK_LAYER_INFINIBAND : IBV_LINK_LAYER_ETHERNET;
   port->flags = device.traits.grh_required ? IBV_QPF_GRH_REQUIRED : 0;
   return 0;
@@ -361,6 +371,7 @@ ibv_qp* create_qp(ibv_pd* pd, ibv_qp_init_attr* asked) {
 
 int modify_qp(ibv_qp* given, ibv_qp_attr* attributes, int mask) {
   run_command(given->context);
+  if (mask & IBV_QP_AV) device_of(given->context).silent.wait(true);
   const Held lock(*network);
   auto& pair = static_cast<QueuePair&>(*given);
   const Device& device = device_of(pair.context);
@@ -550,6 +561,13 @@ void SimulatedVerbs::cut(const std::string& name, bool off) {
   const mlx5::Held lock(*network_);
   network_->find(name)->cut = off;
   network_->work.notify_all();
+}
+
+void SimulatedVerbs::silence(const std::string& name, bool off) {
+  const mlx5::Held lock(*network_);
+  std::atomic<bool>& silent = network_->find(name)->silent;
+  silent = off;
+  silent.notify_all();
 }
 
 void SimulatedVerbs::delay_commands(const std::string& name, std::chrono::microseconds each) {

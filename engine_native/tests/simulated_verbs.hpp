@@ -14,7 +14,11 @@
 //   a dmabuf's region takes no windows (EINVAL), has the       man ibv_reg_dmabuf_mr
 //     page offset of its iova, and no address
 //   a GPU's address is registered with nvidia-peermem only     GPUDirect RDMA, 1.4
-//   without a receive an immediate is tried again, then fails   IBTA 1.4, 9.7.5.2.8
+//   to join a RoCE peer its address is resolved first, for    drivers/infiniband/core/addr.c,
+//     as long as nothing answers                                rdma_addr_find_l2_eth_by_grh
+//   without a receive an immediate is tried again after the   IBTA 1.4, 9.7.5.2.8, table 45
+//     time of the receiver's code, then fails
+//   a speed above NDR is in active_speed_ex alone              rdma-core, struct ibv_port_attr
 //   an overrun completion queue is lost                         man ibv_get_async_event
 //
 // Paths are those of rdma-core at 691953d. Bytes land late and in any order: at the latest when a
@@ -47,6 +51,8 @@ struct SimulatedDevice {
   bool loses_writes_to_gpus = false;
   bool fails_writes_to_dmabufs = false;  // with an error
   int max_srq_wr = 32767;
+  std::uint8_t width = 2;     // active_width: four lanes
+  std::uint32_t speed = 128;  // NDR
   // Of a command that goes through the firmware: a queue pair or a window is made or destroyed, a
   // queue pair is changed, a region registered or deregistered.
   std::chrono::microseconds command{200};
@@ -67,6 +73,8 @@ class SimulatedVerbs {
   void set_link(const std::string& device, bool up);
   // Nothing comes or goes, and no event tells of it.
   void cut(const std::string& device, bool off);
+  // No peer's address is resolved while the network is silent: who joins one waits.
+  void silence(const std::string& device, bool off);
   // From now on each takes so long: SimulatedDevice::command.
   void delay_commands(const std::string& device, std::chrono::microseconds each);
   // The next `times` times that memory is deregistered at the device are refused with EBUSY.

@@ -3,8 +3,10 @@
 #include "support.hpp"
 
 #include <poll.h>
+#include <spawn.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <ctime>
 #include <numeric>
@@ -81,6 +83,16 @@ void write_and_count(TestEngine& writer, PeerId to, TestEngine& reader, const Re
   const auto done = writer.await(Completion::Kind::write, submitted.id);
   CHECK_MESSAGE(done.code == Errc::ok, done.text);
   reader->release_counter(imm);
+}
+
+pid_t start_case(const std::string& name) {
+  const std::string filter = "--test-case=" + name;
+  std::array<const char*, 5> arguments{"/proc/self/exe", "--no-skip", "--no-version",
+                                       filter.c_str(), nullptr};
+  pid_t child = 0;
+  REQUIRE(::posix_spawn(&child, arguments[0], nullptr, nullptr,
+                        const_cast<char* const*>(arguments.data()), environ) == 0);
+  return child;
 }
 
 bool comes_to_rest() {

@@ -65,6 +65,9 @@ struct Pair {
 void write_and_count(TestEngine& writer, PeerId to, TestEngine& reader, const RegionPtr& source,
                      const RegionPtr& destination, const SingleWrite& write);
 
+// Runs a case of this program in another process.
+pid_t start_case(const std::string& name);
+
 // Whether this process comes to rest: for a tenth of a second it uses less than half a processor.
 bool comes_to_rest();
 

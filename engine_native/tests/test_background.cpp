@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "background.hpp"
+#include "clock.hpp"
 #include "support.hpp"
 
 using namespace kvxfer;
@@ -53,6 +54,26 @@ TEST_CASE("work that takes long holds up no other, and all of it ends") {
   }
   CHECK(!background.idle());
   slow.count_down();
+  finish_all(background);
+  CHECK(ended == kJobs);
+}
+
+TEST_CASE("a fence ends though all other work waits for something that does not come") {
+  Poller poller = good(Poller::create());
+  std::latch answer(1);
+  Background background(poller);
+  constexpr int kJobs = 64;
+  int ended = 0;
+  for (int i = 0; i < kJobs; ++i) background.run([&] { answer.wait(); }, [&] { ++ended; });
+  bool fenced = false;
+  background.fence<int>([] { return 7; }, [&](int got) { fenced = got == 7; });
+  const std::uint64_t deadline = now_ns() + static_cast<std::uint64_t>(kDeadline.count());
+  while (!fenced && now_ns() < deadline) {
+    if (background.finish() == 0) std::this_thread::yield();
+  }
+  CHECK(fenced);
+  CHECK(ended == 0);
+  answer.count_down();
   finish_all(background);
   CHECK(ended == kJobs);
 }

@@ -1,5 +1,12 @@
 // What a survivor sees. Crashed and frozen processes are tested from Python, with real processes.
+#include <dirent.h>
+#include <linux/filter.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
 #include <array>
+#include <cstdlib>
 #include <thread>
 
 #include "support.hpp"
@@ -8,7 +15,52 @@ using namespace kvxfer;
 using namespace kvxfer::test;
 using Kind = Completion::Kind;
 
+namespace {
+
+// The socket of this process that has received the largest segments.
+int busiest_socket() {
+  int busiest = -1;
+  std::uint32_t most = 0;
+  DIR* const all = ::opendir("/proc/self/fd");
+  REQUIRE(all);
+  while (const dirent* const each = ::readdir(all)) {
+    const int fd = std::atoi(each->d_name);
+    tcp_info info{};
+    socklen_t size = sizeof info;
+    if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) continue;
+    if (info.tcpi_rcv_mss <= most) continue;
+    most = info.tcpi_rcv_mss;
+    busiest = fd;
+  }
+  ::closedir(all);
+  return busiest;
+}
+
+}  // namespace
+
 TEST_SUITE_BEGIN("conformance");
+
+TEST_CASE("tcp: a lane whose packets are lost ends its peer, though heartbeats come") {
+  auto options = options_for("tcp", "reader");
+  options.lanes = 1;
+  TestEngine reader(options);
+  options.name = "writer";
+  options.peer_timeout = std::chrono::milliseconds(300);
+  TestEngine writer(options);
+  const PeerId to_reader = writer.connect_to(reader);
+  const auto source = good(writer->allocate(1u << 20));
+  const auto destination = good(reader->allocate(1u << 20));
+  write_and_count(writer, to_reader, reader, source, destination, {.length = 1u << 20});
+  sock_filter none = BPF_STMT(BPF_RET | BPF_K, 0);
+  const sock_fprog lose_all{.len = 1, .filter = &none};
+  REQUIRE(::setsockopt(busiest_socket(), SOL_SOCKET, SO_ATTACH_FILTER, &lose_all,
+                       sizeof lose_all) == 0);
+  const auto lost = good(writer->write(to_reader, source, destination->descriptor(),
+                                       {.length = 1u << 20}, {.timeout = kDeadline}));
+  const Completion ended = writer.await(Kind::write, lost.id);
+  CHECK(ended.code == Errc::peer_timeout);
+  CHECK_MESSAGE(ended.text.find("has acknowledged nothing for") != std::string::npos, ended.text);
+}
 
 TEST_CASE("a peer that closes ends all operations with peer-lost and is then unknown") {
   for (const std::string& fabric : EachFabric()) {

@@ -30,7 +30,8 @@ static_assert(cuda::kIsManaged == CU_POINTER_ATTRIBUTE_IS_MANAGED);
 static_assert(cuda::kDeviceOrdinal == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
 static_assert(cuda::kOnDevice == CU_MEMORYTYPE_DEVICE);
 static_assert(cuda::kNonBlocking == CU_STREAM_NON_BLOCKING);
-static_assert(cuda::kDisableTiming == CU_EVENT_DISABLE_TIMING);
+static_assert(cuda::kHostPointers == CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
+static_assert(cuda::kWideWords == CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS);
 static_assert(cuda::kPortable == CU_MEMHOSTREGISTER_PORTABLE);
 static_assert(cuda::kLazyPeerAccess == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
 static_assert(cuda::kRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
@@ -104,14 +105,15 @@ TEST_CASE("a region of a GPU says so, and has no bytes for the processor") {
 TEST_CASE("an engine allocates zeroed memory on a GPU, and frees it with the region") {
   const CudaDriver driver;
   TestEngine engine(options_for("tcp", "engine"));
+  cuda::Gpus gpus;
+  good(gpus.open(0));  // else it would allocate where the region was
   RegionPtr region = good(engine->allocate_on_gpu(0, kBytes));
   CHECK(first_byte(region->address()) == 0);
   good(engine->deregister(region));
   const std::uint64_t address = region->address();
   region.reset();
-  cuda::Gpus gpus;
-  // The engine thread may hold it for a moment longer. It may also go between two questions to
-  // CUDA: then they contradict each other, which is refused.
+  // It goes on another thread. It may also go between two questions to CUDA: then they contradict
+  // each other, which is refused.
   const auto held = [&] {
     const auto owner = gpus.owner_of(pointer(address), 1);
     return owner && *owner;

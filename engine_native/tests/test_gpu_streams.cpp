@@ -1,5 +1,6 @@
 // Order between transfers and streams of a GPU, on the double of a driver or on a GPU.
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <memory>
 #include <string>
@@ -183,13 +184,21 @@ TEST_CASE("a stream that comes to its waits late passes them, also if their word
   const CudaDriver driver;
   Ordered o("local");
   const Imm imm = good(o.pair.reader->allocate_counter());
-  Gate gate(o.compute);
-  for (int i = 0; i < 1500; ++i) {  // more than there are words, so all are used again
-    const auto wait = o.wait(imm, 0);
+  // Together more than there are words, so all are used again; a stream takes fewer.
+  const std::array<CUstream, 2> late{o.compute, stream()};
+  HostWords gate;
+  for (CUstream each : late) {
+    REQUIRE(CU(StreamWaitValue64)(each, gate.address(0), 1, CU_STREAM_WAIT_VALUE_GEQ) ==
+            CUDA_SUCCESS);
+  }
+  for (std::size_t i = 0; i < 1500; ++i) {
+    const auto wait =
+        good(o.pair.reader->wait_on_stream(0, late[i % late.size()], imm, 0, kDeadline));
     while (!good(wait->reached())) std::this_thread::yield();
   }
-  gate.open();
-  o.synchronize();
+  gate[0].store(1);
+  for (CUstream each : late) REQUIRE(CU(StreamSynchronize)(each) == CUDA_SUCCESS);
+  CU(StreamDestroy)(late[1]);
 }
 
 TEST_CASE("transfers do not break a capture that runs meanwhile on another thread") {

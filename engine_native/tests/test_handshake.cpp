@@ -53,7 +53,7 @@ TEST_CASE("two engines use the newest version that both speak") {
   // Of the hello: the newest that the client speaks, 0 in version 2.
   constexpr std::size_t kNewest = 7;
   for (const auto& [newest, used] :
-       {std::pair{0, kOldestVersion}, {3, kNewestVersion}, {255, kNewestVersion}}) {
+       {std::pair{0, kOldestVersion}, {3, 3}, {4, kNewestVersion}, {255, kNewestVersion}}) {
     CAPTURE(newest);
     ClientHandshake client(e.a, e.b.engine);
     ServerHandshake server(e.b);
@@ -76,7 +76,7 @@ TEST_CASE("two engines use the newest version that both speak") {
   later[2] = kNewestVersion + 1;
   const auto refused = client.advance(later, proof);
   REQUIRE(!refused);
-  CHECK(refused.error().text.find("versions 2 to 3") != std::string::npos);
+  CHECK(refused.error().text.find("versions 2 to 4") != std::string::npos);
   CHECK(!good(client.advance(reply, proof)));
   CHECK(client.session().version == kNewestVersion);
 }

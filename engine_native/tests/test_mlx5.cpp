@@ -10,7 +10,9 @@
 #include <thread>
 
 #include "clock.hpp"
+#include "fabric/verbs/verbs_device.hpp"
 #include "fabric/verbs/verbs_factory.hpp"
+#include "simulated_network.hpp"
 #include "simulated_verbs.hpp"
 #include "step_probe.hpp"
 #include "support.hpp"
@@ -193,6 +195,26 @@ TEST_CASE("a path that delivers nothing is fenced and its writes go over the oth
   Hosts hosts(ours, theirs);
   hosts.transfer();
   hosts.transfer([&] { simulated_verbs().cut(ours.nics[1], true); });
+  simulated_verbs().cut(ours.nics[1], false);
+}
+
+TEST_CASE(
+    "a write that is cancelled on a path that delivers nothing costs the path, not the peer") {
+  EngineOptions ours = options_on(2, {});
+  EngineOptions theirs = options_on(2, {});
+  ours.peer_timeout = theirs.peer_timeout = std::chrono::milliseconds(1500);
+  ours.path_timeout = theirs.path_timeout = std::chrono::milliseconds(2500);
+  Hosts hosts(ours, theirs);
+  hosts.transfer();
+  simulated_verbs().cut(ours.nics[1], true);
+  const std::uint64_t before = hosts.writer->stats().writes_posted;
+  const auto stuck =
+      good(hosts.writer->write(hosts.to_reader, hosts.source, hosts.destination->descriptor(),
+                               {.length = kPage}, {.timeout = kDeadline, .nic = 1}));
+  while (hosts.writer->stats().writes_posted == before) std::this_thread::yield();
+  hosts.writer->cancel(stuck.id);
+  CHECK(hosts.writer.await(Kind::write, stuck.id).code == Errc::cancelled);
+  hosts.transfer();
   simulated_verbs().cut(ours.nics[1], false);
 }
 
@@ -382,6 +404,70 @@ TEST_CASE("several queue pairs join two NICs where paths_per_nic_pair says so") 
   Hosts hosts(ours, theirs);
   hosts.transfer();
   CHECK(simulated_verbs().queue_pairs() == before + 2 * 4);
+}
+
+namespace {
+
+verbs::Port port_of(const SimulatedDevice& device) {
+  simulated_verbs().add(device);
+  const auto library = simulated_verbs().library();
+  ibv_device** const list = library->get_device_list(nullptr);
+  ibv_device** found = list;
+  while (device.name != (*found)->name) ++found;
+  const auto opened = good(verbs::VerbsDevice::open(library, *found, {.name = device.name}));
+  library->free_device_list(list);
+  return good(opened->query_port());
+}
+
+}  // namespace
+
+TEST_CASE("a port's speed is known by each code of the specification") {
+  struct Rate {
+    std::uint32_t speed;
+    std::uint8_t width;
+    std::uint64_t megabits;
+  };
+  unsigned number = 0;
+  for (const auto& [speed, width, megabits] :
+       {Rate{1, 2, 10'000}, Rate{2, 2, 20'000}, Rate{4, 2, 40'000}, Rate{8, 2, 40'000},
+        Rate{16, 2, 56'000}, Rate{32, 2, 100'000}, Rate{64, 2, 200'000}, Rate{128, 2, 400'000},
+        Rate{256, 2, 800'000}, Rate{256, 1, 200'000}, Rate{128, 16, 200'000}, Rate{128, 4, 800'000},
+        Rate{32, 8, 300'000}, Rate{512, 2, 10'000}}) {
+    CAPTURE(speed);
+    const verbs::Port port =
+        port_of({.name = "speed" + std::to_string(number++), .width = width, .speed = speed});
+    CHECK(port.bits_per_second == megabits * 1'000'000);
+  }
+}
+
+TEST_CASE("the double tells of a speed above NDR only those who have room for it") {
+  simulated_verbs().add({.name = "xdr", .speed = 256});
+  const auto library = simulated_verbs().library();
+  ibv_device** const list = library->get_device_list(nullptr);
+  ibv_device** found = list;
+  while (std::string("xdr") != (*found)->name) ++found;
+  ibv_context* const context = library->open_device(*found);
+  library->free_device_list(list);
+  verbs::PortAttributes all{};
+  REQUIRE(library->query_port(context, 1, all) == 0);
+  CHECK(all.speed() == 256);
+  CHECK(all.known.active_speed == 128);
+  verbs::PortAttributes fewer{};
+  constexpr std::size_t kOlder = 52;  // without active_speed_ex
+  REQUIRE(verbs_get_ctx_op(context, query_port)->query_port(context, 1, &fewer.known, kOlder) == 0);
+  CHECK(fewer.speed() == 128);
+  library->close_device(context);
+}
+
+TEST_CASE("the double's senders wait for as long as the specification's code says") {
+  const auto ms = [](std::uint8_t code) {
+    return static_cast<double>(mlx5::receiver_not_ready_ns(code)) / 1e6;
+  };
+  CHECK(ms(0) == 655.36);
+  CHECK(ms(1) == 0.01);
+  CHECK(ms(17) == 3.84);
+  CHECK(ms(18) == 5.12);
+  CHECK(ms(31) == 491.52);
 }
 
 TEST_SUITE_END();

@@ -288,19 +288,73 @@ TEST_CASE("tcp takes over where the NICs are down") {
   for (int i = 0; i < 20; ++i) CHECK(write() == Errc::ok);
 }
 
+TEST_CASE("tcp delivers again, and uncounted, what NICs had delivered to a grant") {
+  auto& network = simulated_network();
+  auto a = options_for("simulated", "a");
+  auto b = options_for("simulated", "b");
+  a.tcp = b.tcp = true;
+  TestEngine writer(a);
+  TestEngine reader(b);
+  const PeerId to_reader = writer.connect_to(reader);
+  const PeerId to_writer = reader.await(Kind::peer_up).peer;
+  constexpr std::size_t kSize = 16 * kSmallPage;
+  const auto source = good(writer->allocate(kSize));
+  const auto destination = good(reader->allocate(kSize));
+  Random random;
+  CAPTURE(random.seed);
+  random.fill(source->host(), kSize);
+  std::memset(destination->host(), 0, kSize);
+  const Imm imm = good(reader->allocate_counter(to_writer));
+  const RegionRange range{destination, 0, kSize};
+  const auto granted = good(reader->grant(imm, {&range, 1})).front();
+  network.hold(true);
+  for (std::size_t nic = 0; nic < writer->nics().size(); ++nic) {
+    network.lose_completions(writer->nics()[nic].name, true);
+  }
+  // Neighbours would be joined to one write.
+  std::vector<std::int64_t> pages{0, 2, 4, 6, 8, 10, 12, 14};
+  const auto submitted = good(
+      writer->write_pages(to_reader, source, granted, same_pages(kSmallPage, pages), {.imm = imm}));
+  REQUIRE(submitted.immediates == 8);
+  network.await_posted(8);
+  for (int i = 0; i < 3; ++i) network.deliver_newest();
+  for (std::size_t nic = 0; nic < writer->nics().size(); ++nic) {
+    Load::set_link(writer, nic, false);
+  }
+  const auto done = writer.await(Kind::write, submitted.id);
+  CHECK_MESSAGE(done.code == Errc::ok, done.text);
+  good(reader->expect(imm, submitted.immediates));
+  CHECK(reader.await(Kind::counter, imm).code == Errc::ok);
+  CHECK(reader->counter_value(imm) == submitted.immediates);
+  CHECK(reader->stats().writes_refused.total == 0);
+  for (const std::int64_t page : pages) {
+    const auto at = static_cast<std::size_t>(page) * kSmallPage;
+    CHECK(std::memcmp(source->host() + at, destination->host() + at, kSmallPage) == 0);
+  }
+  for (std::size_t nic = 0; nic < writer->nics().size(); ++nic) {
+    network.lose_completions(writer->nics()[nic].name, false);
+    Load::set_link(writer, nic, true);
+  }
+  network.hold(false);
+}
+
 TEST_CASE("a count that cannot be completed loses the peer by name") {
-  Pair pair("simulated");
-  const std::string there = pair.reader->nics()[0].name;
-  const auto source = good(pair.writer->allocate(kPage));
-  const auto destination = good(pair.reader->allocate(kPage));
-  const Imm imm = good(pair.reader->allocate_counter(pair.to_writer));
+  auto theirs = options_for("simulated", "reader");
+  theirs.path_timeout = std::chrono::milliseconds(300);  // so long it waits for the arrival
+  TestEngine writer(options_for("simulated", "writer"));
+  TestEngine reader(theirs);
+  const PeerId to_reader = writer.connect_to(reader);
+  const std::string there = reader->nics()[0].name;
+  const auto source = good(writer->allocate(kPage));
+  const auto destination = good(reader->allocate(kPage));
+  const Imm imm = good(reader->allocate_counter(reader.await(Kind::peer_up).peer));
   simulated_network().lose_arrivals(there, true);
   const auto submitted =
-      good(pair.writer->write(pair.to_reader, source, destination->descriptor(), {.length = kPage},
-                              {.imm = imm, .timeout = kDeadline, .nic = 0}));
-  CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
+      good(writer->write(to_reader, source, destination->descriptor(), {.length = kPage},
+                         {.imm = imm, .timeout = kDeadline, .nic = 0}));
+  CHECK(writer.await(Kind::write, submitted.id).code == Errc::ok);
   simulated_network().set_link(there, false);
-  const auto down = pair.writer.await(Kind::peer_down);
+  const auto down = writer.await(Kind::peer_down);
   simulated_network().lose_arrivals(there, false);
   CHECK(down.code == Errc::nic_lost);
   CHECK_MESSAGE(down.text.find("cannot be completed") != std::string::npos, down.text);

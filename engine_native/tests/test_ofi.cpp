@@ -2,7 +2,6 @@
 // common. Their NICs alone are in test_ofi_paths.cpp.
 #include <fcntl.h>
 #include <signal.h>
-#include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -284,10 +283,7 @@ struct Victim {
     std::array<int, 2> ends{};
     REQUIRE(::pipe(ends.data()) == 0);
     ::setenv("KVXFER_TEST_PIPE", std::to_string(ends[1]).c_str(), 1);
-    std::array<const char*, 5> arguments{"/proc/self/exe", "--no-skip", "--no-version",
-                                         "-tc=ofi helper*", nullptr};
-    REQUIRE(::posix_spawn(&pid, arguments[0], nullptr, nullptr,
-                          const_cast<char* const*>(arguments.data()), environ) == 0);
+    pid = start_case("ofi helper*");
     ::close(ends[1]);
     std::string text;
     for (char c = 0; ::read(ends[0], &c, 1) == 1 && c != '\n';) text += c;

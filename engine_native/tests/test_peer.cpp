@@ -19,6 +19,7 @@ struct Owner final : PeerEvents, OperationBook, StreamOwner {
   void on_peer_lost(Peer&, Error) override {}
   void share_region(Peer&, std::uint64_t) override {}
   void on_revoked(Peer&, Imm) override {}
+  void on_notice(Peer&, std::string) override {}
   void fail(const OperationPtr&, Errc, std::string) override {}
   void settle(const OperationPtr&) override {}
   std::vector<OperationPtr> with(PeerId, Imm) const override { return {}; }

@@ -14,7 +14,8 @@ struct Receiver {
   RegionTable regions;
   EngineStats stats;
   std::uint64_t activity = 0;
-  ReceiveContext receive_context{regions, counters, stats, activity};
+  cuda::Gpus gpus;
+  ReceiveContext receive_context{regions, counters, stats, activity, gpus};
   RegionPtr region = good(MemoryRegion::allocate({}, 1000));
   Imm imm = good(counters.allocate());
   Receiver() { regions.insert(region); }
@@ -31,6 +32,19 @@ TEST_CASE("a granted batch gets its targets and counts once it is finished") {
   placement.finish(2, 1, 1001);
   CHECK(r.counters.value(r.imm) == 1);
   CHECK(r.stats.bytes_received == 1001);
+}
+
+TEST_CASE("a batch may name its immediate and count for nothing") {
+  Receiver r;
+  good(r.counters.expect(r.imm, 1));
+  Placement counted(r.receive_context, kPlacedWriter, r.region->key(), r.imm);
+  counted.finish(1, 1, 10);
+  Placement uncounted(r.receive_context, kPlacedWriter, r.region->key(), r.imm);
+  CHECK(uncounted.target(0, 10) == r.region->address());
+  uncounted.finish(1, 0, 10);
+  CHECK(r.counters.value(r.imm) == 1);
+  CHECK(r.stats.bytes_received == 20);
+  CHECK(r.counters.release(r.imm) == ImmCounters::Released::complete);
 }
 
 TEST_CASE("offsets that overflow do not pass the bounds check") {

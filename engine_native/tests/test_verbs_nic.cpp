@@ -2,8 +2,10 @@
 // at addresses that do not answer. On the devices of the host, and on simulated ones of the mlx5
 // driver.
 #include <algorithm>
+#include <memory>
 
 #include "fabric/verbs/path_endpoint.hpp"
+#include "simulated_verbs.hpp"
 #include "support.hpp"
 #include "verbs_bench.hpp"
 
@@ -47,6 +49,24 @@ TEST_CASE("a wrong key ends the path with its cause, and no other path") {
     CHECK(!bench.lost.contains(fine.writer.get()));
     CHECK(std::all_of(target->host() + 4 * 4096, target->host() + target->size(),
                       [](std::byte byte) { return byte == std::byte{0x11}; }));
+  }
+}
+
+TEST_CASE("of an immediate that the peer has revoked nothing is kept as delivered") {
+  for (const std::string& fabric : verbs_fabrics()) {
+    CAPTURE(fabric);
+    VerbsBench bench(fabric);
+    const auto source = bench.region(1u << 20);
+    const auto target = bench.region(1u << 20);
+    auto ends = bench.join();
+    for (const bool revoked : {false, true}) {
+      const Imm imm = good(bench.counters.allocate());
+      const auto operation = bench.operation(source, bench.key(target), 4, 4096, imm);
+      bench.post(*ends.writer, operation);
+      operation->revoked = revoked;
+      bench.until([&] { return operation->finished == 4; });
+      CHECK(ends.writer->delivered().contains(imm) == !revoked);
+    }
   }
 }
 
@@ -140,6 +160,30 @@ TEST_CASE("a peer whose address does not answer is refused, and others are serve
     bench.post(*others.writer, operation);
     bench.until([&] { return operation->finished == 1 && bench.counters.value(imm) == 1; });
   }
+}
+
+TEST_CASE("a path is fenced while others wait for addresses that do not answer") {
+  VerbsBench bench("mlx5");
+  auto ends = bench.join();
+  std::vector<BarePath> lonely;
+  for (int i = 0; i < 64; ++i) lonely.push_back(good(bench.open(0)));
+  const std::string device = bench.nic(0).info().name;
+  const auto answer = [&device](void*) { simulated_verbs().silence(device, false); };
+  simulated_verbs().silence(device, true);
+  std::size_t ended = 0;  // on a slow machine some are refused first
+  std::size_t joined = 0;
+  {
+    const std::unique_ptr<void, decltype(answer)> answers(&bench, answer);
+    for (BarePath& path : lonely) {
+      path->connect(ends.reader->endpoint(), [&](const Result<void>& good) {
+        ++ended;
+        joined += bool(good);
+      });
+    }
+    ends.writer.shut();
+    CHECK(joined == 0);
+  }
+  bench.until([&] { return ended == lonely.size(); });
 }
 
 TEST_CASE("a NIC that sleeps is woken by what arrives") {

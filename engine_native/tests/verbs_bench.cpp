@@ -30,7 +30,7 @@ VerbsBench::VerbsBench(const std::string& fabric)
                              .poller = poller,
                              .background = background_,
                              .gpus = gpus_,
-                             .receive_context = {regions_, counters, stats, activity_},
+                             .receive_context = {regions_, counters, stats, activity_, gpus_},
                              .events = events,
                              .first_number = 0}))
               .nics;

@@ -19,7 +19,9 @@ from kvxfer.engine.native import error_of, native
 from kvxfer.errors import InvalidArgument, KvxferError, OutOfBounds
 
 if TYPE_CHECKING:
-    from kvxfer._native import Integers, Readable, Writable
+    from kvxfer._native import _Integers as Integers
+    from kvxfer._native import _Readable as Readable
+    from kvxfer._native import _Writable as Writable
 
 Address: TypeAlias = str
 Bytes: TypeAlias = int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -11,7 +12,6 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from kvxfer.engine.arguments import REFUSALS, Bytes, Gpu, refused, require_callable
 from kvxfer.engine.callback import logger, tell
 from kvxfer.engine.counter import Counter
-from kvxfer.engine.forks import keep_in_forks
 from kvxfer.engine.memory import Memory, MemoryRegion, register
 from kvxfer.engine.native import error_of, native
 from kvxfer.engine.operation import Operation
@@ -71,7 +71,7 @@ class EngineCore(ABC):
             )
         except native.Error as error:
             raise error_of(*error.args) from None
-        keep_in_forks(self.native)
+        self._process = os.getpid()
         self.handler: EngineHandler | None = None
         self._closed = False
         self._peers: dict[int, Peer] = {}
@@ -131,6 +131,11 @@ class EngineCore(ABC):
         """What was refused since the start, by error code: "handshake" (connections that were not
         let in), "peer" (peers cut off for what they did) and "write" (writes of peers)."""
         return self.native.refusals()
+
+    @property
+    def _is_parents(self) -> bool:
+        """Whether this process was forked from the engine's: close() leaves it alone then."""
+        return os.getpid() != self._process
 
     def _forget_all(self) -> None:
         """Nothing comes any more: every waiter is told."""

@@ -11,6 +11,7 @@ from kvxfer.engine.counter import Counter
 from kvxfer.engine.options import EngineOptions
 from kvxfer.engine.peer import Peer
 from kvxfer.errors import DeadlineExceeded, EngineClosed, InvalidArgument, PeerLost
+from kvxfer.own_thread import in_own_thread
 
 
 class Engine(EngineCore):
@@ -42,13 +43,15 @@ class Engine(EngineCore):
 
     async def close(self) -> None:
         """Ends everything with EngineClosed and stops the engine's thread. Idempotent."""
+        if self._is_parents:
+            return
         self._closed = True
         self._to_accept_changed.set()
         # Shielded: a cancelled close still closes, and other closers wait for the same end.
         await asyncio.shield(asyncio.ensure_future(self._close()))
 
     async def _close(self) -> None:
-        await asyncio.to_thread(self.native.close)
+        await in_own_thread(self.native.close)
         self._drain()
         if self._loop is not None:
             self._loop.remove_reader(self.native.event_fd)

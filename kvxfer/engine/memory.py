@@ -109,8 +109,9 @@ class MemoryRegion:
         """Deregisters. Operations that read the region end with `Cancelled` first; afterwards no
         write of any peer lands in it. Blocks briefly; idempotent.
 
-        Raises NicLost where a NIC does not let go of the memory: it must not be freed then, and
-        `close` may be called again."""
+        Raises NicLost where a NIC does not let go of the memory, and DeadlineExceeded where a peer
+        on this host has kept memory of a GPU open for `peer_timeout`: it must not be freed then,
+        and `close` may be called again."""
         if self._open:
             with translated():
                 self._engine.deregister(self.handle)

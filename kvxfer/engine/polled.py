@@ -56,6 +56,8 @@ class PolledEngine(EngineCore):
 
     def close(self) -> None:
         """Ends everything with EngineClosed. Idempotent."""
+        if self._is_parents:
+            return
         self._closed = True
         self.native.close()
         self._drain()

@@ -32,7 +32,7 @@ class SynchronousEngine(EngineCore):
 
     def close(self) -> None:
         """Ends everything with EngineClosed and stops the engine's thread. Idempotent."""
-        if self._closed:
+        if self._closed or self._is_parents:
             return
         self._closed = True
         self.native.close()

@@ -182,7 +182,9 @@ class Agreement:
 
     def boundary(self, deadline: float) -> None:
         """Before a step is begun: agrees on the next view, if there is a reason."""
-        if self._member.calm and not self._leaving and self._exchange.quiet():
+        with translated():
+            quiet = self._exchange.quiet()
+        if quiet and self._member.calm and not self._leaving:
             return
         self.take()
         self._settle(self._member.boundary, deadline)

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.clock import SYSTEM_CLOCK, Clock
-from kvxfer.engine.forks import keep_in_forks
 from kvxfer.engine.native import native, translated
 from kvxfer.engine.options import DEFAULT_PEER_TIMEOUT, EngineOptions
 from kvxfer.engine.synchronous import SynchronousEngine
@@ -124,7 +123,6 @@ class AllToAll:
         self._engine = SynchronousEngine(cluster_key=cluster_key, **options)
         try:
             self._exchange = self._native_exchange(ranks, busy_wait)
-            keep_in_forks(self._exchange)
             self._engine.completions = self._exchange.events
             self._agreement = Agreement(
                 self._engine,
@@ -220,7 +218,7 @@ class AllToAll:
     def close(self) -> None:
         """Leaves the group, after all ranks have taken what they wait for of this one: waits until
         they leave too, for `timeout` seconds at most. Idempotent."""
-        if not self._closed:
+        if not self._closed and not self._engine._is_parents:
             self._agreement.take_leave(self._clock.monotonic() + self.timeout)
             self._leave()
 

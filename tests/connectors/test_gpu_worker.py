@@ -14,6 +14,6 @@ pytestmark = pytest.mark.native
 ROUNDS: Final = os.environ.get("KVXFER_TEST_ROUNDS", "100")
 
 
-@pytest.mark.parametrize("case", ["in_order", "blind", "stuck", "aborted"])
+@pytest.mark.parametrize("case", ["in_order", "blind", "stuck", "aborted", "collected"])
 def test_blocks_follow_the_streams_of_both_sides(case: str) -> None:
     run_on_driver("tests.connectors.gpu_worker", case, ROUNDS)

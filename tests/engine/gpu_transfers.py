@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver
 
-from kvxfer import CounterMirror, Engine, Memory, MemoryRegion, Peer, StreamWait
+from kvxfer import CounterMirror, Engine, Memory, MemoryRegion, Peer, StreamWait, _native
 from kvxfer.doctor.loopback import Verdict, loopback
 from kvxfer.errors import (
     DeadlineExceeded,
@@ -117,7 +117,12 @@ async def writes(fabric: str) -> None:
 
 async def all_is_freed(before: int | None) -> None:
     gc.collect()
-    await eventually(lambda: device_memory.live() == before)
+
+    def freed() -> bool:
+        _native.end_unused_gpus()
+        return device_memory.live() == before
+
+    await eventually(freed)
 
 
 async def two_processes(fabric: str) -> None:

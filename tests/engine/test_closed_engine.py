@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -133,3 +135,17 @@ async def test_an_engine_is_entered_once() -> None:
     async with Engine(cluster_key=KEY) as engine:
         with pytest.raises(ValueError, match="enter each engine once"):
             await engine.__aenter__()
+
+
+async def test_closing_waits_for_no_other_call_in_a_thread() -> None:
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    answer = threading.Event()
+    unanswered = loop.run_in_executor(None, answer.wait)
+    async with Engine(cluster_key=KEY, fabrics=["tcp"]) as engine:
+        try:
+            await asyncio.wait_for(engine.close(), PATIENCE)
+            assert not unanswered.done()
+        finally:
+            answer.set()
+    await unanswered

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from verify.model.checks import FENCE_REMOVED, SMALL
+from verify.model.checks import FENCE_REMOVED, PATH_ENDS, PATH_STOP_REMOVED, SMALL
 from verify.model.verifier import SpinError, read_verdict, run
 
 pytestmark = pytest.mark.native
@@ -25,6 +25,13 @@ def test_without_the_fence_a_byte_lands_in_a_page_that_was_given_back() -> None:
     verdict = run(FENCE_REMOVED)
     assert verdict.violated == "invariant 1"
     assert verdict.met
+
+
+def test_a_path_that_ends_loses_no_count_unless_its_sides_stop_at_once() -> None:
+    verdict = run(PATH_ENDS)
+    assert verdict.met
+    assert verdict.states > 10_000
+    assert run(PATH_STOP_REMOVED).violated == "invariant 6"
 
 
 REPORT = """\

@@ -1,5 +1,5 @@
-"""Checks the model of the KV transfer with Spin, and that Spin finds the harm when a defence is
-taken away.
+"""Checks the models of the KV transfer and of a path's end with Spin, and that Spin finds the harm
+when a defence is taken away.
 
 Exit code 1 if an invariant is violated, or a mutation is not refuted.
 """

@@ -26,6 +26,7 @@ class Check:
     search: Search = Search.EXHAUSTIVE
     formula: str | None = None
     refuted: str | None = None
+    model: str = "transfer.pml"
 
 
 def _alone(faults: int, *switches: str) -> dict[str, str | int | None]:
@@ -41,6 +42,16 @@ def _together(
     return {**sizes, **dict.fromkeys(switches)}
 
 
+def _path(name: str, *switches: str, refuted: int | None = None) -> Check:
+    """Three writes over a path between NICs that ends up to twice."""
+    return Check(
+        name,
+        {"WRITES": 3, "FAULTS": 2, **dict.fromkeys(switches)},
+        refuted=f"invariant {refuted}" if refuted else None,
+        model="path_end.pml",
+    )
+
+
 _PAIRS: Final = {
     "two pairs, one decode worker": "SHARED_DECODE",
     "two pairs, one prefill worker": "SHARED_PREFILL",
@@ -48,6 +59,7 @@ _PAIRS: Final = {
 }
 
 SMALL: Final = Check("one transfer, 2 strikes, NIC", _alone(2, "NIC"))
+PATH_ENDS: Final = _path("a path between NICs ends")
 
 CHECKS: Final = (
     Check("one transfer, 3 strikes, receiver", _alone(3, "WITH_KEEP")),
@@ -77,6 +89,7 @@ CHECKS: Final = (
         Search.FORMULA,
         formula="peers_learn",
     ),
+    PATH_ENDS,
 )
 
 LARGE: Final = (
@@ -103,6 +116,8 @@ FENCE_REMOVED: Final = Check(
     refuted="invariant 1",
 )
 
+PATH_STOP_REMOVED: Final = _path("a path ends without path_stop", "WITHOUT_STOP", refuted=6)
+
 MUTATIONS: Final = (
     FENCE_REMOVED,
     _mutation("cancel frees at once, the NIC is not asked", 1, "NIC", "WITHOUT_REVOKE"),
@@ -118,4 +133,10 @@ MUTATIONS: Final = (
     _mutation("a lost decode worker is forgotten", 4, "WITHOUT_LEASES", "WITHOUT_MEMORY"),
     _mutation("heartbeats are not watched", 4, "WITHOUT_LEASES", "WITHOUT_HEARTBEATS"),
     _mutation("epochs are not checked", 5, "WITHOUT_EPOCHS"),
+    PATH_STOP_REMOVED,
+    _path("completions are believed after path_stop", "WITHOUT_SEAL", refuted=6),
+    _path("a NIC is stopped before all is counted", "WITHOUT_COUNTING", refuted=6),
+    _path("path_close is said before the NIC is stopped", "EARLY_CLOSE", refuted=1),
+    _path("path_close's counts are ignored", "WITHOUT_COUNTS", refuted=3),
+    _path("uncounted writes are not delivered first", "WITHOUT_ORDER", refuted=3),
 )

@@ -12,7 +12,7 @@ from typing import Final
 
 from verify.model.checks import Check, Search
 
-MODEL: Final = Path(__file__).parent / "transfer.pml"
+MODELS: Final = Path(__file__).parent
 
 _MEMORY_MIB: Final = 7500
 _SECONDS: Final = 1200
@@ -63,7 +63,7 @@ def run(check: Check) -> Verdict:
             f"-D{name}" if value is None else f"-D{name}={value}"
             for name, value in check.defines.items()
         ]
-        _call(["spin", "-a", *defines, str(MODEL)], folder)
+        _call(["spin", "-a", *defines, str(MODELS / check.model)], folder)
         _call(["gcc", "-O1", "-w", "-o", "pan", "pan.c", *_COMPILE[check.search]], folder)
         formula = ("-N", check.formula) if check.formula else ()
         told = _call(["./pan", "-m20000", *_RUN[check.search], *formula], folder)

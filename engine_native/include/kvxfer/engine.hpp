@@ -45,6 +45,10 @@ std::vector<std::string> built_fabrics();
 // An engine without a thread (EngineOptions::thread) belongs to the thread that made it: every
 // method is called there, poll() does the work, and event_fd() never becomes readable. Its peers
 // take it for dead when it is not polled for their peer_timeout.
+//
+// An engine belongs to the process that made it. In a forked one the destructor and what ends
+// something (close, disconnect, deregister, release_counter) only let go, methods that return a
+// Result are refused, and no other is to be called.
 class TransferEngine {
  public:
   static Result<std::unique_ptr<TransferEngine>> create(EngineOptions options);
@@ -54,6 +58,8 @@ class TransferEngine {
 
   // Ends every operation with engine-closed and joins the engine thread. Idempotent.
   void close();
+  // Fails with engine-closed in a process that was forked from the engine's.
+  Result<void> require_own_process() const;
 
   const EngineAddress& address() const;
   EngineStats stats() const;
@@ -81,7 +87,9 @@ class TransferEngine {
   // says which. It must stay valid until deregister() returned.
   Result<RegionPtr> register_memory(void* address, std::size_t bytes, bool require_nics = false);
   // Cancels the operations that read the region and waits for them. No write of any peer lands
-  // in it after this returned.
+  // in it after this returned. Fails with nic-lost where a NIC does not let go of the memory, and
+  // with deadline-exceeded where a peer of this host has kept memory of a GPU open for
+  // peer_timeout: it must not be freed then, and this may be called again.
   Result<void> deregister(const RegionPtr& region);
 
   // --- peers

@@ -92,6 +92,7 @@ Result<void> Acceptor::start(const Identity& identity, Poller& poller, AcceptorE
 }
 
 void Acceptor::expire(std::uint64_t deadline_ns) {
+  thread_.check("Acceptor");
   listener_.resume();
   std::erase_if(inbound_, [&](const auto& inbound) {
     const bool late = !inbound->ended() && inbound->started_ns() < deadline_ns;
@@ -101,6 +102,7 @@ void Acceptor::expire(std::uint64_t deadline_ns) {
 }
 
 void Acceptor::accept(UniqueFd socket) {
+  thread_.check("Acceptor");
   if (inbound_.size() >= kMaxInbound) {
     expire(0);
     if (inbound_.size() >= kMaxInbound) {

@@ -11,6 +11,7 @@
 #include "bootstrap/stream.hpp"
 #include "fd.hpp"
 #include "poller.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -44,6 +45,7 @@ class Acceptor {
   Acceptor(UniqueFd socket, std::uint16_t port);
   void accept(UniqueFd socket);
 
+  [[no_unique_address]] ThreadOwner thread_;
   Listener listener_;
   std::uint16_t port_;
   const Identity* identity_ = nullptr;

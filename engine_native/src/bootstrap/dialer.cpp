@@ -20,6 +20,7 @@ Dialer::Dialer(const EngineAddress& address, const Identity& identity, DialerEve
     : address_(address), handshake_(identity, address.engine), events_(events) {}
 
 void Dialer::on_input(std::string& in) {
+  thread_.check("Dialer");
   if (ended_) return;
   std::string out;
   const auto done = handshake_.advance(in, out);
@@ -33,6 +34,7 @@ void Dialer::on_stream_lost(Error error) {
 }
 
 std::string Dialer::trouble() const {
+  thread_.check("Dialer");
   if (!stream_ || !stream_->connected()) {
     return "nothing answers there; its host is down or cut off, or a firewall drops the packets";
   }
@@ -62,6 +64,7 @@ Result<std::unique_ptr<LaneDialer>> LaneDialer::dial(const EngineAddress& addres
 }
 
 void LaneDialer::on_input(std::string& in) {
+  thread_.check("LaneDialer");
   if (ended_ || in.size() < kLaneAccepted.size()) return;
   ended_ = true;
   if (in != kLaneAccepted) {

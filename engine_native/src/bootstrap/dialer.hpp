@@ -12,6 +12,7 @@
 #include "bootstrap/stream.hpp"
 #include "kvxfer/types.hpp"
 #include "poller.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -52,6 +53,7 @@ class Dialer final : private StreamOwner {
   void on_stream_lost(Error error) override;
   void end(Result<Session> result);
 
+  [[no_unique_address]] ThreadOwner thread_;
   EngineAddress address_;
   ClientHandshake handshake_;
   DialerEvents& events_;
@@ -68,7 +70,10 @@ class LaneDialer final : private StreamOwner {
 
   PeerId peer = 0;  // whose lane it is
   unsigned lane() const { return lane_; }
-  bool ended() const { return ended_; }
+  bool ended() const {
+    thread_.check("LaneDialer");
+    return ended_;
+  }
 
  private:
   LaneDialer(unsigned lane, DialerEvents& events) : lane_(lane), events_(events) {}
@@ -77,6 +82,7 @@ class LaneDialer final : private StreamOwner {
   void on_sent() override {}
   void on_stream_lost(Error error) override;
 
+  [[no_unique_address]] ThreadOwner thread_;
   unsigned lane_;
   DialerEvents& events_;
   std::unique_ptr<Stream> stream_;

@@ -20,9 +20,12 @@ namespace kvxfer {
 
 // This engine speaks these; two use the newest that both do.
 inline constexpr std::uint16_t kOldestVersion = 2;
-inline constexpr std::uint16_t kNewestVersion = 3;
+inline constexpr std::uint16_t kNewestVersion = 4;
 // Since this one an immediate may count for a group of writes.
 inline constexpr std::uint16_t kGroupsVersion = 3;
+// Since this one the ends of a NIC's path say what they know before they close (path_stop), and
+// those of a local path when they have closed memory of the peer's GPUs.
+inline constexpr std::uint16_t kPathStopVersion = 4;
 inline constexpr std::size_t kHelloBytes = 72;
 inline constexpr std::uint16_t kMaxLanes = 64;
 inline constexpr std::size_t kMaxNameBytes = 128;

@@ -24,12 +24,14 @@ Result<void> Listener::start(Poller& poller, Accepted accepted) {
 }
 
 void Listener::resume() {
+  thread_.check("Listener");
   if (!resting_) return;
   resting_ = false;
   poller_->modify(fd(), EPOLLIN, *this);
 }
 
 void Listener::on_events(std::uint32_t) {
+  thread_.check("Listener");
   for (int i = 0; i < kPortion; ++i) {
     UniqueFd socket(::accept4(fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (socket) {

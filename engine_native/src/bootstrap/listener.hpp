@@ -6,6 +6,7 @@
 
 #include "fd.hpp"
 #include "poller.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -25,6 +26,7 @@ class Listener final : private EventSink {
  private:
   void on_events(std::uint32_t events) override;
 
+  [[no_unique_address]] ThreadOwner thread_;
   UniqueFd socket_;
   Poller* poller_ = nullptr;
   Accepted accepted_;

@@ -25,6 +25,7 @@ Stream::~Stream() {
 }
 
 void Stream::write(std::string bytes) {
+  thread_.check("Stream");
   if (lost_ || bytes.empty()) return;
   unsent_ += bytes.size();
   out_.push_back(std::move(bytes));
@@ -44,6 +45,7 @@ UniqueFd Stream::release() {
 }
 
 void Stream::on_events(std::uint32_t events) {
+  thread_.check("Stream");
   if (lost_) return;
   if (!connected_) {
     if (const int error = net::connect_error(fd()); error != 0) {

@@ -9,6 +9,7 @@
 #include "fd.hpp"
 #include "kvxfer/error.hpp"
 #include "poller.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -52,6 +53,7 @@ class Stream final : private EventSink {
   Result<void> flush();
   void lose(Error error);
 
+  [[no_unique_address]] ThreadOwner thread_;
   UniqueFd socket_;
   Poller& poller_;
   StreamOwner* owner_;

@@ -44,13 +44,13 @@ std::shared_ptr<const Driver> calls_of(void* library) {
   find("cuDevicePrimaryCtxRelease", driver->device_primary_ctx_release);
   find("cuCtxPushCurrent", driver->ctx_push_current)("cuCtxPopCurrent", driver->ctx_pop_current);
   find("cuThreadExchangeStreamCaptureMode", driver->thread_exchange_stream_capture_mode);
-  find("cuStreamCreate", driver->stream_create)("cuStreamDestroy", driver->stream_destroy);
+  find("cuCtxGetStreamPriorityRange", driver->ctx_get_stream_priority_range);
+  find("cuStreamCreateWithPriority", driver->stream_create_with_priority);
+  find("cuStreamDestroy", driver->stream_destroy);
   find("cuStreamSynchronize", driver->stream_synchronize);
   find("cuStreamQuery", driver->stream_query);
   find("cuStreamIsCapturing", driver->stream_is_capturing);
   find("cuStreamWaitValue64", driver->stream_wait_value64);
-  find("cuEventCreate", driver->event_create)("cuEventDestroy", driver->event_destroy);
-  find("cuEventRecord", driver->event_record)("cuEventQuery", driver->event_query);
   find("cuModuleLoadData", driver->module_load_data)("cuModuleUnload", driver->module_unload);
   find("cuModuleGetFunction", driver->module_get_function);
   find("cuLaunchKernel", driver->launch_kernel);

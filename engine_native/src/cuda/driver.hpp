@@ -27,7 +27,6 @@ inline constexpr Status kNotSupported = 801;
 using Address = unsigned long long;  // CUdeviceptr
 using Context = struct CUctx_st*;    // NOLINT(bugprone-reserved-identifier)
 using StreamHandle = struct CUstream_st*;
-using EventHandle = struct CUevent_st*;
 using Module = struct CUmod_st*;
 using Function = struct CUfunc_st*;
 
@@ -66,23 +65,24 @@ inline constexpr int kDeviceOrdinal = 9;
 inline constexpr unsigned kOnDevice = 2;
 inline constexpr int kSyncMemops = 6;
 // CUdevice_attribute, and what they say
+inline constexpr int kHostPointers = 91;     // CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+inline constexpr int kWideWords = 122;       // CAN_USE_64_BIT_STREAM_MEM_OPS
 inline constexpr int kHostPageTables = 100;  // PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
 inline constexpr int kRdmaFlushOptions = 117;
 inline constexpr int kRdmaWritesOrdering = 118;
 inline constexpr int kFlushByHost = 1;        // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
 inline constexpr int kOrderedForOwner = 100;  // CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
 // Flags and modes
-inline constexpr int kFlushContext = 0;        // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
-inline constexpr int kFlushForOwner = 100;     // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
-inline constexpr int kPosixFile = 1;           // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-inline constexpr int kPinned = 1;              // CU_MEM_ALLOCATION_TYPE_PINNED
-inline constexpr int kLeast = 0;               // CU_MEM_ALLOC_GRANULARITY_MINIMUM
-inline constexpr int kLocationDevice = 1;      // CU_MEM_LOCATION_TYPE_DEVICE
-inline constexpr int kReadWrite = 3;           // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-inline constexpr int kDmabuf = 1;              // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
-inline constexpr unsigned kNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
-inline constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
-inline constexpr unsigned kPortable = 1;       // CU_MEMHOSTREGISTER_PORTABLE
+inline constexpr int kFlushContext = 0;      // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
+inline constexpr int kFlushForOwner = 100;   // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
+inline constexpr int kPosixFile = 1;         // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+inline constexpr int kPinned = 1;            // CU_MEM_ALLOCATION_TYPE_PINNED
+inline constexpr int kLeast = 0;             // CU_MEM_ALLOC_GRANULARITY_MINIMUM
+inline constexpr int kLocationDevice = 1;    // CU_MEM_LOCATION_TYPE_DEVICE
+inline constexpr int kReadWrite = 3;         // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+inline constexpr int kDmabuf = 1;            // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+inline constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
+inline constexpr unsigned kPortable = 1;     // CU_MEMHOSTREGISTER_PORTABLE
 inline constexpr unsigned kLazyPeerAccess = 1;  // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 inline constexpr int kRelaxed = 2;              // CU_STREAM_CAPTURE_MODE_RELAXED
 inline constexpr int kCapturing = 1;            // CU_STREAM_CAPTURE_STATUS_ACTIVE
@@ -109,17 +109,15 @@ struct Driver {
   Status (*ctx_push_current)(Context context) = nullptr;
   Status (*ctx_pop_current)(Context* context) = nullptr;
   Status (*thread_exchange_stream_capture_mode)(int* mode) = nullptr;
-  Status (*stream_create)(StreamHandle* stream, unsigned flags) = nullptr;
+  Status (*ctx_get_stream_priority_range)(int* least, int* greatest) = nullptr;
+  Status (*stream_create_with_priority)(StreamHandle* stream, unsigned flags,
+                                        int priority) = nullptr;
   Status (*stream_destroy)(StreamHandle stream) = nullptr;
   Status (*stream_synchronize)(StreamHandle stream) = nullptr;
   Status (*stream_query)(StreamHandle stream) = nullptr;
   Status (*stream_is_capturing)(StreamHandle stream, int* status) = nullptr;
   Status (*stream_wait_value64)(StreamHandle stream, Address address, std::uint64_t value,
                                 unsigned flags) = nullptr;
-  Status (*event_create)(EventHandle* event, unsigned flags) = nullptr;
-  Status (*event_destroy)(EventHandle event) = nullptr;
-  Status (*event_record)(EventHandle event, StreamHandle stream) = nullptr;
-  Status (*event_query)(EventHandle event) = nullptr;
   Status (*module_load_data)(Module* module, const void* image) = nullptr;
   Status (*module_unload)(Module module) = nullptr;
   Status (*module_get_function)(Function* function, Module module, const char* name) = nullptr;

@@ -4,27 +4,105 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cassert>
+#include <map>
+#include <mutex>
 #include <utility>
 
+#include "clock.hpp"
 #include "memory_region.hpp"
+#include "retire.hpp"
 
 namespace kvxfer::cuda {
 namespace {
 
 constexpr std::size_t kCopiesBytes = Gpu::kMaxCopies * sizeof(DeviceCopy);
+// How often a GPU is asked that has not ended a copy for so long.
+constexpr std::uint64_t kAskNs = 10'000'000;
+
+// Those of this process that no engine uses.
+class Unused {
+ public:
+  void add(Gpu* gpu) {
+    const std::lock_guard lock(mutex_);
+    gpus_.push_back(gpu);
+  }
+  // Null where there is none.
+  Gpu* take(int device) {
+    const std::lock_guard lock(mutex_);
+    const auto found = std::find_if(gpus_.begin(), gpus_.end(),
+                                    [device](Gpu* gpu) { return gpu->device() == device; });
+    if (found == gpus_.end()) return nullptr;
+    Gpu* const gpu = *found;
+    gpus_.erase(found);
+    return gpu;
+  }
+  std::vector<Gpu*> take_all() {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(gpus_, {});
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<Gpu*> gpus_;
+};
+
+// Never destroyed, as below.
+struct Frees {
+  std::mutex mutex;
+  std::map<int, GpuThread> of;  // by device
+};
+Frees& frees() {
+  static Frees* const all = new Frees;
+  return *all;
+}
+GpuThread& frees_of(int device) {
+  const std::lock_guard lock(frees().mutex);
+  return frees().of.try_emplace(device, 0).first->second;
+}
+
+// Never destroyed: the driver may have ended before.
+Unused& unused() {
+  static Unused* const all = new Unused;
+  return *all;
+}
 
 }  // namespace
 
 // --- its life --------------------------------------------------------------------------------
 
-Result<std::shared_ptr<Gpu>> Gpu::open(std::shared_ptr<const Driver> driver, int device) {
-  std::shared_ptr<Gpu> gpu(new Gpu(std::move(driver), device));
+Result<std::shared_ptr<Gpu>> Gpu::open(const std::shared_ptr<const Driver>& driver, int device) {
+  const auto drop = [](Gpu* gpu) {
+    if (!gpu->failed_ && !gpu->busy() && gpu->started_) return unused().add(gpu);
+    gpu->frees_.post([gpu] { delete gpu; });
+  };
+  while (Gpu* const known = unused().take(device)) {
+    std::shared_ptr<Gpu> gpu(known, drop);
+    gpu->look();
+    gpu->thread_.hand_over();
+    if (!gpu->failure()) return gpu;
+  }
+  std::shared_ptr<Gpu> gpu(new Gpu(driver, device), drop);
   if (auto good = gpu->start(); !good) return good.error();
   return gpu;
 }
 
+void Gpu::end_unused() {
+  await_retired();
+  std::vector<GpuThread*> threads;
+  {
+    const std::lock_guard lock(frees().mutex);
+    for (auto& [device, thread] : frees().of) threads.push_back(&thread);
+  }
+  for (GpuThread* const thread : threads) thread->wait();
+  for (Gpu* const gpu : unused().take_all()) delete gpu;
+}
+
 Gpu::Gpu(std::shared_ptr<const Driver> driver, int device)
-    : driver_(std::move(driver)), device_(device), label_("GPU " + std::to_string(device)) {}
+    : driver_(std::move(driver)),
+      device_(device),
+      label_("GPU " + std::to_string(device)),
+      frees_(frees_of(device)) {}
 
 Result<void> Gpu::start() {
   const Driver& cuda = *driver_;
@@ -35,6 +113,23 @@ Result<void> Gpu::start() {
                                              "; this process sees " + std::to_string(count) +
                                              " (CUDA_VISIBLE_DEVICES)"};
   }
+  if (auto good = find_attributes(); !good) return good;
+  if (const Status status = cuda.device_primary_ctx_retain(&context_, device_);
+      status != kSuccess) {
+    context_ = nullptr;
+    return check(status, "cuDevicePrimaryCtxRetain");
+  }
+  const Current current(cuda, context_);
+  if (auto good = check(current); !good) return good;
+  auto stream = make_stream();
+  if (!stream) return stream.error();
+  stream_ = *stream;
+  if (auto good = pin_memory(); !good) return good;
+  return load_kernels();
+}
+
+Result<void> Gpu::find_attributes() {
+  const Driver& cuda = *driver_;
   std::array<char, 128> name{};
   if (cuda.device_get_name(name.data(), static_cast<int>(name.size()), device_) == kSuccess) {
     label_ += " (" + std::string(name.data()) + ")";
@@ -42,24 +137,61 @@ Result<void> Gpu::start() {
   if (auto good = check(cuda.device_get_uuid(&uuid_, device_), "cuDeviceGetUuid"); !good) {
     return good;
   }
-  if (const Status status = cuda.device_primary_ctx_retain(&context_, device_);
-      status != kSuccess) {
-    context_ = nullptr;
-    return check(status, "cuDevicePrimaryCtxRetain");
+  const auto attribute = [&](int which) {
+    int value = 0;
+    cuda.device_get_attribute(&value, which, device_);
+    return value;
+  };
+  coherent_ = attribute(kHostPageTables) != 0;
+  needs_flush_ = attribute(kRdmaWritesOrdering) < kOrderedForOwner;
+  can_flush_ = (attribute(kRdmaFlushOptions) & kFlushByHost) != 0;
+  has_wide_words_ = attribute(kWideWords) != 0;
+  if (attribute(kHostPointers) != 0) return {};
+  return Error{Errc::fabric_unavailable,
+               label_ +
+                   " does not reach memory of the host at the processor's addresses "
+                   "(CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM), which this engine needs; keep what "
+                   "is to be moved in host memory"};
+}
+
+Result<StreamHandle> Gpu::make_stream() const {
+  int least = 0;
+  int highest = 0;
+  driver_->ctx_get_stream_priority_range(&least, &highest);
+  StreamHandle stream = nullptr;
+  const Status made = driver_->stream_create_with_priority(&stream, kNonBlocking, highest);
+  if (auto good = check(made, "cuStreamCreateWithPriority"); !good) return good.error();
+  return stream;
+}
+
+Result<void> Gpu::pin_memory() {
+  constexpr std::size_t kCopies = kLaunches * kCopiesBytes;
+  constexpr std::size_t kStaging = kSlots * kSlotBytes;
+  constexpr std::size_t kAllWords = (2 * kWords + 1) * sizeof(WatchWord);
+  for (const auto& [memory, bytes] :
+       {std::pair(&own_, kCopies + kStaging + kAllWords), std::pair(&to_send_, kStaging)}) {
+    auto made = MemoryRegion::allocate({}, bytes);
+    if (!made) return made.error();
+    const Status registered = driver_->mem_host_register((*made)->host(), bytes, kPortable);
+    if (auto good = check(registered, "cuMemHostRegister"); !good) return good;
+    *memory = std::move(*made);
   }
-  int ordering = 0;
-  int flush = 0;
-  cuda.device_get_attribute(&ordering, kRdmaWritesOrdering, device_);
-  cuda.device_get_attribute(&flush, kRdmaFlushOptions, device_);
-  int host_tables = 0;
-  cuda.device_get_attribute(&host_tables, kHostPageTables, device_);
-  coherent_ = host_tables != 0;
-  needs_flush_ = ordering < kOrderedForOwner;
-  can_flush_ = (flush & kFlushByHost) != 0;
-  const Current current(cuda, context_);
-  if (auto good = check(cuda.stream_create(&stream_, kNonBlocking), "cuStreamCreate"); !good) {
-    return good;
-  }
+  std::byte* const staging = own_->host() + kCopies;
+  receiving_.emplace(std::span(staging, kStaging));
+  auto* const words = new (staging + kStaging) WatchWord[2 * kWords + 1];
+  counted_words_.emplace(std::span(words, kWords));
+  launches_ended_ = words + kWords;
+  awaited_words_.emplace(std::span(words + kWords + 1, kWords));
+  auto counters = allocate((kWords + 1) * sizeof(std::uint64_t));
+  if (!counters) return counters.error();
+  counters_ = *counters;
+  sending_.emplace(std::span(to_send_->host(), kStaging));
+  return {};
+}
+
+// And runs each once: the first run of a kernel may wait for all streams.
+Result<void> Gpu::load_kernels() {
+  const Driver& cuda = *driver_;
   if (auto good = check(cuda.module_load_data(&module_, kPtx), "cuModuleLoadData"); !good) {
     return good;
   }
@@ -68,32 +200,17 @@ Result<void> Gpu::start() {
     const Status found = cuda.module_get_function(kernel, module_, entry);
     if (auto good = check(found, "cuModuleGetFunction"); !good) return good;
   }
-  for (EventHandle& event : events_) {
-    if (auto good = check(cuda.event_create(&event, kDisableTiming), "cuEventCreate"); !good) {
-      return good;
-    }
-  }
-  constexpr std::size_t kCopies = kLaunches * kCopiesBytes;
-  constexpr std::size_t kStaging = kSlots * kSlotBytes;
-  constexpr std::size_t kAllWords = 2 * kWords * sizeof(WatchWord);
-  for (const auto& [memory, bytes] :
-       {std::pair(&own_, kCopies + kStaging + kAllWords), std::pair(&to_send_, kStaging)}) {
-    auto made = MemoryRegion::allocate({}, bytes);
-    if (!made) return made.error();
-    const Status registered = cuda.mem_host_register((*made)->host(), bytes, kPortable);
-    if (auto good = check(registered, "cuMemHostRegister"); !good) return good;
-    *memory = std::move(*made);
-  }
-  std::byte* const staging = own_->host() + kCopies;
-  receiving_.emplace(std::span(staging, kStaging));
-  auto* const words = new (staging + kStaging) WatchWord[2 * kWords];
-  counted_words_.emplace(std::span(words, kWords));
-  awaited_words_.emplace(std::span(words + kWords, kWords));
-  sending_.emplace(std::span(to_send_->host(), kStaging));
-  return {};
+  copies_of(0).front() = {};
+  launches_[0] = {.copies = 1, .rows = 1};
+  copy_now(0);
+  if (failed_) return *failure_;
+  const Status ran = cuda.stream_synchronize(stream_);
+  started_ = ran == kSuccess;
+  return check(ran, "cuStreamSynchronize");
 }
 
 Gpu::~Gpu() {
+  calls_.wait();
   if (!context_) return;
   {
     const Current current(*driver_, context_);
@@ -104,14 +221,12 @@ Gpu::~Gpu() {
 
 void Gpu::end() {
   if (stream_) driver_->stream_synchronize(stream_);
+  if (module_) driver_->module_unload(module_);
+  if (stream_) driver_->stream_destroy(stream_);
+  if (counters_) driver_->mem_free(counters_);
   for (const auto& memory : {own_, to_send_}) {
     if (memory) driver_->mem_host_unregister(memory->host());
   }
-  for (EventHandle event : events_) {
-    if (event) driver_->event_destroy(event);
-  }
-  if (module_) driver_->module_unload(module_);
-  if (stream_) driver_->stream_destroy(stream_);
 }
 
 Result<void> Gpu::check(Status status, const char* call) const {
@@ -119,17 +234,24 @@ Result<void> Gpu::check(Status status, const char* call) const {
   return Error{Errc::gpu_lost, label_ + ": " + call + " failed with " + driver_->name_of(status)};
 }
 
+// On the one thread that makes such calls, or before there is one.
 void Gpu::fail(Status status, const char* call) {
-  if (!failure_) failure_ = check(status, call).error();
+  if (failed_) return;
+  failure_ = check(status, call).error();
+  failed_ = true;
 }
 
 // --- memory ----------------------------------------------------------------------------------
 
-Result<Address> Gpu::allocate(std::size_t bytes) const {
+Result<Address> Gpu::allocate(std::size_t bytes) {
   const Current current(*driver_, context_);
   if (auto good = check(current); !good) return good.error();
   Address address = 0;
-  const Status status = driver_->mem_alloc(&address, bytes);
+  Status status = driver_->mem_alloc(&address, bytes);
+  if (status == kOutOfMemory) {
+    frees_.wait();
+    status = driver_->mem_alloc(&address, bytes);
+  }
   if (status == kOutOfMemory) {
     return Error{Errc::out_of_memory, "cannot allocate " + std::to_string(bytes) + " bytes of " +
                                           label_ + ": " + driver_->name_of(status) +
@@ -146,22 +268,27 @@ Result<Address> Gpu::allocate(std::size_t bytes) const {
   return address;
 }
 
-void Gpu::free(Address address) const {
-  const Current current(*driver_, context_);
-  driver_->mem_free(address);
+void Gpu::free(Address address) {
+  frees_.post([this, address] {
+    const Current current(*driver_, context_);
+    driver_->mem_free(address);
+  });
+}
+
+void Gpu::await_frees() const {
+  await_retired();
+  frees_.wait();
 }
 
 // The engine's own stream would make it wait for copies of transfers, and these for it.
 Result<void> Gpu::copy(const std::function<Status(StreamHandle)>& start, const char* call) const {
   const Current current(*driver_, context_);
   if (auto good = check(current); !good) return good;
-  StreamHandle stream = nullptr;
-  if (auto good = check(driver_->stream_create(&stream, kNonBlocking), "cuStreamCreate"); !good) {
-    return good;
-  }
-  Status status = start(stream);
-  if (status == kSuccess) status = driver_->stream_synchronize(stream);
-  driver_->stream_destroy(stream);
+  const auto stream = make_stream();
+  if (!stream) return stream.error();
+  Status status = start(*stream);
+  if (status == kSuccess) status = driver_->stream_synchronize(*stream);
+  driver_->stream_destroy(*stream);
   return check(status, call);
 }
 
@@ -257,11 +384,35 @@ Result<void> Gpu::count_on(StreamHandle stream, const StreamCount& count) const 
       "cuLaunchKernel", stream);
 }
 
-Result<void> Gpu::wait_on(StreamHandle stream, const Word& word, std::uint64_t value) const {
+Address Gpu::counter_of(const WatchWord& word) const {
+  const WatchWord* const words = launches_ended_ - kWords;
+  return counters_ + static_cast<Address>(&word - words) * sizeof(std::uint64_t);
+}
+
+Result<void> Gpu::reset(Address counter) const {
   const Current current(*driver_, context_);
   if (auto good = check(current); !good) return good;
+  Status zeroed = driver_->memset_d8_async(counter, 0, sizeof(std::uint64_t), stream_);
+  if (zeroed == kSuccess) zeroed = driver_->stream_synchronize(stream_);
+  return check(zeroed, "cuMemsetD8Async");
+}
+
+bool Gpu::capturing(StreamHandle stream) const {
+  const Current current(*driver_, context_);
   int capturing = 0;
-  if (driver_->stream_is_capturing(stream, &capturing) == kSuccess && capturing == kCapturing) {
+  return driver_->stream_is_capturing(stream, &capturing) == kSuccess && capturing == kCapturing;
+}
+
+Result<void> Gpu::wait_on(StreamHandle stream, const Word& word, std::uint64_t value) const {
+  if (!has_wide_words_) {
+    return Error{Errc::fabric_unavailable,
+                 "streams of " + label_ +
+                     " cannot wait for a word (CAN_USE_64_BIT_STREAM_MEM_OPS); let a thread wait "
+                     "for the counter and queue the work then"};
+  }
+  const Current current(*driver_, context_);
+  if (auto good = check(current); !good) return good;
+  if (capturing(stream)) {
     return Error{Errc::invalid_argument,
                  "a wait for a counter cannot be captured, as later runs of the graph would not "
                  "wait; queue it before the graph is launched"};
@@ -274,7 +425,8 @@ Result<void> Gpu::wait_on(StreamHandle stream, const Word& word, std::uint64_t v
 // --- copies ----------------------------------------------------------------------------------
 
 std::span<DeviceCopy> Gpu::room() {
-  if (failure_ || under_way() >= kLaunches) return {};
+  thread_.check("Gpu");
+  if (failed_ || under_way() >= kLaunches) return {};
   return copies_of(next());
 }
 
@@ -284,73 +436,102 @@ std::span<DeviceCopy> Gpu::copies_of(Ticket ticket) const {
 }
 
 Ticket Gpu::launch(std::size_t count) {
+  thread_.check("Gpu");
+  assert(count <= kMaxCopies && under_way() < kLaunches);
   const std::span<DeviceCopy> copies = copies_of(next()).first(count);
   const auto longest = std::max_element(copies.begin(), copies.end(),
                                         [](auto& a, auto& b) { return a.length < b.length; });
-  const Current current(*driver_, context_);
-  const Ticket ticket = next();
-  const DeviceCopy* entries = copies.data();
-  void* parameter = static_cast<void*>(&entries);
-  if (current.status() != kSuccess) {
-    fail(current.status(), "cuCtxPushCurrent");
-    return ticket;
-  }
-  const Status launched =
-      driver_->launch_kernel(copy_kernel_, static_cast<unsigned>(count), rows_of(longest->length),
-                             1, kCopyThreads, 1, 1, 0, stream_, &parameter, nullptr);
-  if (launched != kSuccess) {
-    fail(launched, "cuLaunchKernel");  // what was launched before goes on
-    return ticket;
-  }
-  issued_ = ticket;
-  const Status recorded = driver_->event_record(events_[ticket % kLaunches], stream_);
-  if (recorded != kSuccess) {
-    fail(recorded, "cuEventRecord");
-    driver_->stream_synchronize(stream_);  // no other way to know when it ends
-    ended_ = issued_;
-  }
+  const Ticket ticket = ++issued_;
+  launches_[ticket % kLaunches] = {.copies = static_cast<unsigned>(count),
+                                   .rows = rows_of(longest->length)};
+  calls_.post([this, ticket] { copy_now(ticket); });
   return ticket;
 }
 
-bool Gpu::alive() {
-  if (failure_) return false;
+// Behind the copies a kernel counts the launch in a word of the host's.
+void Gpu::copy_now(Ticket ticket) {
+  if (failed_) return;
+  const Current current(*driver_, context_);
+  if (current.status() != kSuccess) return fail(current.status(), "cuCtxPushCurrent");
+  const DeviceCopy* entries = copies_of(ticket).data();
+  void* of_copies = static_cast<void*>(&entries);
+  const auto [copies, rows] = launches_[ticket % kLaunches];
+  StreamCount count{.counter = counter_of(*launches_ended_),
+                    .word = reinterpret_cast<std::uint64_t>(&launches_ended_->value),
+                    .by = ticket > 0 ? 1u : 0u};
+  void* of_count = &count;
+  Status launched = driver_->launch_kernel(copy_kernel_, copies, rows, 1, kCopyThreads, 1, 1, 0,
+                                           stream_, &of_copies, nullptr);
+  if (launched == kSuccess) {
+    launched =
+        driver_->launch_kernel(count_kernel_, 1, 1, 1, 1, 1, 1, 0, stream_, &of_count, nullptr);
+  }
+  if (launched != kSuccess) fail(launched, "cuLaunchKernel");
+}
+
+// What was launched before a failure goes on, unless the context is lost.
+void Gpu::look() {
   const Current current(*driver_, context_);
   Status status = current.status();
   if (status == kSuccess) status = driver_->stream_query(stream_);
   if (status != kSuccess && status != kNotReady) fail(status, "cuStreamQuery");
-  return !failure_;
+  if (failed_ && status != kNotReady) over_ = true;
+}
+
+std::uint64_t Gpu::ask() {
+  thread_.check("Gpu");
+  calls_.post([this, question = ++questions_] {
+    look();
+    answered_ = question;
+  });
+  return questions_;
+}
+
+std::uint64_t Gpu::begin_flush() {
+  thread_.check("Gpu");
+  if (flushes_ > flushes_begun_) return flushes_;
+  calls_.post([this, flush = ++flushes_] {
+    flushes_begun_ = flush;
+    (void)flush_writes();  // where it fails, so has the context with all kernels that could read
+    flushes_ended_ = flush;
+  });
+  return flushes_;
 }
 
 std::size_t Gpu::poll() {
+  thread_.check("Gpu");
   if (!busy()) return 0;
   const Ticket before = ended_;
-  const Current current(*driver_, context_);
-  while (busy()) {
-    const Status status = driver_->event_query(events_[(ended_ + 1) % kLaunches]);
-    if (status == kNotReady) break;
-    if (status != kSuccess) {
-      fail(status, "a copy");
-      ended_ = issued_;  // the context is lost, and all that ran in it
-      break;
+  ended_ = over_ ? issued_ : launches_ended_->value.load(std::memory_order_acquire);
+  if (ended_ != before) {
+    stuck_since_ns_ = 0;
+  } else if (!asked()) {
+    const std::uint64_t now = now_ns();
+    if (stuck_since_ns_ == 0) stuck_since_ns_ = now;
+    if (failed_ || now - stuck_since_ns_ > kAskNs) {
+      stuck_since_ns_ = now;
+      ask();
     }
-    ++ended_;
   }
   return ended_ - before;
 }
 
 std::optional<StagingSlot> Gpu::slot_to_send() {
+  thread_.check("Gpu");
   std::byte* const bytes = sending_->take(ended_);
   if (!bytes) return std::nullopt;
   return StagingSlot(shared_from_this(), true, bytes);
 }
 
 std::optional<StagingSlot> Gpu::slot_to_receive() {
+  thread_.check("Gpu");
   std::byte* const bytes = receiving_->take(ended_);
   if (!bytes) return std::nullopt;
   return StagingSlot(shared_from_this(), false, bytes);
 }
 
 void Gpu::give_back(std::byte* slot, bool sends) {
+  thread_.check("Gpu");
   (sends ? *sending_ : *receiving_).give_back(slot, issued_);
 }
 

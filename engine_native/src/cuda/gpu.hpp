@@ -1,8 +1,14 @@
 // A GPU as one engine uses it: its primary context, a stream of the engine's own, the kernel that
-// copies, and pinned memory. Only allocating and the end wait for the GPU.
+// copies, and pinned memory.
+//
+// The driver keeps every call into a context waiting while any thread of the process allocates,
+// frees or loads a kernel there, and that waits for all streams. So the engine thread makes no such
+// call: it hands launches, flushes and questions to a thread of the GPU, and reads words that
+// kernels write.
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -13,11 +19,13 @@
 #include <vector>
 
 #include "cuda/driver.hpp"
+#include "cuda/gpu_thread.hpp"
 #include "cuda/kernels.hpp"
 #include "cuda/staging.hpp"
 #include "cuda/stream_order.hpp"
 #include "fd.hpp"
 #include "kvxfer/error.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 class MemoryRegion;
@@ -81,7 +89,7 @@ class ImportedMemory {
   std::size_t mapped_;
 };
 
-class Gpu : public std::enable_shared_from_this<Gpu> {
+class Gpu final : public std::enable_shared_from_this<Gpu> {
  public:
   // Of one launch.
   static constexpr std::size_t kMaxCopies = 16384;
@@ -89,8 +97,11 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   static constexpr std::size_t kWords = 1024;
 
   // `device`: by CUDA's number in this process.
-  static Result<std::shared_ptr<Gpu>> open(std::shared_ptr<const Driver> driver, int device);
-  ~Gpu();
+  // Ending one waits for all streams. So one that is not used any more, and has not failed, is kept
+  // for the next that opens this device.
+  static Result<std::shared_ptr<Gpu>> open(const std::shared_ptr<const Driver>& driver, int device);
+  // Ends those that are kept, once all memory that was dropped is free.
+  static void end_unused();
   Gpu(const Gpu&) = delete;
   Gpu& operator=(const Gpu&) = delete;
 
@@ -101,8 +112,12 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   // The same in every process.
   const Uuid& uuid() const { return uuid_; }
   // Zeroed.
-  Result<Address> allocate(std::size_t bytes) const;
-  void free(Address address) const;
+  Result<Address> allocate(std::size_t bytes);
+  // Soon, on another thread.
+  void free(Address address);
+  // Returns once memory that was dropped before is free. A free that came while a stream waits for
+  // a copy would keep the copy from being launched. Not on the engine thread.
+  void await_frees() const;
   // Between the GPU and host memory; wait for that copy.
   Result<void> read(Address from, std::span<std::byte> into) const;
   Result<void> write(Address to, std::span<const std::byte> from) const;
@@ -141,11 +156,16 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   // not for memory of cuMemCreate ("GPUDirect RDMA", SYNC_MEMOPS).
   void order_copies(Address address) const;
   // After it, kernels that begin later see what NICs had completed. Needed where
-  // writes_need_flush().
+  // writes_need_flush(). May wait.
   bool writes_need_flush() const { return needs_flush_; }
   Result<void> flush_writes() const;
   // --- any thread: order with streams of this context, which are others'
   Words& counted_words() { return *counted_words_; }
+  // In device memory, for one of the counted words.
+  Address counter_of(const WatchWord& word) const;
+  // To zero; waits for the engine's stream.
+  Result<void> reset(Address counter) const;
+  bool capturing(StreamHandle stream) const;
   Words& awaited_words() { return *awaited_words_; }
   Result<void> count_on(StreamHandle stream, const StreamCount& count) const;
   // The stream waits until the word, which is one of ours, is at `value` or above it.
@@ -158,17 +178,24 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   Ticket launch(std::size_t count);
   // Which number launch() will return next.
   Ticket next() const { return issued_ + 1; }
-  bool ended(Ticket ticket) const { return ticket <= ended_ || (failure_ && !busy()); }
+  bool ended(Ticket ticket) const { return ticket <= ended_; }
   Ticket issued() const { return issued_; }
   std::size_t under_way() const { return issued_ - ended_; }
   bool busy() const { return under_way() > 0; }
   // Looks how far the GPU got; how many launches have ended since.
   std::size_t poll();
-  // Asks CUDA; sets failure() where it is not.
-  bool alive();
+  // Asks CUDA whether the context is alive; the number of the question. Where it is not, failure()
+  // is set before that is answered.
+  std::uint64_t ask();
+  bool answered(std::uint64_t question) const { return question <= answered_.load(); }
+  // Begins flush_writes(), or shares one that has not begun yet; its number.
+  std::uint64_t begin_flush();
+  bool flushed(std::uint64_t flush) const { return flush <= flushes_ended_.load(); }
+  // Whether an answer is to come.
+  bool asked() const { return !answered(questions_); }
   // Set once CUDA has reported that the context is lost: nothing is copied any more, and what was
-  // under way has not arrived.
-  const std::optional<Error>& failure() const { return failure_; }
+  // under way has not arrived. Null until then.
+  const Error* failure() const { return failed_.load() ? &*failure_ : nullptr; }
 
   // None while all are in use. Those to send are parts of to_send(), which peers on this host map.
   std::optional<StagingSlot> slot_to_send();
@@ -179,10 +206,18 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
  private:
   static constexpr std::size_t kLaunches = 16;  // under way at most
   static constexpr std::size_t kSlots = 8;      // of each direction
+  static constexpr std::uint64_t kSpinNs = 50'000;
 
   Gpu(std::shared_ptr<const Driver> driver, int device);
+  ~Gpu();
   Result<void> start();
+  Result<void> find_attributes();
+  Result<void> load_kernels();
+  Result<void> pin_memory();
   void end();
+  // Of the highest priority: such streams share no hardware queue with those of lower ones, of
+  // which one may be waiting for what this does.
+  Result<StreamHandle> make_stream() const;
   std::span<DeviceCopy> copies_of(Ticket ticket) const;
   // On its own stream, and waits for it.
   Result<void> copy(const std::function<Status(StreamHandle)>& start, const char* call) const;
@@ -194,6 +229,9 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   void fail(Status status, const char* call);
   // Likewise of a call on a stream of others.
   Result<void> check_stream(Status status, const char* call, StreamHandle stream) const;
+  // --- calls_
+  void copy_now(Ticket ticket);
+  void look();
 
   std::shared_ptr<const Driver> driver_;
   int device_;
@@ -204,10 +242,12 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   Module module_ = nullptr;
   Function copy_kernel_ = nullptr;
   Function count_kernel_ = nullptr;
-  std::array<EventHandle, kLaunches> events_{};  // launch n has number n % kLaunches
   bool needs_flush_ = false;
   bool can_flush_ = false;
   bool coherent_ = false;  // with the processor, over its own link
+  bool has_wide_words_ = false;
+  bool started_ = false;
+  Address counters_ = 0;  // one for each counted word, then that of the launches
   // Null until they are pinned. CUDA's own memory for that would go with the context.
   std::shared_ptr<MemoryRegion> own_;  // the copies of all launches, then slots to receive, words
   std::shared_ptr<MemoryRegion> to_send_;
@@ -216,9 +256,29 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   std::optional<Words> counted_words_;
   std::optional<Words> awaited_words_;
 
+  const WatchWord* launches_ended_ = nullptr;
+
+  // Engine thread.
+  [[no_unique_address]] ThreadOwner thread_;
+  struct Launch {
+    unsigned copies;
+    unsigned rows;
+  };
+  std::array<Launch, kLaunches> launches_{};  // launch n has number n % kLaunches
   Ticket issued_ = 0;
   Ticket ended_ = 0;
-  std::optional<Error> failure_;
+  std::uint64_t questions_ = 0;
+  std::uint64_t stuck_since_ns_ = 0;
+  std::uint64_t flushes_ = 0;
+
+  std::atomic<std::uint64_t> answered_ = 0;
+  std::atomic<std::uint64_t> flushes_begun_ = 0;
+  std::atomic<std::uint64_t> flushes_ended_ = 0;
+  std::optional<Error> failure_;      // written once, before failed_
+  std::atomic<bool> failed_ = false;  // nothing is launched any more
+  std::atomic<bool> over_ = false;    // nor does anything run
+  GpuThread& frees_;                  // of the device, in this process
+  GpuThread calls_{kSpinNs};          // last: it uses all of the above
 };
 
 }  // namespace kvxfer::cuda

@@ -110,9 +110,13 @@ void Gpus::expect_nic_writes(const std::shared_ptr<Gpu>& gpu) {
 }
 
 // Where it fails the context is lost, and with it all kernels that could read those bytes.
-void Gpus::flush_all() {
-  const std::lock_guard lock(mutex_);
-  for (const auto& gpu : flushed_) (void)gpu->flush_writes();
+void Gpus::flush_nic_writes() {
+  std::vector<std::shared_ptr<Gpu>> flushed;
+  {
+    const std::lock_guard lock(mutex_);
+    flushed = flushed_;
+  }
+  for (const auto& gpu : flushed) (void)gpu->flush_writes();
 }
 
 // --- engine thread ---------------------------------------------------------------------------
@@ -120,10 +124,12 @@ void Gpus::flush_all() {
 bool Gpus::busy() const {
   if (!waiting_.empty()) return true;
   const std::lock_guard lock(mutex_);
-  return std::any_of(open_.begin(), open_.end(), [](const auto& gpu) { return gpu->busy(); });
+  return std::any_of(open_.begin(), open_.end(),
+                     [](const auto& gpu) { return gpu->busy() || gpu->asked(); });
 }
 
 std::size_t Gpus::poll() {
+  thread_.check("Gpus");
   std::size_t ended = 0;
   {
     const std::lock_guard lock(mutex_);
@@ -132,8 +138,10 @@ std::size_t Gpus::poll() {
   if (waiting_.empty()) return ended;
   std::vector<std::function<void()>> ready;
   std::erase_if(waiting_, [&](Waiting& waiting) {
-    const bool done = std::all_of(waiting.until.begin(), waiting.until.end(),
-                                  [](const auto& each) { return each.first->ended(each.second); });
+    const bool done =
+        std::all_of(waiting.until.begin(), waiting.until.end(), [](const Until& each) {
+          return each.gpu->ended(each.copied) && each.gpu->flushed(each.flushed);
+        });
     if (done) ready.push_back(std::move(waiting.then));
     return done;
   });
@@ -141,18 +149,37 @@ std::size_t Gpus::poll() {
   return ended + ready.size();
 }
 
+std::vector<Gpus::Until> Gpus::begin_flushes() {
+  std::vector<Until> until;
+  const std::lock_guard lock(mutex_);
+  until.reserve(flushed_.size());
+  for (const auto& gpu : flushed_) {
+    until.push_back({.gpu = gpu, .flushed = gpu->begin_flush()});
+  }
+  return until;
+}
+
+void Gpus::after_flush(std::function<void()> then) {
+  if (!flushing_.load(std::memory_order_acquire)) return then();
+  after(begin_flushes(), std::move(then));
+}
+
 void Gpus::after_copies(std::function<void()> then) {
-  flush_nic_writes();
-  Waiting waiting;
+  thread_.check("Gpus");
+  std::vector<Until> until;
+  if (flushing_.load(std::memory_order_acquire)) until = begin_flushes();
   {
     const std::lock_guard lock(mutex_);
     for (const auto& gpu : open_) {
-      if (gpu->busy()) waiting.until.emplace_back(gpu, gpu->issued());
+      if (gpu->busy()) until.push_back({.gpu = gpu, .copied = gpu->issued()});
     }
   }
-  if (waiting.until.empty()) return then();
-  waiting.then = std::move(then);
-  waiting_.push_back(std::move(waiting));
+  after(std::move(until), std::move(then));
+}
+
+void Gpus::after(std::vector<Until> until, std::function<void()> then) {
+  if (until.empty()) return then();
+  waiting_.push_back({std::move(until), std::move(then)});
 }
 
 }  // namespace kvxfer::cuda

@@ -7,10 +7,10 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <utility>
 #include <vector>
 
 #include "cuda/gpu.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::cuda {
 
@@ -27,29 +27,37 @@ class Gpus {
   // NICs write into memory of this GPU from now on.
   void expect_nic_writes(const std::shared_ptr<Gpu>& gpu);
 
-  // Kernels see what NICs had written, and nothing of it lands later: before immediates are
-  // counted, and once a NIC writes no more.
-  void flush_nic_writes() {
-    if (flushing_.load(std::memory_order_acquire)) flush_all();
-  }
+  // Kernels see what NICs had written, and nothing of it lands later: once a NIC writes no more.
+  // May wait for the GPU.
+  void flush_nic_writes();
 
   // --- engine thread
   // Looks how far copies got; how many launches have ended since.
   std::size_t poll();
   bool busy() const;
-  // Runs `then` once every copy that is under way now has ended: at once where none is. So what was
-  // taken back before, also from NICs, lands nowhere any more.
+  // Runs `then` once kernels see what NICs have written: at once where that needs no flush. In
+  // order. Before immediates are counted.
+  void after_flush(std::function<void()> then);
+  // Likewise, and once every copy that is under way now has ended. So what was taken back before
+  // lands nowhere any more.
   void after_copies(std::function<void()> then);
 
  private:
+  struct Until {
+    std::shared_ptr<Gpu> gpu;
+    Ticket copied = 0;
+    std::uint64_t flushed = 0;
+  };
   struct Waiting {
-    std::vector<std::pair<std::shared_ptr<Gpu>, Ticket>> until;
+    std::vector<Until> until;
     std::function<void()> then;
   };
 
   Result<std::shared_ptr<const Driver>> driver();
-  void flush_all();
+  std::vector<Until> begin_flushes();
+  void after(std::vector<Until> until, std::function<void()> then);
 
+  [[no_unique_address]] ThreadOwner thread_;
   std::mutex opening_;  // one after the other, each for up to seconds; guards driver_
   std::shared_ptr<const Driver> driver_;
   mutable std::mutex mutex_;  // guards open_

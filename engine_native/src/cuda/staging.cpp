@@ -1,6 +1,7 @@
 #include "cuda/staging.hpp"
 
 #include <algorithm>
+#include <cassert>
 
 #include "cuda/gpu.hpp"
 
@@ -21,7 +22,10 @@ std::byte* Staging::take(Ticket ended) {
   return slot;
 }
 
-void Staging::give_back(std::byte* slot, Ticket until) { free_.push_back({slot, until}); }
+void Staging::give_back(std::byte* slot, Ticket until) {
+  assert(std::ranges::find(free_, slot, &Free::slot) == free_.end());
+  free_.push_back({slot, until});
+}
 
 void StagingSlot::give_back() {
   if (gpu_) gpu_->give_back(bytes_, sends_);

@@ -1,5 +1,7 @@
 #include "cuda/stream_order.hpp"
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "cuda/gpu.hpp"
@@ -18,20 +20,23 @@ Error no_words(const Gpu& gpu, const char* what) {
 }  // namespace
 
 Words::Words(std::span<WatchWord> words) {
-  for (WatchWord& word : words) free_.push_back(&word);
+  for (WatchWord& word : words) free_.push_back({&word, 0});
 }
 
 WatchWord* Words::take() {
   const std::lock_guard lock(mutex_);
-  if (free_.empty()) return nullptr;
-  WatchWord* const word = free_.back();
-  free_.pop_back();
+  const auto found = std::find_if(free_.rbegin(), free_.rend(), [](const Free& free) {
+    return free.word->value.load(std::memory_order_acquire) == free.last;
+  });
+  if (found == free_.rend()) return nullptr;
+  WatchWord* const word = found->word;
+  free_.erase(std::next(found).base());
   return word;
 }
 
-void Words::give_back(WatchWord* word) {
+void Words::give_back(WatchWord* word, std::uint64_t last) {
   const std::lock_guard lock(mutex_);
-  free_.push_back(word);
+  free_.push_back({word, last});
 }
 
 // --- a stream counts -------------------------------------------------------------------------
@@ -41,27 +46,32 @@ Result<std::shared_ptr<StreamWord>> CountedWord::create(std::shared_ptr<Gpu> gpu
   if (!word) return no_words(*gpu, "watchers and mirrors");
   word->value.store(0, std::memory_order_relaxed);
   std::shared_ptr<CountedWord> made(new CountedWord(std::move(gpu), word));
-  const auto counter = made->gpu_->allocate(sizeof(std::uint64_t));
-  if (!counter) return counter.error();
-  made->counter_ = *counter;
+  if (auto good = made->gpu_->reset(made->gpu_->counter_of(*word)); !good) return good.error();
   return std::shared_ptr<StreamWord>(std::move(made));
 }
 
+// How often a graph adds is not known, so such a word is not used again.
 CountedWord::~CountedWord() {
-  if (counter_) gpu_->free(counter_);
-  gpu_->counted_words().give_back(word_);
+  if (!in_graph_) gpu_->counted_words().give_back(word_, added_);
 }
 
 Result<void> CountedWord::add_on(void* stream, std::uint64_t by) {
-  return gpu_->count_on(
-      static_cast<StreamHandle>(stream),
-      {.counter = counter_, .word = reinterpret_cast<std::uint64_t>(&word_->value), .by = by});
+  auto* const on = static_cast<StreamHandle>(stream);
+  const std::lock_guard lock(mutex_);
+  const bool in_graph = gpu_->capturing(on);
+  auto queued = gpu_->count_on(on, {.counter = gpu_->counter_of(*word_),
+                                    .word = reinterpret_cast<std::uint64_t>(&word_->value),
+                                    .by = by});
+  if (queued && !in_graph) added_ += by;
+  in_graph_ = in_graph_ || in_graph;
+  return queued;
 }
 
 // --- a kernel reads --------------------------------------------------------------------------
 
 // Of those words, as the others only grow.
 Result<std::shared_ptr<MirroredCount>> MirroredCount::create(std::shared_ptr<Gpu> gpu) {
+  gpu->await_frees();
   WatchWord* const word = gpu->counted_words().take();
   if (!word) return no_words(*gpu, "watchers and mirrors");
   word->value.store(0, std::memory_order_relaxed);
@@ -83,6 +93,7 @@ void MirroredCount::end(Errc code) {
 // --- a stream waits --------------------------------------------------------------------------
 
 Result<std::shared_ptr<QueuedWait>> QueuedWait::queue(std::shared_ptr<Gpu> gpu, void* stream) {
+  gpu->await_frees();
   WatchWord* const word = gpu->awaited_words().take();
   if (!word) return no_words(*gpu, "waits of streams");
   std::shared_ptr<QueuedWait> made(new QueuedWait(std::move(gpu), word));

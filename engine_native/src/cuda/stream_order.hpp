@@ -22,7 +22,8 @@ class Gpu;
 using Word = std::atomic<std::uint64_t>;
 static_assert(sizeof(WatchWord) == 64);
 
-// Words, each with a cache line to itself. They keep their values from use to use.
+// Words, each with a cache line to itself. They keep their values from use to use. One that streams
+// are still to count up is not used again before they have.
 class Words {
  public:
   // Of zeroes.
@@ -30,14 +31,21 @@ class Words {
 
   // Null where all are in use.
   WatchWord* take();
-  void give_back(WatchWord* word);
+  // `last`: the value that it will have at last.
+  void give_back(WatchWord* word, std::uint64_t last);
+  void give_back(WatchWord* word) { give_back(word, word->value.load()); }
 
  private:
+  struct Free {
+    WatchWord* word;
+    std::uint64_t last;
+  };
   std::mutex mutex_;
-  std::vector<WatchWord*> free_;
+  std::vector<Free> free_;
 };
 
-// The count is kept on the GPU, where it may be added to by any work; each sum is then stored.
+// The count is kept on the GPU, where it may be added to by any work; each sum is then stored. One
+// that a graph adds to must outlive the graph.
 class CountedWord final : public StreamWord, public std::enable_shared_from_this<CountedWord> {
  public:
   static Result<std::shared_ptr<StreamWord>> create(std::shared_ptr<Gpu> gpu);
@@ -53,7 +61,9 @@ class CountedWord final : public StreamWord, public std::enable_shared_from_this
 
   std::shared_ptr<Gpu> gpu_;
   WatchWord* word_;
-  Address counter_ = 0;
+  std::mutex mutex_;  // guards what follows
+  std::uint64_t added_ = 0;
+  bool in_graph_ = false;
 };
 
 // The engine writes it, kernels read it; what NICs wrote has been flushed before.

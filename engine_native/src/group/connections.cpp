@@ -31,6 +31,7 @@ bool Connections::idle() const {
 }
 
 void Connections::close() {
+  thread_.check("Connections");
   for (const auto& dialer : dialers_) {
     if (!dialer->ended()) {
       on_dialed(*dialer, Error{Errc::engine_closed, "this engine is being closed"});
@@ -44,6 +45,7 @@ void Connections::close() {
 // --- connecting ------------------------------------------------------------------------------
 
 void Connections::begin(OperationId id, const EngineAddress& address, std::uint64_t deadline_ns) {
+  thread_.check("Connections");
   if (address.engine == context_.identity.engine) {
     return complete(id, Error{Errc::invalid_argument, "an engine cannot connect to itself"});
   }
@@ -65,6 +67,7 @@ void Connections::begin(OperationId id, const EngineAddress& address, std::uint6
 }
 
 void Connections::expire(std::uint64_t now, std::uint64_t stalled_ns) {
+  thread_.check("Connections");
   const auto give_up = [this](const std::vector<OperationId>& late, const std::string& whom,
                               const std::string& why) {
     for (const OperationId id : late) {
@@ -165,7 +168,7 @@ void Connections::on_lane_dialed(LaneDialer& dialer, Result<UniqueFd> socket) {
   Peer* const peer = context_.peers.find(dialer.peer);
   if (!peer || peer->state() != Peer::State::opening) return;
   if (!socket) return peer->lose(socket.error());
-  set_socket_options(socket->get());
+  net::set_options(socket->get());
   if (!add_lane(*peer, std::move(*socket), dialer.lane())) return;
   --peer->lanes_to_open;
   peer->announce_paths();
@@ -174,7 +177,7 @@ void Connections::on_lane_dialed(LaneDialer& dialer, Result<UniqueFd> socket) {
 // False, and the peer is lost, where that fails.
 bool Connections::add_lane(Peer& peer, UniqueFd socket, std::uint32_t lane) {
   const auto& lanes = context_.fabrics.lanes();
-  auto path = lanes[lane % lanes.size()]->open_path(std::move(socket), {peer.id(), peer.label()});
+  auto path = lanes[lane % lanes.size()]->open_path(std::move(socket), peer.end_of_path());
   if (path) {
     peer.add_path(std::move(*path), lane);
   } else {
@@ -222,7 +225,7 @@ void Connections::on_lane_hello(UniqueFd socket, const std::string& hello) {
       lane.lane < std::max<unsigned>(context_.options.lanes, peer->session().introduction.lanes) &&
       !peer->has_lane(lane.lane);
   if (!valid) return context_.stats.handshakes_refused.count(Errc::authentication_failed);
-  set_socket_options(socket.get());
+  net::set_options(socket.get());
   // A fresh socket always takes four bytes.
   if (::send(socket.get(), kLaneAccepted.data(), kLaneAccepted.size(), MSG_NOSIGNAL) !=
       static_cast<ssize_t>(kLaneAccepted.size())) {
@@ -247,7 +250,7 @@ void Connections::on_local_link(const SessionId& session, Result<local::LocalLin
     return open_remote_paths(*peer, link.error().text);
   }
   const bool reads_both_ways = link->peer_reads_us && link->we_read_peer;
-  auto path = context_.fabrics.local()->open_path(std::move(*link), {peer->id(), peer->label()});
+  auto path = context_.fabrics.local()->open_path(std::move(*link), peer->end_of_path());
   if (!path) return peer->lose(path.error());
   peer->add_path(std::move(*path), kLocalPathLane);
   if (!peer->initiator()) return;
@@ -258,13 +261,8 @@ void Connections::on_local_link(const SessionId& session, Result<local::LocalLin
   open_remote_paths(*peer);
 }
 
-void Connections::set_socket_options(int fd) const {
-  // The heartbeat decides; TCP's own timeout is only the second to.
-  net::set_options(fd, 2 * static_cast<std::uint64_t>(context_.options.peer_timeout.count()));
-}
-
 Peer& Connections::add_peer(std::unique_ptr<Stream> stream, const Session& session) {
-  set_socket_options(stream->fd());
+  net::set_options(stream->fd());
   return context_.peers.add(std::move(stream), session, context_.peer_events, context_.operations);
 }
 

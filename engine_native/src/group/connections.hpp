@@ -12,6 +12,7 @@
 #include "completion_queue.hpp"
 #include "group/fabrics.hpp"
 #include "group/peers.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -61,9 +62,9 @@ class Connections final : public local::LocalEvents, private AcceptorEvents, pri
   bool add_lane(Peer& peer, UniqueFd socket, std::uint32_t lane);
   Peer& add_peer(std::unique_ptr<Stream> stream, const Session& session);
   void limit_opening();
-  void set_socket_options(int fd) const;
   void note_fallback(const Peer& peer, const std::string& why);
 
+  [[no_unique_address]] ThreadOwner thread_;
   Context context_;
   std::unique_ptr<Acceptor> acceptor_;
   std::vector<std::unique_ptr<Dialer>> dialers_;

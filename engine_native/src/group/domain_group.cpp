@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cassert>
 #include <fstream>
 
 #include "clock.hpp"
@@ -28,6 +29,13 @@ constexpr std::uint64_t kCopiesNs = 20'000u;
 constexpr std::size_t kMaxUnreadBytes = 64u << 20;
 
 Error engine_closed() { return {Errc::engine_closed, "this engine was closed"}; }
+
+Error still_open(const local::LentMemory::Loan& loan) {
+  return {Errc::deadline_exceeded,
+          loan.peer +
+              " still has memory of a GPU open that this engine has closed; do not free it "
+              "before that process has closed it too, or has ended"};
+}
 
 // Equal for engines that share a kernel boot and a network namespace: only those can meet over
 // an abstract unix socket.
@@ -85,7 +93,7 @@ DomainGroup::DomainGroup(EngineOptions options, Poller poller,
       completions_(std::move(completions)),
       counters_(*completions_),
       loop_(std::move(poller), *this),
-      operations_(address_.engine, options_.peer_timeout, *completions_),
+      operations_(address_.engine, options_.path_timeout + options_.peer_timeout, *completions_),
       exposed_({.engine = address_.engine,
                 .fabrics = fabrics_,
                 .peers = peers_,
@@ -107,15 +115,17 @@ DomainGroup::DomainGroup(EngineOptions options, Poller poller,
       background_(loop_.poller()) {}
 
 Result<void> DomainGroup::start() {
-  const Fabrics::Context context{.options = options_,
-                                 .engine = address_.engine,
-                                 .poller = loop_.poller(),
-                                 .background = background_,
-                                 .gpus = gpus_,
-                                 .receive_context = {regions_, counters_, stats_, loop_.activity()},
-                                 .completions = *completions_,
-                                 .events = *this,
-                                 .local_events = connections_};
+  const Fabrics::Context context{
+      .options = options_,
+      .engine = address_.engine,
+      .poller = loop_.poller(),
+      .background = background_,
+      .gpus = gpus_,
+      .lent = lent_,
+      .receive_context = {regions_, counters_, stats_, loop_.activity(), gpus_},
+      .completions = *completions_,
+      .events = *this,
+      .local_events = connections_};
   if (auto good = fabrics_.open(context, identity_.introduction); !good) return good;
   if (auto good = connections_.start(); !good) return good;
   last_tick_ns_ = now_ns();
@@ -125,6 +135,7 @@ Result<void> DomainGroup::start() {
 DomainGroup::~DomainGroup() { close(); }
 
 Result<void> DomainGroup::require_open() const {
+  if (auto good = require_own_process(); !good) return good;
   if (loop_.closed()) return engine_closed();
   return {};
 }
@@ -151,7 +162,7 @@ void DomainGroup::step() {
     tick(now);
     bury_lost_peers();
   }
-  end_deregistrations();
+  end_deregistrations(now);
 }
 
 void DomainGroup::tick(std::uint64_t now) {
@@ -165,7 +176,7 @@ void DomainGroup::tick(std::uint64_t now) {
 }
 
 std::uint64_t DomainGroup::next_step_ns(std::uint64_t now, std::uint64_t quiet_ns) const {
-  const bool timed = !peers_.all().empty() || !connections_.idle();
+  const bool timed = !peers_.all().empty() || !connections_.idle() || !deregistering_.empty();
   std::uint64_t next =
       last_tick_ns_ +
       (timed ? static_cast<std::uint64_t>(options_.heartbeat_interval.count()) : kIdleTickNs);
@@ -191,13 +202,20 @@ void DomainGroup::shut_down() {
     close_peer(id, engine_closed());
   }
   fabrics_.close_local();
-  while (!peers_.closing().empty() || !background_.idle() || gpus_.busy()) {
+  const auto awaited = [this](const auto& loan) { return !is_late(loan, now_ns()); };
+  while (!peers_.closing().empty() || !background_.idle() || gpus_.busy() ||
+         std::ranges::any_of(lent_.all(), awaited)) {
     if (!background_.ready()) loop_.poller().poll(kClosingNs);
     gpus_.poll();
     background_.finish();
     fabrics_.poll();
   }
-  end_deregistrations();
+  end_deregistrations(now_ns());
+  for (const auto& loan : lent_.all()) {
+    completions_->push({.kind = Completion::Kind::notice, .text = still_open(loan).text});
+  }
+  std::erase_if(deregistering_, [](const auto& answered) { return !answered.unused; });
+  assert(peers_.all().empty() && lost_.empty() && deregistering_.empty());
   for (const RegionPtr& region : regions_.all()) {
     const auto closed = region->close_registrations();
     if (closed) continue;
@@ -247,7 +265,7 @@ Result<void> DomainGroup::register_region(const RegionPtr& region, bool require_
 }
 
 Result<void> DomainGroup::deregister(const RegionPtr& region) {
-  auto unused = std::make_shared<std::promise<void>>();
+  auto unused = std::make_shared<std::promise<Result<void>>>();
   const bool posted = loop_.post([this, region, unused] {
     region->end_use();
     exposed_.take_back(region);
@@ -259,24 +277,35 @@ Result<void> DomainGroup::deregister(const RegionPtr& region) {
         if (waiting.region == region) waiting.copied = true;
       }
     });
-    end_deregistrations();
+    end_deregistrations(now_ns());
   });
-  posted ? loop_.await(unused->get_future()) : loop_.await_end();
+  auto unread = unused->get_future();
+  posted ? loop_.await(unread) : loop_.await_end();
   auto closed = region->close_registrations();  // on the caller's thread: unpinning takes long
   gpus_.flush_nic_writes();
+  if (posted && closed) return unread.get();
   return closed;
 }
 
-// Once no write reads the region, no path's window of it is open, and no GPU copies.
-void DomainGroup::end_deregistrations() {
-  std::erase_if(deregistering_, [this](const Deregistering& waiting) {
+// Once no write reads the region, no path's window of it is open, no GPU copies, and no peer's GPU
+// has it open. A peer may be late with that: then the caller is told, and the region stays.
+void DomainGroup::end_deregistrations(std::uint64_t now) {
+  std::erase_if(deregistering_, [this, now](Deregistering& waiting) {
     const MemoryRegion& region = *waiting.region;
     if (!waiting.copied || operations_.reads(region) || exposed_.has_windows_of(region)) {
       return false;
     }
-    waiting.unused->set_value();
-    return true;
+    const auto* const loan = lent_.of(region);
+    if (waiting.unused && (!loan || is_late(*loan, now))) {
+      waiting.unused->set_value(loan ? still_open(*loan) : Result<void>{});
+      waiting.unused.reset();
+    }
+    return !loan;
   });
+}
+
+bool DomainGroup::is_late(const local::LentMemory::Loan& loan, std::uint64_t now) const {
+  return now > loan.asked_ns + static_cast<std::uint64_t>(options_.peer_timeout.count());
 }
 
 Result<std::vector<MrDescriptor>> DomainGroup::grant(Imm imm, std::span<const RegionRange> ranges) {
@@ -333,6 +362,11 @@ void DomainGroup::on_message(Peer& peer, std::string data) {
   }
   completions_->push(
       {.kind = Completion::Kind::message, .peer = peer.id(), .data = std::move(data)});
+}
+
+void DomainGroup::on_notice(Peer& peer, std::string text) {
+  completions_->push(
+      {.kind = Completion::Kind::notice, .peer = peer.id(), .text = std::move(text)});
 }
 
 void DomainGroup::disconnect(PeerId peer) {
@@ -430,6 +464,12 @@ void DomainGroup::on_window(NicPath& path, std::uint64_t grant) {
 void DomainGroup::on_credit_due(NicPath& path) {
   Peer* const peer = peers_.find(path.identity().peer);
   if (peer) peer->nics()->on_credit_due(path);
+}
+
+// Else its writer would take the count for incomplete when the path is lost.
+void DomainGroup::on_refused(NicPath& path, Imm imm) {
+  Peer* const peer = peers_.find(path.identity().peer);
+  if (peer) peer->nics()->revoke(imm, false);
 }
 
 }  // namespace kvxfer

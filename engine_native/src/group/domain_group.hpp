@@ -44,7 +44,9 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   const std::vector<std::string>& fabrics() const { return fabrics_.names(); }
   // Registers memory with every NIC that can reach it, then lets peers write into it.
   Result<void> register_region(const RegionPtr& region, bool require_nics);
-  std::shared_ptr<PeerHandle> find_peer(PeerId peer) const { return peers_.handle(peer); }
+  std::shared_ptr<PeerHandle> find_peer(PeerId peer) const {
+    return loop_.process().here() ? peers_.handle(peer) : nullptr;
+  }
 
   void submit(const SubmissionPtr& submission);
   // Looks at watched words now.
@@ -68,14 +70,16 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   Result<void> deregister(const RegionPtr& region);
   EngineStats stats();
   void close() { loop_.close(); }
-  // Fails once the engine is closed.
+  // Fails in a process that was forked from the engine's.
+  Result<void> require_own_process() const { return loop_.process().require_here("the engine"); }
+  // Likewise, and once the engine is closed.
   Result<void> require_open() const;
 
  private:
   // Memory whose owner waits until nothing reads it or writes there.
   struct Deregistering {
     RegionPtr region;
-    std::shared_ptr<std::promise<void>> unused;
+    std::shared_ptr<std::promise<Result<void>>> unused;  // null: answered
     bool copied = false;  // no GPU has a copy under way any more that was then
   };
 
@@ -98,7 +102,8 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   // False if it is not there any more.
   bool close_and_wait(PeerId peer, const Error& why, bool say_goodbye);
   void bury_lost_peers();
-  void end_deregistrations();
+  void end_deregistrations(std::uint64_t now);
+  bool is_late(const local::LentMemory::Loan& loan, std::uint64_t now) const;
 
   // --- engine thread: PeerEvents
   void on_up(Peer& peer) override;
@@ -107,6 +112,7 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   void on_peer_lost(Peer& peer, Error error) override;
   void share_region(Peer& peer, std::uint64_t key) override { exposed_.share(peer, key); }
   void on_revoked(Peer& peer, Imm imm) override { exposed_.on_revoked(peer.id(), imm); }
+  void on_notice(Peer& peer, std::string text) override;
 
   // --- engine thread: NicEvents
   void on_finished(const OperationPtr& operation, const WriteRange& writes,
@@ -116,6 +122,7 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   void on_lost(Path& path, Error error) override;
   void on_nic_state(NicDomain& domain) override;
   void on_credit_due(NicPath& path) override;
+  void on_refused(NicPath& path, Imm imm) override;
   void on_window(NicPath& path, std::uint64_t grant) override;
 
   EngineOptions options_;
@@ -128,6 +135,7 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   cuda::Gpus gpus_;
   EngineLoop loop_;  // drives what follows until close(); its poller outlives that
   Operations operations_;
+  local::LentMemory lent_{loop_.poller()};
   Fabrics fabrics_;
   Peers peers_;  // after fabrics_, whose domains outlive their paths
   ExposedMemory exposed_;

@@ -38,8 +38,10 @@ Result<void> pin(pthread_t thread, const std::vector<unsigned>& cpus) {
 Result<void> EngineLoop::start(bool thread, Duration spin, const std::vector<unsigned>& cpus) {
   if (!thread) {
     driven_ = true;
+    owner_.check("TransferEngine");
     return {};
   }
+  poller_.hand_over();
   thread_ =
       std::jthread([this, spin_ns = static_cast<std::uint64_t>(spin.count())] { turn(spin_ns); });
   ::pthread_setname_np(thread_.native_handle(), kEngineThreadName);
@@ -47,6 +49,7 @@ Result<void> EngineLoop::start(bool thread, Duration spin, const std::vector<uns
 }
 
 void EngineLoop::close() {
+  if (!process_.here()) return;
   if (driven_) {
     driven_ = false;
     return end();
@@ -59,7 +62,9 @@ void EngineLoop::close() {
 // --- commands --------------------------------------------------------------------------------
 
 bool EngineLoop::post(Command command) {
+  if (!process_.here()) return false;  // whatever its mutex is in
   if (driven_) {
+    owner_.check("TransferEngine");
     command();
     ++activity_;
     return true;
@@ -83,13 +88,12 @@ bool EngineLoop::run(const Command& command) {
     command();
     done->set_value();
   });
-  posted ? done->get_future().wait() : ended_.wait();
+  posted ? done->get_future().wait() : await_end();
   return posted;
 }
 
-void EngineLoop::await(const std::future<void>& done) {
-  while (driven_ && done.wait_for(Duration::zero()) != std::future_status::ready) work_.step();
-  done.wait();
+void EngineLoop::await_end() const {
+  if (process_.here()) ended_.wait();
 }
 
 void EngineLoop::wake() const {
@@ -97,7 +101,8 @@ void EngineLoop::wake() const {
 }
 
 bool EngineLoop::poll() {
-  if (!driven_) return false;
+  if (!driven_ || !process_.here()) return false;
+  owner_.check("TransferEngine");
   work_.step();
   return std::exchange(activity_told_, activity_) != activity_;
 }
@@ -136,6 +141,7 @@ bool EngineLoop::may_sleep() {
 }
 
 void EngineLoop::poll_sockets(bool only) {
+  owner_.check("EngineLoop");
   const bool moving = std::exchange(activity_before_, activity_) != activity_;
   if (!only && (moving || driven_) && ++steps_ < kStepsPerPoll) return;
   steps_ = 0;
@@ -143,6 +149,7 @@ void EngineLoop::poll_sockets(bool only) {
 }
 
 void EngineLoop::run_commands() {
+  owner_.check("EngineLoop");
   if (!commanded_.load(std::memory_order_acquire)) return;
   std::vector<Command> commands;
   {

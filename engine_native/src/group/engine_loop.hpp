@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <cassert>
 #include <cstdint>
 #include <functional>
 #include <future>
@@ -13,6 +14,8 @@
 
 #include "kvxfer/types.hpp"
 #include "poller.hpp"
+#include "process.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -38,25 +41,33 @@ class EngineLoop {
   using Command = std::function<void()>;
 
   EngineLoop(Poller poller, LoopWork& work) : poller_(std::move(poller)), work_(work) {}
+  ~EngineLoop() { assert(commands_.empty()); }
   EngineLoop(const EngineLoop&) = delete;
   EngineLoop& operator=(const EngineLoop&) = delete;
 
   // On a thread, which polls for `spin` after something moved; or without one: poll().
   Result<void> start(bool thread, Duration spin, const std::vector<unsigned>& cpus);
-  // Idempotent. To be called before what the loop drives is destroyed.
+  // Idempotent. To be called before what the loop drives is destroyed, which a forked process must
+  // not do: here it does nothing.
   void close();
 
   // --- any thread; where there is none only the caller's, and not within a step. Then what is
   // asked for is done at once.
   bool driven() const { return driven_; }
   bool closed() const { return closed_.load(std::memory_order_acquire); }
+  // The one whose thread this is. In another nothing is posted, and nothing waited for.
+  const OwnProcess& process() const { return process_; }
   // False once the loop is closed.
   bool post(Command command);
   // Returns once the loop has run it. False, and it has not, where the loop was closed before.
   bool run(const Command& command);
   // For what the loop does; all of it is done once it is closed.
-  void await(const std::future<void>& done);
-  void await_end() const { ended_.wait(); }
+  template <typename T>
+  void await(const std::future<T>& done) {
+    while (driven_ && done.wait_for(Duration::zero()) != std::future_status::ready) work_.step();
+    done.wait();
+  }
+  void await_end() const;
   // Ends a sleep.
   void wake() const;
   // Without a thread: one step; whether anything has moved since the last one.
@@ -78,8 +89,10 @@ class EngineLoop {
   bool may_sleep();
   void end();
 
+  [[no_unique_address]] ThreadOwner owner_;
   Poller poller_;
   LoopWork& work_;
+  const OwnProcess process_;
 
   std::mutex commands_mutex_;
   std::vector<Command> commands_;

@@ -26,6 +26,7 @@ Error bad_range(const RegionRange& range) {
 // --- telling peers ---------------------------------------------------------------------------
 
 void ExposedMemory::share(Peer& peer, std::uint64_t key) {
+  thread_.check("ExposedMemory");
   const RegionPtr region = context_.regions.find(key);
   const bool foreign = region && region->granted() && region->granted()->writer != peer.id();
   if (!region || foreign) {
@@ -37,6 +38,7 @@ void ExposedMemory::share(Peer& peer, std::uint64_t key) {
 
 // A grant's keys are those of the region that it is of, except where its NIC opens windows.
 void ExposedMemory::share(Peer& peer, const RegionPtr& region) {
+  thread_.check("ExposedMemory");
   const auto& nics = context_.fabrics.nics();
   auto remote = std::make_shared<RemoteRegion>();
   remote->length = region->size();
@@ -111,6 +113,7 @@ void ExposedMemory::drop_grants(std::span<const RegionPtr> grants) {
 }
 
 void ExposedMemory::track_grants(Imm imm, const std::vector<RegionPtr>& grants) {
+  thread_.check("ExposedMemory");
   const bool live = context_.counters.live(imm);
   for (const RegionPtr& grant : grants) {
     const RegionPtr& of = grant->granted()->of;
@@ -165,6 +168,7 @@ void ExposedMemory::close_grants_of(const RegionPtr& region) {
 // --- revoking --------------------------------------------------------------------------------
 
 bool ExposedMemory::release_counter(Imm imm, std::shared_ptr<std::promise<void>> done) {
+  thread_.check("ExposedMemory");
   auto [asked, copying] = revoke(imm);
   if (asked.empty() && !copying) return false;
   auto granted = grants_.extract(imm);
@@ -214,6 +218,7 @@ ExposedMemory::Revoked ExposedMemory::revoke(Imm imm) {
 }
 
 void ExposedMemory::on_revoked(PeerId peer, Imm imm) {
+  thread_.check("ExposedMemory");
   for (Revocation& revocation : revocations_) {
     if (revocation.imm == imm) std::erase(revocation.asked, peer);
   }
@@ -221,6 +226,7 @@ void ExposedMemory::on_revoked(PeerId peer, Imm imm) {
 }
 
 void ExposedMemory::forget(PeerId peer) {
+  thread_.check("ExposedMemory");
   if (!context_.fabrics.nics().empty()) {
     context_.background.run(
         [regions = context_.regions.all(), peer] {
@@ -235,20 +241,19 @@ void ExposedMemory::forget(PeerId peer) {
 void ExposedMemory::end_revocations() {
   std::erase_if(revocations_, [this](const Revocation& revocation) {
     if (!revocation.asked.empty() || revocation.copying) return false;
-    context_.gpus.flush_nic_writes();
     for (const auto& [id, peer] : context_.peers.all()) {
       if (peer->nics()) peer->nics()->close_grants(revocation.grants);
     }
-    if (revocation.done) {
-      revocation.done->set_value();
-    } else {
-      context_.completions.push({.kind = Completion::Kind::released, .id = revocation.imm});
-    }
+    context_.gpus.after_flush(
+        [&told = context_.completions, imm = revocation.imm, done = revocation.done] {
+          done ? done->set_value() : told.push({.kind = Completion::Kind::released, .id = imm});
+        });
     return true;
   });
 }
 
 void ExposedMemory::reset_late_writers(std::uint64_t now) {
+  thread_.check("ExposedMemory");
   bool ended = false;
   for (Revocation& revocation : revocations_) {
     if (revocation.asked.empty() || now < revocation.deadline_ns) continue;
@@ -276,6 +281,7 @@ std::uint64_t ExposedMemory::next_deadline_ns() const {
 // --- regions ---------------------------------------------------------------------------------
 
 void ExposedMemory::take_back(const RegionPtr& region) {
+  thread_.check("ExposedMemory");
   context_.regions.erase(region->key());
   close_grants_of(region);
   for (const auto& [id, peer] : context_.peers.all()) {

@@ -15,6 +15,7 @@
 #include "group/peers.hpp"
 #include "imm_counter.hpp"
 #include "memory_region.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -85,6 +86,7 @@ class ExposedMemory {
   Revoked revoke(Imm imm);
   void end_revocations();
 
+  [[no_unique_address]] ThreadOwner thread_;
   Context context_;
   std::unordered_map<Imm, std::vector<RegionPtr>> grants_;  // of live counters
   std::vector<Revocation> revocations_;

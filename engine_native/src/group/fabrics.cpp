@@ -78,6 +78,7 @@ Result<void> Fabrics::open_local(const Context& context, Introduction& introduct
       context.engine, context.poller, context.receive_context, context.events, context.local_events,
       {.gpus = context.gpus,
        .background = context.background,
+       .lent = context.lent,
        .tell = [&completions = context.completions](auto text) {
          completions.push({.kind = Completion::Kind::notice, .text = std::move(text)});
        }});
@@ -203,10 +204,12 @@ void Fabrics::tell_once(std::string text, CompletionQueue& completions) {
 // --- driving them ----------------------------------------------------------------------------
 
 void Fabrics::send_owed() {
+  thread_.check("Fabrics");
   for (const auto& lane : lanes_) lane->poll();
 }
 
 void Fabrics::poll() {
+  thread_.check("Fabrics");
   if (local_) local_->poll();
   for (const auto& nic : nics_) nic->poll();
 }
@@ -221,6 +224,7 @@ void Fabrics::finish_sleep() {
 }
 
 void Fabrics::forget_source(const MemoryRegion& region) {
+  thread_.check("Fabrics");
   for (Domain* const domain : all_) domain->forget_source(region);
 }
 

@@ -13,11 +13,13 @@
 #include "completion_queue.hpp"
 #include "cuda/gpus.hpp"
 #include "domain.hpp"
+#include "fabric/local/lent_memory.hpp"
 #include "fabric/local/local_domain.hpp"
 #include "fabric/nic/nic_domain.hpp"
 #include "fabric/tcp/tcp_domain.hpp"
 #include "kvxfer/types.hpp"
 #include "poller.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -30,6 +32,7 @@ class Fabrics {
     Poller& poller;
     Background& background;
     cuda::Gpus& gpus;
+    local::LentMemory& lent;
     ReceiveContext receive_context;
     CompletionQueue& completions;  // for notices
     NicEvents& events;
@@ -71,6 +74,7 @@ class Fabrics {
   Result<void> open_nics(const Context& context, Introduction& introduction);
   void tell_once(std::string text, CompletionQueue& completions);
 
+  [[no_unique_address]] ThreadOwner thread_;
   std::unique_ptr<local::LocalDomain> local_;
   std::vector<std::unique_ptr<NicDomain>> nics_;
   std::vector<std::unique_ptr<tcp::TcpDomain>> lanes_;

@@ -1,6 +1,7 @@
 #include "group/operations.hpp"
 
 #include <algorithm>
+#include <cassert>
 #include <utility>
 
 #include "clock.hpp"
@@ -27,6 +28,7 @@ void Operations::refuse(Submission& submission, const Error& why) {
 }
 
 void Operations::begin(const SubmissionPtr& submission) {
+  thread_.check("Operations");
   submission->under_way = submission->parts.size();
   if (submission->parts.empty()) return complete(*submission);
   submissions_.emplace(submission->id, submission);
@@ -47,6 +49,7 @@ bool Operations::may_release() const {
 }
 
 std::size_t Operations::release_held() {
+  thread_.check("Operations");
   if (held_.empty()) return 0;
   std::vector<OperationPtr> ready;
   std::erase_if(held_, [&](const OperationPtr& operation) {
@@ -80,12 +83,14 @@ void Operations::post(const OperationPtr& operation) {
 
 void Operations::on_finished(const OperationPtr& operation, const WriteRange& writes,
                              const Error& error) {
+  thread_.check("Operations");
   operation->finish(writes, error.code == Errc::ok);
   if (error.code != Errc::ok) operation->fail(error.code, error.text);
   settle(operation);
 }
 
 void Operations::fail(const OperationPtr& operation, Errc code, std::string text) {
+  thread_.check("Operations");
   operation->fail(code, std::move(text));
   if (operation->done()) return end(operation);
   operation->finished_at_grace = operation->finished;
@@ -94,6 +99,7 @@ void Operations::fail(const OperationPtr& operation, Errc code, std::string text
 }
 
 void Operations::settle(const OperationPtr& operation) {
+  thread_.check("Operations");
   if (operation->done()) end(operation);
 }
 
@@ -103,6 +109,7 @@ std::vector<OperationPtr> Operations::with(PeerId peer, Imm imm) const {
 }
 
 void Operations::cancel(OperationId id) {
+  thread_.check("Operations");
   const auto found = submissions_.find(id);
   if (found == submissions_.end()) return;
   const SubmissionPtr submission = found->second;
@@ -139,6 +146,7 @@ void Operations::end_all_of(PeerId peer, const Error& why) {
 }
 
 void Operations::expire(std::uint64_t now) {
+  thread_.check("Operations");
   const auto late = those_that([now](const Operation& part) { return now > part.deadline_ns; });
   for (const OperationPtr& operation : late) {
     if (operation->code == Errc::ok) {
@@ -164,11 +172,14 @@ void Operations::expire(std::uint64_t now) {
 
 void Operations::end(const OperationPtr& operation) {
   if (std::exchange(operation->ended, true)) return;
-  operation->handle->queued_writes -= operation->writes.size();
+  [[maybe_unused]] const std::uint64_t queued =
+      operation->handle->queued_writes.fetch_sub(operation->writes.size());
+  assert(queued >= operation->writes.size());
   // It may stay in its peer's queue for a while; what it holds should not.
   operation->writes = {};
   operation->source.reset();
   const auto found = submissions_.find(operation->submission->id);
+  assert(found != submissions_.end() && found->second->under_way > 0);
   if (--found->second->under_way > 0) return;
   spare_writes_.keep(std::move(found->second->writes));
   complete(*found->second);

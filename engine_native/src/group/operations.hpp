@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <cassert>
 #include <cstdint>
 #include <string>
 #include <unordered_map>
@@ -13,16 +14,21 @@
 #include "memory_region.hpp"
 #include "operation.hpp"
 #include "spare_writes.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
 class Operations final : public OperationBook {
  public:
-  // `grace`: for what is under way when an operation has failed.
+  // `grace`: for what is under way when an operation has failed. Until then a path that delivers
+  // nothing has been lost and closed: what remains is the peer's fault.
   Operations(EngineId engine, Duration grace, CompletionQueue& completions)
       : engine_(engine),
         grace_ns_(static_cast<std::uint64_t>(grace.count())),
         completions_(completions) {}
+  ~Operations() { assert(submissions_.empty()); }
+  Operations(const Operations&) = delete;
+  Operations& operator=(const Operations&) = delete;
 
   // --- any thread
   OperationId next_id() { return ++last_; }
@@ -59,6 +65,7 @@ class Operations final : public OperationBook {
   void end(const OperationPtr& operation);
   void complete(const Submission& submission);
 
+  [[no_unique_address]] ThreadOwner thread_;
   EngineId engine_;
   std::uint64_t grace_ns_;
   CompletionQueue& completions_;

@@ -75,7 +75,8 @@ void Peer::use_nics(const std::vector<std::unique_ptr<NicDomain>>& ours, bool in
                     .initiator = initiator,
                     .timeout_ns = static_cast<std::uint64_t>(options.peer_timeout.count()),
                     .path_timeout_ns = static_cast<std::uint64_t>(options.path_timeout.count()),
-                    .paths_per_nic_pair = options.paths_per_nic_pair},
+                    .paths_per_nic_pair = options.paths_per_nic_pair,
+                    .stops = session_.version >= kPathStopVersion},
       ours, owner, operations_);
 }
 
@@ -99,12 +100,13 @@ void Peer::list_choices() {
 
 void Peer::on_paths_changed() {
   list_choices();
-  if (initiator()) announce_paths();
+  initiator() ? announce_paths() : confirm_paths();
 }
 
 // The announcement and the last path come over different sockets, in either order.
 void Peer::confirm_paths() {
   if (state_ != State::opening || announced_ != paths_.size()) return;
+  if (nics_ && !nics_->settled()) return;
   send_frame(ControlFrame::ready, {});
   come_up();
 }
@@ -238,6 +240,7 @@ Result<void> Peer::reaches(const Operation& operation) const {
 }
 
 void Peer::submit(const OperationPtr& operation) {
+  thread_.check("Peer");
   if (!nics_) {
     queue(operation);
   } else if (operation->imm && nics_->revoked_by_peer(*operation->imm)) {
@@ -292,6 +295,7 @@ Peer::Posted Peer::post(const OperationPtr& operation) {
 }
 
 void Peer::pump() {
+  thread_.check("Peer");
   for (std::size_t i = 0; i < backlog_.size();) {
     const OperationPtr operation = backlog_[i];
     const Posted posted = post(operation);
@@ -306,6 +310,7 @@ void Peer::pump() {
 }
 
 void Peer::close_paths(std::function<void()> then) {
+  thread_.check("Peer");
   set_lost();
   choices_.clear();
   paths_.clear();
@@ -317,6 +322,7 @@ void Peer::send_nic_frame(NicFrame type, std::string payload) {
 }
 
 void Peer::send_message(std::string_view data) {
+  thread_.check("Peer");
   const std::uint64_t charge = message_charge(data.size());
   if (state_ == State::up) return send_frame(ControlFrame::message, data, charge);
   handle_->queued_message_bytes -= charge;
@@ -340,6 +346,7 @@ void Peer::on_sent() {
 }
 
 void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
+  thread_.check("Peer");
   if (state_ == State::lost) return;
   patience_.forgive(stalled_ns, now);
   patience_.hear(last_input_ns_);
@@ -364,6 +371,7 @@ void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
                      (2 * before > limit ? ", and once for " + ms(before) + " before" : "") +
                      "; the process is frozen or starved, or its host is cut off"});
   }
+  for (const auto& path : paths_) path->tick(now, stalled_ns, 2 * limit);
   if (nics_) nics_->tick(now, stalled_ns);
   if (state_ == State::lost) return;
   const auto without = now - std::min(now, last_path_ns_ + stalled_ns);
@@ -377,6 +385,7 @@ void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
 }
 
 void Peer::on_input(std::string& in) {
+  thread_.check("Peer");
   last_input_ns_ = now_ns();
   std::size_t at = 0;
   while (state_ != State::lost && in.size() - at >= sizeof(FrameHead)) {
@@ -408,6 +417,7 @@ void Peer::set_lost() {
 }
 
 void Peer::lose(Error error) {
+  thread_.check("Peer");
   if (state_ == State::lost) return;
   set_lost();
   events_.on_peer_lost(*this, std::move(error));

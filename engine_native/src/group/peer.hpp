@@ -19,6 +19,7 @@
 #include "kvxfer/types.hpp"
 #include "operation.hpp"
 #include "patience.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -63,6 +64,7 @@ class PeerEvents {
   // What the peer's NIC link asks for: see NicLinkOwner.
   virtual void share_region(Peer& peer, std::uint64_t key) = 0;
   virtual void on_revoked(Peer& peer, Imm imm) = 0;
+  virtual void on_notice(Peer& peer, std::string text) = 0;
 
  protected:
   ~PeerEvents() = default;
@@ -85,6 +87,10 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   const Session& session() const { return session_; }
   const std::string& label() const { return handle_->label; }
   const std::shared_ptr<PeerHandle>& handle() const { return handle_; }
+  PathPeer end_of_path() const {
+    return {id(), label(), session_.version >= kGroupsVersion,
+            session_.version >= kPathStopVersion};
+  }
   // The fabric that most writes take.
   std::string fabric() const;
 
@@ -155,7 +161,10 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   void share_region(std::uint64_t key) override { events_.share_region(*this, key); }
   void on_revoked(Imm imm) override { events_.on_revoked(*this, imm); }
   void on_paths_changed() override;
+  void on_notice(std::string text) override { events_.on_notice(*this, std::move(text)); }
+  bool has_other_ways() const override { return !paths_.empty(); }
 
+  [[no_unique_address]] ThreadOwner thread_;
   std::shared_ptr<PeerHandle> handle_;
   std::unique_ptr<Stream> stream_;
   Session session_;

@@ -2,6 +2,7 @@
 // Engine thread only, unless said otherwise.
 #pragma once
 
+#include <cassert>
 #include <future>
 #include <memory>
 #include <mutex>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "group/peer.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -20,6 +22,11 @@ class Peers {
     Error why;
     std::vector<std::shared_ptr<std::promise<void>>> waiting;
   };
+
+  Peers() = default;
+  ~Peers() { assert(all_.empty() && closing_.empty()); }
+  Peers(const Peers&) = delete;
+  Peers& operator=(const Peers&) = delete;
 
   // Any thread. Null unless it has been up, and is not closed yet.
   std::shared_ptr<PeerHandle> handle(PeerId id) const;
@@ -42,6 +49,7 @@ class Peers {
   Closing finish_closing(PeerId id);
 
  private:
+  [[no_unique_address]] ThreadOwner thread_;
   std::unordered_map<PeerId, std::unique_ptr<Peer>> all_;
   std::unordered_map<PeerId, Closing> closing_;
   PeerId last_ = 0;

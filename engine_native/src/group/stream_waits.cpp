@@ -7,17 +7,20 @@
 namespace kvxfer {
 
 void StreamWaits::add(Waiting waiting) {
+  thread_.check("StreamWaits");
   next_deadline_ns_ = std::min(next_deadline_ns_, waiting.deadline_ns);
   waiting_.push_back(std::move(waiting));
   seen_changes_ = UINT64_MAX;  // it may be there already
 }
 
 void StreamWaits::mirror(Imm imm, const std::shared_ptr<cuda::MirroredCount>& mirror) {
+  thread_.check("StreamWaits");
   mirrors_.emplace_back(imm, mirror);
   update_mirrors();
 }
 
 std::size_t StreamWaits::poll(std::uint64_t now) {
+  thread_.check("StreamWaits");
   if (waiting_.empty() && mirrors_.empty()) return 0;
   const std::uint64_t changes = counters_.changes();
   const bool changed = std::exchange(seen_changes_, changes) != changes;
@@ -68,6 +71,7 @@ void StreamWaits::update_mirrors() {
 }
 
 void StreamWaits::end_all(const Error& why) {
+  thread_.check("StreamWaits");
   for (const auto& [imm, weak] : std::exchange(mirrors_, {})) {
     if (const auto mirror = weak.lock()) mirror->end(why.code);
   }

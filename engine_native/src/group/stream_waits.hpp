@@ -11,6 +11,7 @@
 #include "cuda/stream_order.hpp"
 #include "imm_counter.hpp"
 #include "kvxfer/types.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -39,6 +40,7 @@ class StreamWaits {
   bool ended(const Waiting& waiting, std::uint64_t now) const;
   void update_mirrors();
 
+  [[no_unique_address]] ThreadOwner thread_;
   const ImmCounters& counters_;
   std::vector<Waiting> waiting_;
   std::vector<std::pair<Imm, std::weak_ptr<cuda::MirroredCount>>> mirrors_;

@@ -5,7 +5,6 @@
 #include <numeric>
 
 #include "moe/engine_way.hpp"
-#include "moe/in_use.hpp"
 #include "moe/local_way.hpp"
 
 namespace kvxfer::moe {
@@ -64,7 +63,7 @@ Result<void> Exchange::check_new(std::uint32_t rank, PeerId peer) const {
 
 Result<void> Exchange::add_local(std::uint32_t rank, PeerId peer, UniqueFd memory,
                                  std::size_t bytes, UniqueFd doorbell) {
-  const InUse in_use(in_use_);
+  const OneAtATime::Call call(in_use_, "Exchange");
   if (auto good = check_new(rank, peer); !good) return good;
   if (pairs_[rank]) {
     return invalid_argument("rank " + std::to_string(rank) + " has been added; remove it first");
@@ -97,14 +96,14 @@ Result<EngineWay*> Exchange::remote(std::uint32_t rank, PeerId peer) {
 }
 
 Result<std::string> Exchange::open_remote(std::uint32_t rank, PeerId peer) {
-  const InUse in_use(in_use_);
+  const OneAtATime::Call call(in_use_, "Exchange");
   const auto way = remote(rank, peer);
   if (!way) return way.error();
   return (*way)->terms();
 }
 
 Result<void> Exchange::add_remote(std::uint32_t rank, PeerId peer, std::string_view terms) {
-  const InUse in_use(in_use_);
+  const OneAtATime::Call call(in_use_, "Exchange");
   const auto way = remote(rank, peer);
   if (!way) return way.error();
   if (auto good = (*way)->accept(terms, own_region_); !good) return good;
@@ -113,7 +112,7 @@ Result<void> Exchange::add_remote(std::uint32_t rank, PeerId peer, std::string_v
 }
 
 void Exchange::remove(std::uint32_t rank) {
-  const InUse in_use(in_use_);
+  const OneAtATime::Call call(in_use_, "Exchange");
   if (rank >= shape_.ranks || rank == shape_.rank || !pairs_[rank]) return;
   drain();  // what came of it is looked at once more by the steps that wait for it
   lose(*pairs_[rank], {Errc::peer_lost, "it was removed"});
@@ -189,7 +188,7 @@ Result<void> Exchange::check_view(const View& view, std::uint64_t first_step) co
 }
 
 Result<void> Exchange::set_view(const View& view, std::uint64_t first_step) {
-  const InUse in_use(in_use_);
+  const OneAtATime::Call call(in_use_, "Exchange");
   if (auto good = check_view(view, first_step); !good) return good;
   if (!view_) next_step_ = first_step;
   view_ = view;
@@ -211,7 +210,7 @@ Result<void> Exchange::set_view(const View& view, std::uint64_t first_step) {
 }
 
 Result<void> Exchange::set_hosts(std::vector<std::uint32_t> hosts) {
-  const InUse in_use(in_use_);
+  const OneAtATime::Call call(in_use_, "Exchange");
   if (hosts.size() != shape_.ranks) {
     return invalid_argument("hosts of all " + std::to_string(shape_.ranks) +
                             " ranks are needed, not of " + std::to_string(hosts.size()));
@@ -270,13 +269,13 @@ void Exchange::drain() {
 }
 
 std::vector<Completion> Exchange::events() {
-  const InUse in_use(in_use_);
+  const OneAtATime::Call call(in_use_, "Exchange");
   drain();
   return std::exchange(events_, {});
 }
 
 bool Exchange::quiet() {
-  const InUse in_use(in_use_);
+  const OneAtATime::Call call(in_use_, "Exchange");
   drain();
   return events_.empty() && lost().empty();
 }

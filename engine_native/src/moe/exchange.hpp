@@ -7,7 +7,6 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -26,6 +25,7 @@
 #include "moe/own_memory.hpp"
 #include "moe/shape.hpp"
 #include "moe/step.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::moe {
 
@@ -52,6 +52,8 @@ class Exchange {
   Exchange& operator=(const Exchange&) = delete;
 
   const Shape& shape() const { return shape_; }
+  // See TransferEngine.
+  Result<void> require_own_process() const { return engine_.require_own_process(); }
 
   // --- pairs, between steps. Ranks on this host hand each other their memory and doorbell (both
   // ways), the others their terms.
@@ -197,7 +199,7 @@ class Exchange {
   std::vector<std::array<std::size_t, kDirections>> sending_;  // by slot: operations under way
   std::vector<Completion> events_;
   bool closed_ = false;
-  std::atomic<bool> in_use_ = false;
+  [[no_unique_address]] OneAtATime in_use_;
   // Kept between calls.
   std::vector<Routes> routes_;
   std::vector<std::uint32_t> neighbours_;

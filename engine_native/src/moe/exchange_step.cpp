@@ -6,7 +6,6 @@
 #include "clock.hpp"
 #include "moe/engine_way.hpp"
 #include "moe/exchange.hpp"
-#include "moe/in_use.hpp"
 #include "moe/local_way.hpp"
 
 namespace kvxfer::moe {
@@ -131,7 +130,7 @@ Result<void> Exchange::check_tokens(const Tokens& tokens) const {
 }
 
 Result<std::uint64_t> Exchange::dispatch_send(std::uint32_t slot, const Tokens& tokens) {
-  const InUse in_use(in_use_);
+  const OneAtATime::Call call(in_use_, "Exchange");
   if (auto good = check_free(slot); !good) return good.error();
   if (!view_) return invalid_argument("dispatch_send before set_view");
   if (auto good = check_tokens(tokens); !good) return good.error();
@@ -330,7 +329,7 @@ bool Exchange::dispatched(std::uint32_t slot, const Step& step, Part& part) {
 }
 
 Result<Waited> Exchange::dispatch_wait(std::uint32_t slot, Duration timeout) {
-  const InUse in_use(in_use_);
+  const OneAtATime::Call call(in_use_, "Exchange");
   if (slot < shape_.slots && steps_[slot].phase == Phase::left_out) {
     steps_[slot].phase = Phase::idle;
     return Waited::left_out;
@@ -387,7 +386,7 @@ Result<const Arrival*> Exchange::arrival(std::uint32_t slot) const {
 
 Result<void> Exchange::place(std::uint32_t slot, Order order, std::span<const std::int64_t> begins,
                              void* x, float* scales, std::int32_t* ids, float* weights) {
-  const InUse in_use(in_use_);
+  const OneAtATime::Call call(in_use_, "Exchange");
   const auto found = step_in(slot, "dispatch_recv()", Phase::arrived, Phase::placed);
   if (!found) return found.error();
   Step& step = **found;
@@ -452,7 +451,7 @@ Result<void> Exchange::place(std::uint32_t slot, Order order, std::span<const st
 // --- combine ---------------------------------------------------------------------------------
 
 Result<void> Exchange::combine_send(std::uint32_t slot, const void* y) {
-  const InUse in_use(in_use_);
+  const OneAtATime::Call call(in_use_, "Exchange");
   if (auto good = check_placed(slot); !good) return good;
   Step& step = steps_[slot];
   const auto in_place = in_answers(slot, step.order, y);
@@ -491,7 +490,7 @@ bool Exchange::combined(std::uint32_t slot, const Step& step, Part& part) {
 }
 
 Result<Waited> Exchange::combine_wait(std::uint32_t slot, Duration timeout) {
-  const InUse in_use(in_use_);
+  const OneAtATime::Call call(in_use_, "Exchange");
   const auto found = step_in(slot, "combine_recv()", Phase::returned, Phase::combined);
   if (!found) return found.error();
   Step& step = **found;
@@ -506,7 +505,7 @@ Result<Waited> Exchange::combine_wait(std::uint32_t slot, Duration timeout) {
 }
 
 Result<std::vector<bool>> Exchange::combine(std::uint32_t slot, void* out) {
-  const InUse in_use(in_use_);
+  const OneAtATime::Call call(in_use_, "Exchange");
   const auto found = step_in(slot, "combine_recv()", Phase::combined, Phase::combined);
   if (!found) return found.error();
   Step& step = **found;
@@ -549,7 +548,7 @@ void Exchange::end(std::uint32_t slot, Phase phase) {
 // --- steps that no rank runs -----------------------------------------------------------------
 
 Result<void> Exchange::leave_out(std::uint64_t step) {
-  const InUse in_use(in_use_);
+  const OneAtATime::Call call(in_use_, "Exchange");
   if (step >= next_step_) {
     left_out_.insert(step);
     return {};
@@ -564,7 +563,7 @@ Result<void> Exchange::leave_out(std::uint64_t step) {
 }
 
 void Exchange::skip_step() {
-  const InUse in_use(in_use_);
+  const OneAtATime::Call call(in_use_, "Exchange");
   left_out_.erase(next_step_++);
 }
 

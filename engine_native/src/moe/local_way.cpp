@@ -10,20 +10,9 @@
 #include "aligned_mapping.hpp"
 #include "error_text.hpp"
 #include "fabric/local/ring.hpp"
+#include "memory_order.hpp"
 
 namespace kvxfer::moe {
-namespace {
-
-// No read before it moves behind it. ThreadSanitizer knows no fences; it sees two mappings of one
-// memory as two memories anyway.
-void end_of_copy() {
-#ifndef __SANITIZE_THREAD__
-  std::atomic_thread_fence(std::memory_order_acquire);
-#endif
-}
-
-}  // namespace
-
 Result<std::unique_ptr<LocalWay>> LocalWay::map(const Shape& shape, std::uint32_t of,
                                                 const UniqueFd& memory, std::size_t bytes,
                                                 UniqueFd doorbell) {
@@ -108,7 +97,7 @@ Held LocalWay::read_routes(std::uint32_t slot, std::uint64_t key, Routes& routes
   std::memcpy(&head, message, sizeof head);
   const bool good =
       moe::read_routes(shape_, shape_.rank, head.rows, head.entries, message + sizeof head, routes);
-  end_of_copy();
+  order_reads();
   if (word(layout_.routes_word(slot), std::memory_order_relaxed) == key) {
     return good ? Held::routes : Held::malformed;
   }
@@ -146,7 +135,7 @@ const std::byte* LocalWay::relayed_tokens(std::uint32_t from, std::uint32_t slot
 }
 
 bool LocalWay::still_relayed(std::uint32_t from, std::uint32_t slot, std::uint64_t key) const {
-  end_of_copy();
+  order_reads();
   return word(layout_.relay_word(slot, from), std::memory_order_relaxed) == key;
 }
 
@@ -174,7 +163,7 @@ const std::byte* LocalWay::combine_rows(std::uint32_t slot) const {
 }
 
 bool LocalWay::still(std::uint32_t slot, Direction direction, std::uint64_t key) const {
-  end_of_copy();
+  order_reads();
   const std::size_t offset = direction == Direction::dispatch
                                  ? layout_.rows_word(slot)
                                  : layout_.combine_word(slot, shape_.rank);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cassert>
 #include <string>
 #include <utility>
 
@@ -35,6 +36,8 @@ OwnMemory::OwnMemory(const Shape& shape, SharedMemoryPtr memory, UniqueFd doorbe
   head->digest = digest(shape);
   head->rank = shape.rank;
 }
+
+OwnMemory::~OwnMemory() { assert(std::ranges::find(taken_, true) == taken_.end()); }
 
 Result<std::size_t> OwnMemory::take_inbox() {
   const auto free = std::ranges::find(taken_, false);

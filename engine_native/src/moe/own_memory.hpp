@@ -1,6 +1,7 @@
 // The memory of this rank that others read, and its doorbell.
 #pragma once
 
+#include <cassert>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -8,6 +9,7 @@
 
 #include "fd.hpp"
 #include "kvxfer/engine.hpp"
+#include "memory_order.hpp"
 #include "moe/memory_layout.hpp"
 #include "shared_memory.hpp"
 
@@ -16,10 +18,16 @@ namespace kvxfer::moe {
 class OwnMemory {
  public:
   static Result<OwnMemory> create(const Shape& shape);
+  ~OwnMemory();
+  OwnMemory(OwnMemory&&) = default;
+  OwnMemory& operator=(OwnMemory&&) = default;
 
   // The number of a free inbox, which has memory now. Fails with out-of-memory.
   Result<std::size_t> take_inbox();
-  void give_inbox(std::size_t number) { taken_[number] = false; }
+  void give_inbox(std::size_t number) {
+    assert(taken_[number]);
+    taken_[number] = false;
+  }
 
   const OwnLayout& layout() const { return layout_; }
   std::byte* at(std::size_t offset) const { return memory_->bytes().data() + offset; }
@@ -40,10 +48,11 @@ class OwnMemory {
   void publish(std::size_t word_offset, std::uint64_t key) const {
     word(word_offset).value.store(key, std::memory_order_seq_cst);
   }
-  // Before what the word stands for is written to: a read-modify-write, so that no write to it
-  // moves before it.
+  // Before what the word stands for is written to: a reader that has read any of that sees the word
+  // withdrawn when it looks again, behind order_reads().
   void withdraw(std::size_t word_offset) const {
-    word(word_offset).value.exchange(0, std::memory_order_acq_rel);
+    word(word_offset).value.store(0, std::memory_order_relaxed);
+    order_stores();
   }
 
   // Sleeps until one of the descriptors is readable or the doorbell rings, unless `ready`.

@@ -28,7 +28,7 @@ struct Cargo {
   std::span<const std::uint32_t> neighbours;
 };
 
-// One thread at a time: the exchange's.
+// Within a call of its exchange.
 class Way {
  public:
   virtual ~Way() = default;

@@ -87,7 +87,7 @@ int connect_error(int fd) {
   return error;
 }
 
-void set_options(int fd, std::uint64_t user_timeout_ns) {
+void set_options(int fd) {
   const int on = 1;
   ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   ::setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
@@ -96,8 +96,14 @@ void set_options(int fd, std::uint64_t user_timeout_ns) {
   ::setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
   ::setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &idle_s, sizeof idle_s);
   ::setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
-  const int timeout_ms = static_cast<int>(std::max<std::uint64_t>(user_timeout_ns / 1'000'000, 1));
-  ::setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &timeout_ms, sizeof timeout_ms);
+}
+
+std::uint64_t unacknowledged_ns(int fd) {
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0 || info.tcpi_unacked == 0)
+    return 0;
+  return info.tcpi_last_ack_recv * std::uint64_t{1'000'000};
 }
 
 }  // namespace kvxfer::net

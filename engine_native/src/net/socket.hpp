@@ -18,6 +18,9 @@ Result<UniqueFd> dial(const std::string& host, std::uint16_t port);
 int connect_error(int fd);
 
 // No Nagle, and a vanished host is noticed even where nothing is being sent.
-void set_options(int fd, std::uint64_t user_timeout_ns);
+void set_options(int fd);
+// For how long the peer's host has acknowledged nothing; 0 where nothing is under way. A peer that
+// reads nothing acknowledges: TCP_USER_TIMEOUT would end its connection.
+std::uint64_t unacknowledged_ns(int fd);
 
 }  // namespace kvxfer::net

@@ -14,6 +14,7 @@ from kvxfer.errors import (
     ProtocolError,
     WeightUpdateAborted,
 )
+from kvxfer.own_thread import in_own_thread
 from kvxfer.weights.holdings import Holdings
 from kvxfer.weights.transfer.arena import ALIGNMENT, Arena, arena_of
 from kvxfer.weights.transfer.doubt import End, Outcomes, recorded, resolve
@@ -149,7 +150,7 @@ class WeightReceiver:
     async def __aexit__(self, *exc_info: object) -> None:
         """Gives the arena back. An update that is not applied by then is dropped."""
         await self._links.close()
-        await asyncio.to_thread(self.memory.close)
+        await in_own_thread(self.memory.close)
 
     async def join(self, coordinator: str, timeout: float = JOIN_SECONDS) -> None:
         """Dials a coordinator, and again whenever it is lost. Not needed by a rank that the

@@ -18,6 +18,7 @@ from kvxfer.errors import (
     WeightUpdateAborted,
     WeightUpdateError,
 )
+from kvxfer.own_thread import in_own_thread
 from kvxfer.weights.holdings import Holding, Holdings
 from kvxfer.weights.report import UpdateReport
 from kvxfer.weights.transfer.endings import until_ended
@@ -101,7 +102,7 @@ class WeightSender:
             await self._stop(push, PeerLost("this training rank was closed"))
         await self._links.close()
         for region in self._regions.values():
-            await asyncio.to_thread(region.close)
+            await in_own_thread(region.close)
         self._regions.clear()
 
     async def join(self, coordinator: str, timeout: float = JOIN_SECONDS) -> None:

@@ -178,6 +178,24 @@ def control() -> Iterator[bytes]:
     def closed(path: int, landed: int, *, failed: int = 1) -> bytes:
         return frame(3, path, 1, 120, failed, 1, 0, 0, landed)
 
+    def stopped(path: int, delivered: int, *, failed: int = 1) -> bytes:
+        return frame(12, path, 1, 120, failed, delivered)
+
+    for delivered in (0, 1, 3):
+        for arrived in (b"", b"\x07\x00\x00\x00"):
+            yield (
+                up
+                + region
+                + submit
+                + complete(0)
+                + stopped(1, delivered)
+                + arrived
+                + b"\x0c\xff\x0f"
+                + closed(1, 1)
+            )
+            yield up + region + submit + lose(0) + arrived + stopped(1, delivered) + closed(1, 1)
+    yield up + stopped(1, 0) * 2
+    yield up + stopped(1, 9) + b"\x0f" + closed(1, 0) + stopped(1, 0)
     for landed in (0, 1, 2, 4, 9):
         yield (
             up

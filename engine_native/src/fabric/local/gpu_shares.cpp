@@ -23,9 +23,15 @@ GpuRegionMessage message_of(RegionMessage::Kind kind, const GpuShares::Share& sh
           .owner = gpu.uuid()};
 }
 
+// Whether the peer may have it open, in a way that CUDA does not keep the memory for.
+bool is_lent(const GpuShares::Share& share) {
+  return share.by_handle &&
+         (share.state == GpuShares::State::asked || share.state == GpuShares::State::opened);
+}
+
 }  // namespace
 
-GpuShares::GpuShares(GpuContext context, int socket, bool same_process, std::string peer,
+GpuShares::GpuShares(GpuContext context, int socket, bool same_process, PathPeer peer,
                      std::uint32_t& next_number)
     : context_(std::move(context)),
       socket_(socket),
@@ -34,6 +40,7 @@ GpuShares::GpuShares(GpuContext context, int socket, bool same_process, std::str
       next_number_(next_number) {}
 
 GpuShares::Share GpuShares::find(const MemoryRegion& region, int reader) {
+  thread_.check("GpuShares");
   const Key key{region.key(), reader};
   const int device = region.gpu()->device();
   const auto known = shares_.find(key);
@@ -57,7 +64,11 @@ GpuShares::Share GpuShares::find(const MemoryRegion& region, int reader) {
   }
   last_asked_ns_ = now_ns();
   Share& share = probing ? probe->second : shares_[key];
-  share = {.number = next_number_, .device = device, .reader = reader, .asked_ns = last_asked_ns_};
+  share = {.number = next_number_,
+           .device = device,
+           .reader = reader,
+           .asked_ns = last_asked_ns_,
+           .by_handle = !with_files && !same_process_};
   if (probing) {
     ask_with_probe(region.gpu(), share);
   } else if (!ask(region, share, with_files)) {
@@ -137,6 +148,13 @@ GpuShares::Share* GpuShares::asked(std::uint32_t number) {
 }
 
 void GpuShares::on_answer(const RegionMessage& answer, std::string_view reason) {
+  thread_.check("GpuShares");
+  const auto lent = lent_.find(answer.number);
+  if (lent != lent_.end() && answer.kind != RegionMessage::Kind::opened) {
+    context_.lent.give_back(lent->second);
+    lent_.erase(lent);
+  }
+  if (answer.kind == RegionMessage::Kind::closed) return;
   if (unanswered_ > 0) --unanswered_;
   Share* const share = asked(answer.number);
   if (!share) return;
@@ -163,16 +181,28 @@ void GpuShares::refuse(Share& share, std::string_view why) {
 void GpuShares::tell(int from, int to, std::string_view why, bool slow) {
   if (!told_.emplace(from, to, slow).second) return;
   context_.tell("memory of GPU " + std::to_string(from) + " goes to GPU " + std::to_string(to) +
-                " of " + peer_ + " by way of host memory: " + std::string(why));
+                " of " + peer_.label + " by way of host memory: " + std::string(why));
 }
 
 std::vector<std::uint32_t> GpuShares::forget(const MemoryRegion& region) {
+  thread_.check("GpuShares");
   std::vector<std::uint32_t> numbers;
   for (auto share = shares_.lower_bound({region.key(), 0});
        share != shares_.end() && share->first.first == region.key(); share = shares_.erase(share)) {
     if (share->second.state != State::wanted) numbers.push_back(share->second.number);
+    if (!peer_.stops || !is_lent(share->second)) continue;
+    lent_.emplace(share->second.number, context_.lent.ask_back(region.key(), peer_.label));
   }
   return numbers;
+}
+
+std::vector<LentMemory::LoanId> GpuShares::ask_all_back() {
+  std::vector<LentMemory::LoanId> loans;
+  for (const auto& [number, loan] : std::exchange(lent_, {})) loans.push_back(loan);
+  for (const auto& [key, share] : std::exchange(shares_, {})) {
+    if (is_lent(share)) loans.push_back(context_.lent.ask_back(key.first, peer_.label));
+  }
+  return loans;
 }
 
 }  // namespace kvxfer::local

@@ -15,15 +15,17 @@
 #include <vector>
 
 #include "fabric/local/gpu_sources.hpp"
+#include "fabric/local/lent_memory.hpp"
 #include "fabric/local/region_message.hpp"
 #include "memory_region.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::local {
 
 class GpuShares {
  public:
   // `socket`: of the path, as is `next_number`, that of the next region the peer hears of.
-  GpuShares(GpuContext context, int socket, bool same_process, std::string peer,
+  GpuShares(GpuContext context, int socket, bool same_process, PathPeer peer,
             std::uint32_t& next_number);
   GpuShares(const GpuShares&) = delete;
   GpuShares& operator=(const GpuShares&) = delete;
@@ -36,6 +38,7 @@ class GpuShares {
     int device = 0;            // whose memory it is
     int reader = 0;
     std::uint64_t asked_ns = 0;
+    bool by_handle = false;
   };
   // How far the peer is, which is asked first: never `wanted`. `reader`: its GPU, by its number
   // there. Refused also while opening takes long: whatever it waits for may wait for a transfer.
@@ -43,6 +46,8 @@ class GpuShares {
   void on_answer(const RegionMessage& answer, std::string_view reason);
   // The region ends. Returns the numbers that the peer has to forget.
   std::vector<std::uint32_t> forget(const MemoryRegion& region);
+  // The path ends: all that the peer may have open by handles.
+  std::vector<LentMemory::LoanId> ask_all_back();
 
  private:
   using Key = std::pair<std::uint64_t, int>;  // of the region, and the reading GPU
@@ -60,13 +65,15 @@ class GpuShares {
   // Said once, as it is much slower; once again where it was `slow` to be refused.
   void tell(int from, int to, std::string_view why, bool slow = false);
 
+  [[no_unique_address]] ThreadOwner thread_;
   GpuContext context_;
   int socket_;
   bool same_process_;
-  std::string peer_;
+  PathPeer peer_;
   std::uint32_t& next_number_;
   std::map<Key, Share> shares_;
-  std::map<std::pair<int, int>, Share> probes_;  // by the GPU that is read and its reader
+  std::map<std::uint32_t, LentMemory::LoanId> lent_;  // by the number of what was forgotten
+  std::map<std::pair<int, int>, Share> probes_;       // by the GPU that is read and its reader
   std::size_t unanswered_ = 0;
   std::uint64_t last_asked_ns_ = 0;
   std::set<std::tuple<int, int, bool>> told_;  // between which GPUs, and whether that was slow

@@ -21,15 +21,16 @@ Result<std::shared_ptr<cuda::Gpu>> reader_of(const cuda::Gpus& gpus,
 }
 
 // It may wait for streams that wait for the engine thread.
-void close_on(Background& background, std::shared_ptr<cuda::ImportedMemory> memory) {
-  if (!memory) return;
-  background.run([last = std::move(memory)]() mutable { last.reset(); }, [] {});
+void close_on(Background& background, std::shared_ptr<cuda::ImportedMemory> memory,
+              std::function<void()> then) {
+  if (!memory) return then();
+  background.run([last = std::move(memory)]() mutable { last.reset(); }, std::move(then));
 }
 
 }  // namespace
 
 GpuSources::~GpuSources() {
-  for (auto& [number, region] : regions_) close(std::move(region.memory));
+  for (auto& [number, region] : regions_) close(std::move(region.memory), [open = open_] {});
 }
 
 bool GpuSources::full(std::size_t with_files) const {
@@ -38,6 +39,7 @@ bool GpuSources::full(std::size_t with_files) const {
 
 Result<void> GpuSources::add(const GpuRegionMessage& message, cuda::FileParts files,
                              bool same_process, Opened then) {
+  thread_.check("GpuSources");
   const std::uint32_t number = message.head.number;
   const std::size_t with_files = files.parts.empty() ? 0 : 1;
   if (regions_.contains(number) || regions_.size() >= kMostGpuRegions || full(with_files)) {
@@ -53,17 +55,20 @@ Result<void> GpuSources::add(const GpuRegionMessage& message, cuda::FileParts fi
         return open(gpus, message, *files, same_process);
       },
       [this, number, opening, with_files, then = std::move(then), &background = context_.background,
-       self = std::weak_ptr(self_)](Result<Region> opened) {
+       open = open_, self = std::weak_ptr(self_)](Result<Region> opened) {
         if (self.expired()) {
-          if (opened) close_on(background, std::move(opened->memory));
+          if (opened) close_on(background, std::move(opened->memory), [open] {});
           return;
         }
         --under_way_;
         with_files_ -= with_files;
         const auto region = regions_.find(number);
         if (region == regions_.end() || region->second.opening != opening) {
-          if (opened) close_on(background, std::move(opened->memory));
-          return then(number, Error{Errc::unknown_region, "it was taken back meanwhile"});
+          close_on(background, opened ? std::move(opened->memory) : nullptr, [number, then, self] {
+            if (self.expired()) return;
+            then(number, Error{Errc::unknown_region, "it was taken back meanwhile"});
+          });
+          return;
         }
         if (!opened) {
           regions_.erase(region);
@@ -104,6 +109,7 @@ bool GpuSources::tried(const GpuRegionMessage& message) const {
 
 Result<void> GpuSources::probe(const GpuRegionMessage& message, cuda::FileParts files,
                                Opened then) {
+  thread_.check("GpuSources");
   if (files.parts.size() != 1 || tried_.size() >= kMostGpuRegions || full(1)) {
     return Error{Errc::protocol_error, "a probe of the peer's has no file, or there are too many"};
   }
@@ -127,16 +133,19 @@ Result<void> GpuSources::probe(const GpuRegionMessage& message, cuda::FileParts 
 }
 
 void GpuSources::remove(std::uint32_t number) {
+  thread_.check("GpuSources");
   const auto found = regions_.extract(number);
-  if (found) close(std::move(found.mapped().memory));
+  if (!found || !found.mapped().gpu) return;
+  close(std::move(found.mapped().memory), [this, number, self = std::weak_ptr(self_)] {
+    if (!self.expired()) closed_(number);
+  });
 }
 
-void GpuSources::close(std::shared_ptr<cuda::ImportedMemory> memory) {
-  if (!memory) return;
-  context_.gpus.after_copies(
-      [&background = context_.background, memory = std::move(memory)]() mutable {
-        close_on(background, std::exchange(memory, nullptr));
-      });
+void GpuSources::close(std::shared_ptr<cuda::ImportedMemory> memory, std::function<void()> then) {
+  context_.gpus.after_copies([&background = context_.background, memory = std::move(memory),
+                              then = std::move(then)]() mutable {
+    close_on(background, std::exchange(memory, nullptr), std::move(then));
+  });
 }
 
 std::uint64_t GpuSources::in_region(std::uint32_t number, std::uint64_t offset,

@@ -14,25 +14,33 @@
 #include "cuda/gpus.hpp"
 #include "fabric/local/region_message.hpp"
 #include "kvxfer/error.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::local {
+
+class LentMemory;
 
 // What opens memory of a GPU.
 struct GpuContext {
   cuda::Gpus& gpus;
   Background& background;
+  LentMemory& lent;
   std::function<void(std::string notice)> tell;
 };
 
 class GpuSources {
  public:
-  explicit GpuSources(GpuContext context) : context_(std::move(context)) {}
+  // `closed`: of what was removed, no GPU of ours has it open any more. `open` is held for as long
+  // as one may have anything open.
+  using Closed = std::function<void(std::uint32_t number)>;
+  GpuSources(GpuContext context, std::shared_ptr<void> open, Closed closed)
+      : context_(std::move(context)), open_(std::move(open)), closed_(std::move(closed)) {}
   ~GpuSources();
   GpuSources(const GpuSources&) = delete;
   GpuSources& operator=(const GpuSources&) = delete;
 
-  // `then`: whether the reading GPU reaches it; also where it was removed meanwhile, but not at all
-  // once this is destroyed. `same_process`: its address is valid here.
+  // `then`: whether the reading GPU reaches it; instead of `closed` where it was removed meanwhile;
+  // not at all once this is destroyed. `same_process`: its address is valid here.
   // Fails where the peer breaks the protocol.
   using Opened = std::function<void(std::uint32_t number, Result<void> opened)>;
   Result<void> add(const GpuRegionMessage& message, cuda::FileParts files, bool same_process,
@@ -61,9 +69,12 @@ class GpuSources {
   static Result<Region> open(cuda::Gpus& gpus, const GpuRegionMessage& message,
                              const cuda::FileParts& files, bool same_process);
   bool full(std::size_t with_files) const;
-  void close(std::shared_ptr<cuda::ImportedMemory> memory);
+  void close(std::shared_ptr<cuda::ImportedMemory> memory, std::function<void()> then);
 
+  [[no_unique_address]] ThreadOwner thread_;
   GpuContext context_;
+  std::shared_ptr<void> open_;
+  Closed closed_;
   std::unordered_map<std::uint32_t, Region> regions_;
   std::set<std::pair<cuda::Uuid, std::uint64_t>> tried_;  // whose probes which of our GPUs has read
   std::uint64_t last_opening_ = 0;

@@ -58,6 +58,7 @@ LocalDomain::LocalDomain(UniqueFd listener, UniqueFd wake, Poller& poller,
 LocalDomain::~LocalDomain() { poller_.remove(wake_.get(), *this); }
 
 void LocalDomain::poll() {
+  thread_.check("LocalDomain");
   ended_.clear();
   // Each is the first in its turn: they share the GPUs.
   if (paths_.size() > 1) std::rotate(paths_.begin(), paths_.begin() + 1, paths_.end());
@@ -79,6 +80,7 @@ void LocalDomain::forget_source(const MemoryRegion& region) {
 }
 
 Result<void> LocalDomain::connect(const Session& session) {
+  thread_.check("LocalDomain");
   auto rendezvous = Rendezvous::start(session, poller_, host_, on_done());
   if (!rendezvous) return rendezvous.error();
   rendezvous_.push_back(std::move(*rendezvous));
@@ -101,6 +103,7 @@ void LocalDomain::forget(const LocalPath& path) {
 }
 
 void LocalDomain::expire(std::uint64_t deadline_ns) {
+  thread_.check("LocalDomain");
   listener_.resume();
   const auto expired = std::partition(
       rendezvous_.begin(), rendezvous_.end(),
@@ -113,6 +116,7 @@ void LocalDomain::expire(std::uint64_t deadline_ns) {
 }
 
 void LocalDomain::on_events(std::uint32_t) {
+  thread_.check("LocalDomain");
   std::uint64_t count = 0;
   [[maybe_unused]] const auto read = ::read(wake_.get(), &count, sizeof count);
 }

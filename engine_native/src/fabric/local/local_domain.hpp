@@ -8,6 +8,7 @@
 #include "bootstrap/listener.hpp"
 #include "domain.hpp"
 #include "fabric/local/rendezvous.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::local {
 
@@ -57,6 +58,7 @@ class LocalDomain final : public Domain, private EventSink {
   void report(const Rendezvous& rendezvous, Result<LocalLink> link);
   Rendezvous::Done on_done();
 
+  [[no_unique_address]] ThreadOwner thread_;
   Listener listener_;
   UniqueFd wake_;
   Poller& poller_;

@@ -1,12 +1,14 @@
 #include "fabric/local/local_path.hpp"
 
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
 
 #include "fabric/local/region_message.hpp"
+#include "memory_order.hpp"
 #include "refusal.hpp"
 
 namespace kvxfer::local {
@@ -46,7 +48,7 @@ Result<std::unique_ptr<LocalPath>> LocalPath::open(LocalLink link, PathPeer peer
                                                    PathEvents& events, GpuContext gpus) {
   std::unique_ptr<LocalPath> path(new LocalPath(std::move(link), std::move(peer), poller,
                                                 receive_context, events, std::move(gpus)));
-  if (auto good = poller.add(path->socket_.get(), EPOLLIN, *path); !good) {
+  if (auto good = poller.add(path->socket_->get(), EPOLLIN, *path); !good) {
     path->lost_ = true;
     return good.error();
   }
@@ -55,23 +57,33 @@ Result<std::unique_ptr<LocalPath>> LocalPath::open(LocalLink link, PathPeer peer
 
 LocalPath::LocalPath(LocalLink link, PathPeer peer, Poller& poller, ReceiveContext receive_context,
                      PathEvents& events, GpuContext gpus)
-    : socket_(std::move(link.socket)),
+    : socket_(std::make_shared<UniqueFd>(std::move(link.socket))),
+      open_(socket_.get(), [socket = socket_](void*) { ::shutdown(socket->get(), SHUT_WR); }),
       out_(std::move(link.out)),
       in_(std::move(link.in)),
       wake_peer_(std::move(link.wake_peer)),
       source_(link.pid, std::move(link.pidfd)),
       peer_reads_us_(link.peer_reads_us),
       peer_(std::move(peer)),
+      lent_(gpus.lent),
       poller_(poller),
       receive_context_(receive_context),
       events_(events),
-      gpu_shares_(gpus, socket_.get(), source_.pid() == ::getpid(), peer_.label, next_number_),
-      gpu_sources_(std::move(gpus)) {}
+      gpu_shares_(gpus, socket_->get(), source_.pid() == ::getpid(), peer_, next_number_),
+      gpu_sources_(std::move(gpus), open_, [this](std::uint32_t number) {
+        if (!lost_ && peer_.stops) answer_gpu_region(RegionMessage::Kind::closed, number);
+      }) {}
 
 LocalPath::~LocalPath() {
-  // Before any source memory of ours can be used again: see RingMemory::revoked.
+  // Before any source memory of ours can be used again: see RingMemory::revoked. On ARM a store
+  // (STLR) lets later plain stores pass it: without an engine thread, whose hand-over would order
+  // them, the peer could copy what the caller stores into the source next and still see 0 here. The
+  // fence forbids it. The peer looks at the word by a read-modify-write behind its copy: if that
+  // reads 0, this store and all behind the fence come after what it copied.
   out_->revoked.store(1, std::memory_order_seq_cst);
-  if (!lost_) poller_.remove(socket_.get(), *this);
+  order_stores();
+  if (!lost_) poller_.remove(socket_->get(), *this);
+  lent_.give_back_at_end(socket_, gpu_shares_.ask_all_back());
   if (then_) then_();
 }
 
@@ -96,6 +108,7 @@ bool LocalPath::has_room(const Operation&, bool) const {
 }
 
 std::size_t LocalPath::post(const OperationPtr& operation, const WriteRange& range) {
+  thread_.check("LocalPath");
   const MemoryRegion* const source = operation->source.get();
   std::optional<Origin> origin = Origin{};
   if (source && source->gpu()) {
@@ -104,10 +117,7 @@ std::size_t LocalPath::post(const OperationPtr& operation, const WriteRange& ran
     if (share.state == GpuShares::State::asked) return 0;
     if (share.state == GpuShares::State::refused) return stage(operation, range);
     // The peer would not notice, and read what the memory has become.
-    if (range.first == 0 && !source->gpu()->alive()) {
-      ++receive_context_.activity;  // it fails with the next try
-      return 0;
-    }
+    if (range.first == 0 && !asked_if_alive(*operation)) return 0;
     origin->region = share.number;
   } else if (source) {
     origin = origin_of(*source);
@@ -120,6 +130,17 @@ std::size_t LocalPath::post(const OperationPtr& operation, const WriteRange& ran
            .last = count == range.count},
           *origin, false);
   return count;
+}
+
+// Whether the GPU has answered; where it is not alive, the operation fails with the next try.
+bool LocalPath::asked_if_alive(Operation& operation) {
+  const auto& gpu = operation.source->gpu();
+  if (operation.question == 0) operation.question = gpu->ask();
+  if (!gpu->answered(operation.question)) return false;
+  operation.question = 0;
+  if (!gpu->failure()) return true;
+  ++receive_context_.activity;
+  return false;
 }
 
 // None while the peer cannot be told of the region.
@@ -136,7 +157,7 @@ void LocalPath::produce(Batch batch, const Origin& origin, bool packed) {
   const BatchHead head{.key = operation.destination_key,
                        .count = static_cast<std::uint32_t>(batch.writes.count),
                        .imm = operation.imm.value_or(0),
-                       .has_imm = operation.imm && batch.writes.counted,
+                       .has_imm = operation.names_imm(batch.writes, peer_.groups),
                        .from_region = origin.region.has_value(),
                        .region = origin.region.value_or(0)};
   std::uint64_t next = produced_;
@@ -144,7 +165,7 @@ void LocalPath::produce(Batch batch, const Origin& origin, bool packed) {
   for (const WireWrite& write : operation.writes.subspan(batch.writes.first, head.count)) {
     const std::uint64_t offset = packed ? batch.bytes : write.source;
     out_.slot(next++).write = {origin.base + offset, write.destination, write.length,
-                               write.grouped};
+                               Operation::grouped(batch.writes, write)};
     batch.bytes += write.length;
   }
   batch.head = produced_;
@@ -211,7 +232,7 @@ std::optional<std::uint32_t> LocalPath::share(const MemoryRegion& region) {
   const RegionMessage message{.kind = RegionMessage::Kind::share,
                               .number = next_number_,
                               .size = region.memfd_offset() + region.size()};
-  const auto sent = send_message(socket_.get(), message.bytes(), {region.memfd()});
+  const auto sent = send_message(socket_->get(), message.bytes(), {region.memfd()});
   if (!sent || !*sent) return std::nullopt;  // a broken socket shows as an event
   shared_.emplace(region.key(), next_number_);
   return next_number_++;
@@ -228,7 +249,7 @@ void LocalPath::send_forgets() {
   while (!to_forget_.empty()) {
     const RegionMessage message{
         .kind = RegionMessage::Kind::forget, .number = to_forget_.front(), .size = 0};
-    const auto sent = send_message(socket_.get(), message.bytes(), {});
+    const auto sent = send_message(socket_->get(), message.bytes(), {});
     if (!sent || !*sent) return;
     to_forget_.pop_front();
   }
@@ -428,6 +449,7 @@ bool LocalPath::end_placed() {
 }
 
 void LocalPath::revoke_counter(Imm imm) {
+  thread_.check("LocalPath");
   for (Placing& batch : placing_) batch.placement.revoke_counter(imm);
 }
 
@@ -438,7 +460,7 @@ void LocalPath::revoke_region(std::uint64_t key) {
 void LocalPath::receive_regions() {
   for (int i = 0; i < kPollMessages && !lost_; ++i) {
     bool lacking = false;
-    auto message = receive_message(socket_.get(), &lacking);
+    auto message = receive_message(socket_->get(), &lacking);
     if (!message) return lose(message.error());
     if (message->bytes.empty()) return;
     if (auto good = on_region(*message, lacking); !good) return lose(good.error());
@@ -499,13 +521,14 @@ void LocalPath::answer_gpu_region(RegionMessage::Kind kind, std::uint32_t number
                                   std::string_view why) {
   const std::string reason(why.substr(0, RegionMessage::kMostReason));
   const RegionMessage answer{.kind = kind, .number = number, .size = reason.size()};
-  const auto sent = send_message(socket_.get(), std::string(answer.bytes()) + reason, {});
+  const auto sent = send_message(socket_->get(), std::string(answer.bytes()) + reason, {});
   if (!sent || !*sent) lose({Errc::backpressure, "the peer does not read what it is sent"});
 }
 
 // --- both ------------------------------------------------------------------------------------
 
 void LocalPath::poll() {
+  thread_.check("LocalPath");
   if (lost_) return;
   if (!to_forget_.empty()) send_forgets();
   const bool posted = post_staged();
@@ -539,6 +562,7 @@ std::uint64_t LocalPath::wanted_progress() const {
 }
 
 void LocalPath::on_events(std::uint32_t) {
+  thread_.check("LocalPath");
   if (!lost_) receive_regions();
 }
 
@@ -551,7 +575,7 @@ void LocalPath::lose(Error error) {
   if (lost_) return;
   lost_ = true;
   reap();  // what the peer counted before it closed is delivered
-  poller_.remove(socket_.get(), *this);
+  poller_.remove(socket_->get(), *this);
   events_.on_lost(*this, std::move(error));
 }
 

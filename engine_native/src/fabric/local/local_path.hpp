@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -23,6 +24,7 @@
 #include "fd.hpp"
 #include "placement.hpp"
 #include "poller.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::local {
 
@@ -103,6 +105,7 @@ class LocalPath final : public Path, private EventSink {
   // Sending.
   std::optional<std::uint32_t> share(const MemoryRegion& region);
   std::optional<Origin> origin_of(const MemoryRegion& region);
+  bool asked_if_alive(Operation& operation);
   std::size_t room() const;
   void produce(Batch batch, const Origin& origin, bool packed);
   std::size_t stage(const OperationPtr& operation, const WriteRange& range);
@@ -127,13 +130,16 @@ class LocalPath final : public Path, private EventSink {
   void wake_peer();
   void lose(Error error);
 
-  UniqueFd socket_;
+  [[no_unique_address]] ThreadOwner thread_;
+  std::shared_ptr<UniqueFd> socket_;
+  std::shared_ptr<void> open_;  // until this is gone, the peer does not see the socket's end
   SharedRing out_;
   SharedRing in_;
   UniqueFd wake_peer_;
   SourceMemory source_;
   bool peer_reads_us_;
   PathPeer peer_;
+  LentMemory& lent_;
   Poller& poller_;
   ReceiveContext receive_context_;
   PathEvents& events_;

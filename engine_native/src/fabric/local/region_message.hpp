@@ -16,7 +16,7 @@ namespace kvxfer::local {
 struct RegionMessage {
   // share: comes with the region's memfd. share_gpu and probe_gpu: begin a GpuRegionMessage, which
   // the other side answers with opened; with refused and the reason behind it; or with untried: a
-  // probe of that GPU has to come first.
+  // probe of that GPU has to come first. closed: answers the forget of what was opened.
   enum class Kind : std::uint32_t {
     share = 1,
     forget = 2,
@@ -24,7 +24,8 @@ struct RegionMessage {
     opened = 4,
     refused = 5,
     probe_gpu = 6,
-    untried = 7
+    untried = 7,
+    closed = 8
   };
   static constexpr std::size_t kMostReason = 400;
   Kind kind;
@@ -40,7 +41,7 @@ struct RegionMessage {
     if (reason > kMostReason || bytes.size() != sizeof message + reason) return std::nullopt;
     const bool known = message.kind == Kind::share || message.kind == Kind::forget ||
                        message.kind == Kind::opened || message.kind == Kind::refused ||
-                       message.kind == Kind::untried;
+                       message.kind == Kind::untried || message.kind == Kind::closed;
     return known ? std::optional(message) : std::nullopt;
   }
 };

@@ -12,6 +12,7 @@
 
 #include "aligned_mapping.hpp"
 #include "error_text.hpp"
+#include "retire.hpp"
 
 namespace kvxfer::local {
 namespace {
@@ -28,6 +29,7 @@ Errc read_error(int error) {
 }  // namespace
 
 Result<void> SourceMemory::add_region(std::uint32_t number, UniqueFd memfd, std::uint64_t size) {
+  thread_.check("SourceMemory");
   struct stat status{};
   if (size == 0 || !sealed_against_shrinking(memfd.get()) || ::fstat(memfd.get(), &status) != 0 ||
       static_cast<std::uint64_t>(status.st_size) < size) {
@@ -56,6 +58,7 @@ const std::byte* SourceMemory::in_region(std::uint32_t number, std::uint64_t off
 }
 
 Errc SourceMemory::read(std::span<const PageCopy> copies) {
+  thread_.check("SourceMemory");
   std::array<iovec, kMaxIovecs> local;
   std::array<iovec, kMaxIovecs> remote;
   while (!copies.empty()) {
@@ -84,7 +87,7 @@ bool SourceMemory::peer_alive() const {
 }
 
 void SourceMemory::Unmap::operator()(const std::byte* data) const {
-  ::munmap(const_cast<std::byte*>(data), size);
+  retire([memory = const_cast<std::byte*>(data), bytes = size] { ::munmap(memory, bytes); });
 }
 
 }  // namespace kvxfer::local

@@ -15,6 +15,7 @@
 #include "fabric/local/ring.hpp"
 #include "fd.hpp"
 #include "kvxfer/error.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::local {
 
@@ -50,6 +51,7 @@ class SourceMemory {
 
   bool peer_alive() const;
 
+  [[no_unique_address]] ThreadOwner thread_;
   pid_t pid_;
   UniqueFd pidfd_;
   std::unordered_map<std::uint32_t, Region> regions_;

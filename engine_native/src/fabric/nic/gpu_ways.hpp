@@ -14,6 +14,7 @@
 
 #include "cuda/gpus.hpp"
 #include "fabric/nic/nic_registration.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -37,6 +38,7 @@ class NicLoop {
   static constexpr std::uint64_t kPatienceNs = 1'000'000'000;
   static constexpr auto kPause = std::chrono::microseconds(20);
   static Error broken(std::string why) { return {Errc::fabric_unavailable, std::move(why)}; }
+  [[no_unique_address]] ThreadOwner thread_;
 };
 
 class GpuWays {

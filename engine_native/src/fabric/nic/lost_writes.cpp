@@ -15,6 +15,7 @@ std::uint64_t count_of(const LostWrites::Counts& counts, Imm imm) {
 
 Result<std::vector<OperationPtr>> LostWrites::give_back(NicPath& path, bool in_order,
                                                         const Counts& received) {
+  thread_.check("LostWrites");
   for (const auto& [imm, known] : path.delivered()) {
     const std::uint64_t came = count_of(received, imm);
     if (came >= known) continue;
@@ -100,6 +101,7 @@ void LostWrites::give_back(const NicPath::Unfinished& unfinished, Counts& landed
 
 void LostWrites::fail_incomplete(const std::vector<const NicPath*>& paths,
                                  std::string_view why_lost) {
+  thread_.check("LostWrites");
   std::erase_if(uncounted_, [](const auto& entry) { return entry.second.use_count() == 1; });
   for (const auto& [imm, left] : uncounted_) {
     if (*left == 0) continue;

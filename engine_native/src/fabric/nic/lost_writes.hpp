@@ -17,6 +17,7 @@
 #include "fabric/nic/nic_path.hpp"
 #include "kvxfer/error.hpp"
 #include "operation.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -38,6 +39,7 @@ class LostWrites {
   static void give_back_in_order(const NicPath::Unfinished& unfinished, Counts& landed);
   void give_back(const NicPath::Unfinished& unfinished, Counts& landed, Counts& unknown);
 
+  [[no_unique_address]] ThreadOwner thread_;
   PeerId peer_;
   OperationBook& operations_;
   // Of each immediate: how many are not delivered yet. Shared with its operations.

@@ -23,6 +23,9 @@ class NicEvents : public PathEvents {
   virtual void on_nic_state(NicDomain& domain) = 0;
   // The peer may be told that path.consumed() has grown.
   virtual void on_credit_due(NicPath& path) = 0;
+  // The peer wrote with an immediate that counts for nothing: its counter is not live, or another
+  // writer's.
+  virtual void on_refused(NicPath& path, Imm imm) = 0;
   // path.window(grant) is open; without a value the NIC has none left.
   virtual void on_window(NicPath& path, std::uint64_t grant) = 0;
 
@@ -38,6 +41,9 @@ class NicDomain : public Domain {
   // Each of its paths delivers writes, and their immediates, in the order in which they were
   // posted.
   virtual bool keeps_order() const = 0;
+  // Whether a path that is shut still counts what had arrived and was not polled. Where it does
+  // not, each end first waits for what the other knows to be delivered.
+  virtual bool keeps_arrivals() const { return true; }
   // Whether it may be asked to register memory of GPUs.
   virtual bool knows_gpus() const { return false; }
   // Pins and registers memory for reading from and writing into. Any thread. Fails with

@@ -26,6 +26,7 @@ bool has_key(const RemoteRegion& keys, const NicPath& path) {
 }  // namespace
 
 void NicGrants::add(const RegionPtr& grant, RemoteRegion keys, std::span<NicPath* const> paths) {
+  thread_.check("NicGrants");
   const bool known = open_.contains(grant->key());
   std::vector<const NicPath*> open;
   bool reached = false;
@@ -45,6 +46,7 @@ void NicGrants::add(const RegionPtr& grant, RemoteRegion keys, std::span<NicPath
 }
 
 void NicGrants::open_on(NicPath& path) {
+  thread_.check("NicGrants");
   for (auto& [key, open] : open_) {
     if (!open.keys.windowed || has_key(open.keys, path)) continue;
     if (!path.open_window(*open.grant)) expect_no_window(key, open);
@@ -52,6 +54,7 @@ void NicGrants::open_on(NicPath& path) {
 }
 
 void NicGrants::on_window(const NicPath& path, std::uint64_t key) {
+  thread_.check("NicGrants");
   const auto found = open_.find(key);
   if (found == open_.end()) return;
   path.window(key) ? send_window(path, key) : expect_no_window(key, found->second);
@@ -73,6 +76,7 @@ void NicGrants::send_window(const NicPath& path, std::uint64_t key) {
 }
 
 void NicGrants::close(std::span<const RegionPtr> grants, std::span<NicPath* const> paths) {
+  thread_.check("NicGrants");
   for (const RegionPtr& grant : grants) {
     if (open_.erase(grant->key()) == 0) continue;
     for (NicPath* const path : paths) path->close_window(grant->key());

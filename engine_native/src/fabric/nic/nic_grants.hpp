@@ -10,6 +10,7 @@
 #include "fabric/nic/nic_path.hpp"
 #include "fabric/nic/remote_region.hpp"
 #include "memory_region.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -35,6 +36,7 @@ class NicGrants {
   void expect_no_window(std::uint64_t key, Open& open);
   void send_window(const NicPath& path, std::uint64_t key);
 
+  [[no_unique_address]] ThreadOwner thread_;
   NicLinkOwner& owner_;
   std::unordered_map<std::uint64_t, Open> open_;
 };

@@ -66,7 +66,7 @@ void NicLink::open_missing(std::uint64_t now) {
   for (const NicPair pair : pair_nics(our_infos(), our_usable(), ends_.theirs, their_usable_)) {
     const auto fruitless = fruitless_.find(pair);
     const bool rests = fruitless != fruitless_.end() && now < fruitless->second.until_ns;
-    if (rests && !usable_.empty()) continue;
+    if (rests && (!usable_.empty() || owner_.has_other_ways())) continue;
     auto there = std::count_if(entries_.begin(), entries_.end(),
                                [&](const auto& entry) { return entry.second.nics == pair; });
     for (; there < ends_.paths_per_nic_pair; ++there) open_path(pair);
@@ -212,11 +212,40 @@ void NicLink::on_connected(PathId id, const Result<void>& good) {
 }
 
 void NicLink::enter_service(Entry& entry) {
+  if (!entry.path->proven()) {
+    entry.state = Entry::State::greeting;
+    entry.since_ns = now_;
+    greeting_ = true;
+    return;
+  }
   entry.state = Entry::State::open;
   entry.progress_ns = now_;
   entry.path->open();
   grants_.open_on(*entry.path);
   refresh_usable();
+}
+
+void NicLink::admit_proven() {
+  greeting_ = false;
+  for (auto& [id, entry] : entries_) {
+    if (entry.state != Entry::State::greeting) continue;
+    entry.path->proven() ? enter_service(entry) : void(greeting_ = true);
+  }
+}
+
+std::string NicLink::silence_of(const Entry& entry, std::uint64_t now) const {
+  const std::string_view cause = entry.path->likely_cause();
+  return "NICs " + ours_[entry.nics.ours]->info().name + " and " +
+         ends_.theirs[entry.nics.theirs].name + " have not heard each other for " +
+         std::to_string((now - entry.since_ns) / 1'000'000) + " ms" +
+         (cause.empty() ? "" : ": " + std::string(cause));
+}
+
+// Once, until something has come through between the two NICs.
+void NicLink::tell_of_silence(const Entry& entry, std::string_view why) {
+  if (fruitless_.contains(entry.nics)) return;
+  owner_.on_notice("NIC " + ours_[entry.nics.ours]->info().name + " is not used with peer " +
+                   ends_.label + ": " + std::string(why));
 }
 
 // A path that lived for a while is replaced at once, others after a pause.
@@ -271,6 +300,7 @@ void NicLink::on_path_lost(const Path& path, Error error) {
 void NicLink::catch_up() {
   answer_revokes();
   if (missing_) open_missing(now_);
+  if (greeting_) admit_proven();
   while (!lost_.empty()) {
     const auto lost = std::exchange(lost_, {});
     for (const auto& [id, error] : lost) {
@@ -280,6 +310,7 @@ void NicLink::catch_up() {
       close(found->second, error.text, true);
     }
   }
+  if (stopping_ > 0) end_stops();
 }
 
 void NicLink::reset(std::string_view why) {
@@ -287,7 +318,8 @@ void NicLink::reset(std::string_view why) {
   for (const auto& [id, entry] : entries_) {
     // Through others the peer cannot write yet.
     const bool answered = entry.state == Entry::State::opening && !ends_.initiator;
-    if (entry.state == Entry::State::open || answered) written.push_back(id);
+    const bool joined = entry.state == Entry::State::open || entry.state == Entry::State::greeting;
+    if (joined || answered) written.push_back(id);
   }
   for (const PathId id : written) {
     retry(why);
@@ -302,11 +334,51 @@ bool NicLink::fencing() const {
 }
 
 void NicLink::close(Entry& entry, std::string_view why, bool failed) {
+  // Through others nothing came or went.
+  const bool answered = entry.state == Entry::State::opening && !ends_.initiator;
+  const bool joined = entry.state == Entry::State::open || entry.state == Entry::State::greeting;
   entry.state = Entry::State::closing;
   entry.why = why;
   entry.failed = failed;
   refresh_usable();
-  begin_shut(entry);
+  const bool keeps = ours_[entry.nics.ours]->keeps_arrivals();
+  const bool used = joined || answered;
+  used && !keeps && ends_.stops && !entry.there ? stop(entry) : begin_shut(entry);
+}
+
+// The peer's answer is the same. What its NIC had acknowledged is on its way to this host's.
+void NicLink::stop(Entry& entry) {
+  NicPath& path = *entry.path;
+  path.seal();
+  entry.stopping = true;
+  entry.since_ns = now_;
+  ++stopping_;
+  owner_.send_nic_frame(NicFrame::path_stop, ByteWriter()
+                                                 .put(path.identity().id)
+                                                 .text(std::string_view(entry.why).substr(0, 512))
+                                                 .put(static_cast<std::uint8_t>(entry.failed))
+                                                 .put(path.imms_delivered())
+                                                 .take());
+}
+
+void NicLink::end_stops() {
+  std::vector<PathId> counted;
+  for (const auto& [id, entry] : entries_) {
+    if (!entry.stopping) continue;
+    // A peer that closed its end and never said so had written nothing.
+    const bool all =
+        entry.delivered ? entry.path->consumed() >= *entry.delivered : entry.there.has_value();
+    if (all) counted.push_back(id);
+  }
+  for (const PathId id : counted) end_stop(id);
+}
+
+void NicLink::end_stop(PathId id) {
+  const auto found = entries_.find(id);
+  if (found == entries_.end()) return;
+  found->second.stopping = false;
+  --stopping_;
+  begin_shut(found->second);
 }
 
 void NicLink::begin_shut(Entry& entry) {
@@ -359,6 +431,30 @@ void NicLink::note_use(NicPair nics, const NicPath& closed) {
   fruitless.until_ns = now_ + (kRetryNs << std::min(fruitless.times++, kMostDoublings));
 }
 
+// The peer ends the path.
+void NicLink::follow(Entry& entry, const std::string& why, bool failed) {
+  if (entry.state == Entry::State::greeting && failed) tell_of_silence(entry, why);
+  retry(why);
+  close(entry, why, failed);
+}
+
+Result<void> NicLink::on_path_stop(ByteReader reader) {
+  const auto id = reader.get<PathId>();
+  const std::string why = reader.text();
+  const bool failed = reader.get<std::uint8_t>() != 0;
+  const auto delivered = reader.get<std::uint64_t>();
+  if (!reader.finished()) return malformed("path_stop");
+  const auto found = entries_.find(id);
+  if (found == entries_.end()) return {};
+  Entry& entry = found->second;
+  const bool closing = entry.state == Entry::State::closing;
+  if (closing && !entry.known) return {};  // we have refused it
+  if (!entry.known || !entry.path || entry.delivered || entry.there) return malformed("path_stop");
+  entry.delivered = delivered;
+  if (!closing) follow(entry, why, failed);
+  return {};
+}
+
 Result<void> NicLink::on_path_close(ByteReader reader) {
   const auto id = reader.get<PathId>();
   const std::string why = reader.text();
@@ -387,8 +483,7 @@ Result<void> NicLink::on_path_close(ByteReader reader) {
   if (closing) {
     finish_closing(id);
   } else {
-    retry(why);
-    close(entry, why, failed);
+    follow(entry, why, failed);
   }
   return {};
 }
@@ -433,8 +528,21 @@ bool NicLink::is_stuck(Entry& entry, std::uint64_t now, std::uint64_t stalled_ns
 }
 
 void NicLink::tick(std::uint64_t now, std::uint64_t stalled_ns) {
+  thread_.check("NicLink");
   now_ = now;
+  std::vector<PathId> late;
   for (auto& [id, entry] : entries_) {
+    entry.since_ns += stalled_ns;
+    const bool waited = now - std::min(now, entry.since_ns) > ends_.path_timeout_ns;
+    if (entry.stopping) {
+      if (waited) late.push_back(id);
+      continue;
+    }
+    if (entry.state == Entry::State::greeting && waited) {
+      const std::string why = silence_of(entry, now);
+      tell_of_silence(entry, why);
+      lost_.emplace_back(id, Error{Errc::nic_lost, why});
+    }
     if (entry.state == Entry::State::open && is_stuck(entry, now, stalled_ns)) {
       lost_.emplace_back(
           id, Error{Errc::nic_lost,
@@ -443,7 +551,9 @@ void NicLink::tick(std::uint64_t now, std::uint64_t stalled_ns) {
                         " ms: the network between the NICs is broken or congested; raise "
                         "path_timeout where it is slow to recover"});
     }
-    if (now - std::min(now, entry.since_ns) < ends_.timeout_ns) continue;
+    const bool sealed = entry.path && entry.path->sealed();  // the peer may wait that long
+    const std::uint64_t patience = ends_.timeout_ns + (sealed ? ends_.path_timeout_ns : 0);
+    if (now - std::min(now, entry.since_ns) < patience) continue;
     if (entry.state == Entry::State::closing && entry.shut) {
       return owner_.lose_peer({Errc::peer_timeout, "it did not close a lost path in time"});
     }
@@ -451,6 +561,7 @@ void NicLink::tick(std::uint64_t now, std::uint64_t stalled_ns) {
       lost_.emplace_back(id, Error{Errc::nic_lost, "a path was not opened in time"});
     }
   }
+  for (const PathId id : late) end_stop(id);
   std::vector<const NicPath*> paths;
   for (const auto& [id, entry] : entries_) {
     if (entry.path) paths.push_back(entry.path.get());
@@ -460,16 +571,17 @@ void NicLink::tick(std::uint64_t now, std::uint64_t stalled_ns) {
 }
 
 void NicLink::shut(std::function<void()> then) {
+  thread_.check("NicLink");
   shutting_ = true;
   usable_.clear();
   std::vector<PathId> ids;
   for (auto& [id, entry] : entries_) ids.push_back(id);
   for (const PathId id : ids) {
     Entry& entry = entries_.at(id);
-    const bool fenced = std::exchange(entry.state, Entry::State::closing) == Entry::State::closing;
+    const bool closing = std::exchange(entry.state, Entry::State::closing) == Entry::State::closing;
     if (!entry.path || entry.shut) {
       entries_.erase(id);  // one that is made still is dropped then
-    } else if (!fenced) {
+    } else if (!closing || std::exchange(entry.stopping, false)) {
       begin_shut(entry);
     }
   }
@@ -502,6 +614,7 @@ void NicLink::forget_region(std::uint64_t key) {
 // --- revoking --------------------------------------------------------------------------------
 
 void NicLink::revoke(Imm imm, bool complete) {
+  thread_.check("NicLink");
   revoke_here(imm);
   owner_.send_nic_frame(NicFrame::revoke,
                         ByteWriter().put(imm).put(static_cast<std::uint8_t>(complete)).take());
@@ -514,14 +627,15 @@ void NicLink::revoke_here(Imm imm) {
 }
 
 void NicLink::on_revoke(Imm imm, bool complete) {
-  revoked_[static_cast<std::uint16_t>(imm)] = static_cast<std::uint16_t>(imm >> 16);
+  revoked_.add(imm, now_);
   for (auto& [id, entry] : entries_) {
     if (entry.path) entry.path->forget(imm);
   }
   for (const OperationPtr& operation : operations_.with(ends_.peer, imm)) {
+    operation->revoked = true;
     if (complete) {
       operation->arrived = true;
-    } else {
+    } else if (!operation->arrived) {
       operations_.fail(operation, Errc::stale_counter,
                        refusal(Errc::stale_counter, *operation, ends_.label).text);
     }
@@ -544,13 +658,6 @@ void NicLink::answer_revokes() {
   });
 }
 
-bool NicLink::revoked_by_peer(Imm imm) const {
-  const auto found = revoked_.find(static_cast<std::uint16_t>(imm));
-  if (found == revoked_.end()) return false;
-  const auto generation = static_cast<std::uint16_t>(imm >> 16);
-  return static_cast<std::int16_t>(found->second - generation) >= 0;
-}
-
 // --- frames ----------------------------------------------------------------------------------
 
 void NicLink::on_credit_due(const NicPath& path) {
@@ -559,6 +666,7 @@ void NicLink::on_credit_due(const NicPath& path) {
 }
 
 Result<void> NicLink::on_frame(NicFrame type, std::string_view payload, std::uint64_t now) {
+  thread_.check("NicLink");
   now_ = now;
   ByteReader reader(payload);
   switch (type) {
@@ -566,6 +674,8 @@ Result<void> NicLink::on_frame(NicFrame type, std::string_view payload, std::uin
       return on_path_open(reader);
     case NicFrame::path_opened:
       return on_path_opened(reader);
+    case NicFrame::path_stop:
+      return on_path_stop(reader);
     case NicFrame::path_close:
       return on_path_close(reader);
     case NicFrame::region:
@@ -599,9 +709,14 @@ Result<void> NicLink::on_frame(NicFrame type, std::string_view payload, std::uin
       on_revoke(imm, reader.get<std::uint8_t>() != 0);
       break;
     }
-    case NicFrame::revoked:
-      owner_.on_revoked(reader.get<Imm>());
+    case NicFrame::revoked: {
+      const auto imm = reader.get<Imm>();
+      for (auto& [id, entry] : entries_) {
+        if (entry.path) entry.path->end_refusal(imm);
+      }
+      owner_.on_revoked(imm);
       break;
+    }
     case NicFrame::credit: {
       const auto found = entries_.find(reader.get<PathId>());
       const auto consumed = reader.get<std::uint64_t>();

@@ -6,6 +6,10 @@
 // stops its NIC, then says how many immediates had come through. So the sender knows exactly how
 // many of its writes still have to be counted, whatever order the NICs worked in. NICs take their
 // time to make, connect and stop a path: meanwhile this goes on.
+//
+// A NIC that is stopped may drop what had arrived, although the sender's knows it to be delivered.
+// So both ends first stop posting and say how much they know to be delivered (path_stop). An end
+// stops its NIC once it has counted as much as the other knows, or after path_timeout.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +28,9 @@
 #include "fabric/nic/nic_grants.hpp"
 #include "fabric/nic/nic_pairing.hpp"
 #include "fabric/nic/remote_regions.hpp"
+#include "fabric/nic/revoked_counters.hpp"
 #include "operation.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -42,8 +48,9 @@ enum class NicFrame : std::uint8_t {
   revoked = 25,      // immediate
   credit = 26,       // path, immediates consumed
   window = 27,       // region key, path, address, rkey
+  path_stop = 28,    // path, why, whether it failed, immediates known to be delivered through it
 };
-inline bool is_nic_frame(std::uint8_t type) { return type >= 16 && type <= 27; }
+inline bool is_nic_frame(std::uint8_t type) { return type >= 16 && type <= 28; }
 
 // What a link asks of the peer that it is part of.
 class NicLinkOwner {
@@ -57,6 +64,9 @@ class NicLinkOwner {
   virtual void on_revoked(Imm imm) = 0;
   // usable_paths() or settled() has changed.
   virtual void on_paths_changed() = 0;
+  virtual void on_notice(std::string text) = 0;
+  // Whether the peer is reached over other fabrics, too.
+  virtual bool has_other_ways() const = 0;
 
  protected:
   ~NicLinkOwner() = default;
@@ -72,6 +82,7 @@ class NicLink {
     std::uint64_t timeout_ns;  // for the peer's answers
     std::uint64_t path_timeout_ns;
     unsigned paths_per_nic_pair;
+    bool stops;  // the peer takes part in path_stop
   };
 
   NicLink(Ends ends, const std::vector<std::unique_ptr<NicDomain>>& ours, NicLinkOwner& owner,
@@ -92,7 +103,9 @@ class NicLink {
   // At the end of a step, outside of any domain's poll: closes lost paths, answers revocations.
   void step(std::uint64_t now) {
     now_ = now;
-    if (missing_ || !lost_.empty() || !answering_.empty()) catch_up();
+    if (missing_ || greeting_ || stopping_ > 0 || !lost_.empty() || !answering_.empty()) {
+      catch_up();
+    }
   }
   // `stalled_ns`: for so long since the last one this thread could see nothing.
   void tick(std::uint64_t now, std::uint64_t stalled_ns);
@@ -109,7 +122,7 @@ class NicLink {
   // --- writing
   // Queues the operation once its destination is known.
   void resolve(const OperationPtr& operation);
-  bool revoked_by_peer(Imm imm) const;
+  bool revoked_by_peer(Imm imm) const { return revoked_.contains(imm, now_); }
 
   // --- being written to
   void send_region(std::uint64_t key, Errc status, const RemoteRegion& region);
@@ -139,20 +152,23 @@ class NicLink {
       making,      // our end
       opening,     // the peer's end: its answer, or on the acceptor its word that it is ready
       connecting,  // our end
+      greeting,    // both are there; neither may have heard the other
       open,
-      closing,  // the fence, then the peer's word that it has closed its end
+      closing,  // path_stop, the fence, then the peer's word that it has closed its end
     };
     State state = State::making;
     NicPair nics{};
     std::unique_ptr<NicPath> path;  // null while it is made
     bool known = false;             // to the peer
     std::string endpoint;           // the peer's, until it is connected
-    std::uint64_t since_ns = 0;     // of opening, and of waiting for the peer to close
+    std::uint64_t since_ns = 0;     // of opening, greeting, waiting for the peer to stop and close
     std::uint64_t finished = 0;     // of its batches, when that was last looked at
     std::uint64_t progress_ns = 0;
     // --- closing
     std::string why;
     bool failed = false;
+    bool stopping = false;                   // the fence waits for the peer's path_stop
+    std::optional<std::uint64_t> delivered;  // to this end, as the peer has said there
     bool shut = false;
     std::optional<Closed> there;
   };
@@ -171,9 +187,16 @@ class NicLink {
   // Acceptor: to a path_open.
   void answer(PathId id, Errc status, std::string_view text);
   void enter_service(Entry& entry);
+  void admit_proven();
+  std::string silence_of(const Entry& entry, std::uint64_t now) const;
+  void tell_of_silence(const Entry& entry, std::string_view why);
   bool is_stuck(Entry& entry, std::uint64_t now, std::uint64_t stalled_ns) const;
   // These may erase the entry.
   void close(Entry& entry, std::string_view why, bool failed);
+  void follow(Entry& entry, const std::string& why, bool failed);
+  void stop(Entry& entry);
+  void end_stops();
+  void end_stop(PathId id);
   void begin_shut(Entry& entry);
   void on_shut(PathId id);
   void say_closed(PathId id, std::string_view why, const Closed& here);
@@ -187,10 +210,12 @@ class NicLink {
 
   Result<void> on_path_open(ByteReader reader);
   Result<void> on_path_opened(ByteReader reader);
+  Result<void> on_path_stop(ByteReader reader);
   Result<void> on_path_close(ByteReader reader);
   void on_revoke(Imm imm, bool complete);
   void answer_revokes();
 
+  [[no_unique_address]] ThreadOwner thread_;
   Ends ends_;
   const std::vector<std::unique_ptr<NicDomain>>& ours_;
   NicLinkOwner& owner_;
@@ -203,7 +228,9 @@ class NicLink {
   std::uint64_t now_ = 0;  // when it was last called
   std::uint64_t last_open_ns_ = 0;
   std::uint64_t retry_at_ns_ = 0;
-  bool missing_ = false;  // paths, perhaps
+  bool missing_ = false;   // paths, perhaps
+  bool greeting_ = false;  // some paths, perhaps
+  unsigned stopping_ = 0;
   // Pairs whose last paths carried nothing, as where the network between them swallows everything.
   struct Fruitless {
     unsigned times = 0;
@@ -215,7 +242,7 @@ class NicLink {
   RemoteRegions regions_;
   LostWrites lost_writes_;
   NicGrants grants_;
-  std::unordered_map<std::uint16_t, std::uint16_t> revoked_;  // slot → last revoked generation
+  RevokedCounters revoked_;
   std::vector<Imm> answering_;  // the peer waits until nothing of these is under way
   bool shutting_ = false;       // for good
   std::function<void()> then_;

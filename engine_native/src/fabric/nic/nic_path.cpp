@@ -1,7 +1,10 @@
 #include "fabric/nic/nic_path.hpp"
 
 #include <algorithm>
+#include <cassert>
+#include <utility>
 
+#include "cuda/gpus.hpp"
 #include "fabric/nic/nic_domain.hpp"
 
 namespace kvxfer {
@@ -50,6 +53,7 @@ const NicPath::Batch& NicPath::add_batch(const OperationPtr& operation, const Wr
 }
 
 void NicPath::finish_through(std::uint64_t sequence) {
+  if (sealed_) return;
   while (!batches_.empty() && batches_.front().sequence <= sequence) {
     Batch batch = std::move(batches_.front());
     batches_.pop_front();
@@ -58,7 +62,7 @@ void NicPath::finish_through(std::uint64_t sequence) {
 }
 
 void NicPath::finish(std::uint64_t sequence) {
-  if (batches_.empty() || sequence < batches_.front().sequence) return;
+  if (sealed_ || batches_.empty() || sequence < batches_.front().sequence) return;
   const std::uint64_t index = sequence - batches_.front().sequence;
   if (index >= batches_.size() || !batches_[index].operation) return;
   report(batches_[index]);
@@ -66,20 +70,25 @@ void NicPath::finish(std::uint64_t sequence) {
 }
 
 void NicPath::report(Batch& batch) {
+  thread_.check("NicPath");
+  assert(batch.bytes <= outstanding_bytes_ && outstanding_bytes_ <= load_.bytes);
   outstanding_bytes_ -= batch.bytes;
   load_.bytes -= batch.bytes;
   receive_context_.stats.bytes_sent += batch.bytes;
   receive_context_.stats.writes_sent += batch.writes.count;
   ++receive_context_.activity;
   ++finished_batches_;
+  imms_delivered_ += batch.immediates;
   const OperationPtr operation = std::move(batch.operation);
   // The peer that revoked it has forgotten its count.
-  const bool revoked = operation->arrived || operation->code == Errc::stale_counter;
-  if (batch.immediates > 0 && !revoked) delivered_[*operation->imm] += batch.immediates;
+  if (batch.immediates > 0 && !operation->revoked) {
+    delivered_[*operation->imm] += batch.immediates;
+  }
   events_.on_finished(operation, batch.writes, {});
 }
 
 std::vector<NicPath::Unfinished> NicPath::take_unfinished() {
+  thread_.check("NicPath");
   std::vector<Unfinished> unfinished;
   for (Batch& batch : batches_) {
     if (!batch.operation) continue;
@@ -111,6 +120,15 @@ void NicPath::add_credit(std::uint64_t consumed_by_peer) {
 }
 
 void NicPath::count_immediates(Imm imm, std::uint64_t count) {
+  thread_.check("NicPath");
+  receive_context_.gpus.after_flush([this, imm, count] { count_seen(imm, count); });
+}
+
+void NicPath::end(std::function<void()> then) {
+  receive_context_.gpus.after_flush(std::move(then));
+}
+
+void NicPath::count_seen(Imm imm, std::uint64_t count) {
   ++receive_context_.activity;
   consumed_ += count;
   if (receive_context_.counters.add(imm, identity_.peer, count)) {
@@ -118,6 +136,7 @@ void NicPath::count_immediates(Imm imm, std::uint64_t count) {
     receive_context_.stats.writes_received += count;
   } else {
     receive_context_.stats.writes_refused.count(Errc::stale_counter, count);
+    if (std::exchange(refused_, imm) != imm) events_.on_refused(*this, imm);
   }
   if (consumed_ - credited_ >= std::max<std::uint64_t>(imm_window_ / 4, 1)) {
     credited_ = consumed_;

@@ -9,10 +9,12 @@
 #include <deque>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
 #include "domain.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -61,8 +63,17 @@ class NicPath : public Path {
   // Writes may be posted.
   void open() { open_ = true; }
   bool is_open() const { return open_; }
+  // Whether each end has heard the other: where that takes a while the path is not opened before.
+  virtual bool proven() const { return true; }
+  // Why it may not come to that.
+  virtual std::string_view likely_cause() const { return {}; }
 
   // --- end
+  // Nothing is posted from now on. What is delivered later counts as unfinished: the peer is told
+  // imms_delivered(), which is final.
+  void seal() { sealed_ = true; }
+  bool sealed() const { return sealed_; }
+  std::uint64_t imms_delivered() const { return imms_delivered_; }
   // Once, before it is destroyed. Nothing is posted from now on. `then`, now or later: nothing
   // lands any more, and received() and unfinished writes are final; it may destroy the path.
   virtual void shut(std::function<void()> then) = 0;
@@ -94,6 +105,11 @@ class NicPath : public Path {
   std::uint64_t consumed() const { return consumed_; }
   void add_credit(std::uint64_t consumed_by_peer);
 
+  // The peer has been told that this immediate of its does not count here, and has answered.
+  void end_refusal(Imm imm) {
+    if (refused_ == imm) refused_ = 0;
+  }
+
   // --- Path
   PathRank rank() const final { return PathRank::nic; }
   bool reaches(const Operation& operation) const final;
@@ -124,8 +140,10 @@ class NicPath : public Path {
   void finish_through(std::uint64_t sequence);
   // Unordered: this one is; batches of one write each, then.
   void finish(std::uint64_t sequence);
-  // So many came from the peer.
+  // So many came from the peer: counted once kernels of GPUs see what came before them.
   void count_immediates(Imm imm, std::uint64_t count);
+  // The end of shut(), once all that came is counted.
+  void end(std::function<void()> then);
   void lose(Error error);
   bool lost() const { return lost_; }
 
@@ -135,7 +153,9 @@ class NicPath : public Path {
 
  private:
   void report(Batch& batch);
+  void count_seen(Imm imm, std::uint64_t count);
 
+  [[no_unique_address]] ThreadOwner thread_;
   std::uint64_t imm_window_;
   NicLoad& load_;
   bool open_ = false;
@@ -147,8 +167,11 @@ class NicPath : public Path {
   std::uint64_t peer_imm_window_ = 0;
   std::uint64_t imms_sent_ = 0;
   std::uint64_t imms_consumed_ = 0;  // by the peer
-  std::uint64_t consumed_ = 0;       // by us
-  std::uint64_t credited_ = 0;       // of those, told to the peer
+  std::uint64_t imms_delivered_ = 0;
+  bool sealed_ = false;
+  std::uint64_t consumed_ = 0;  // by us
+  std::uint64_t credited_ = 0;  // of those, told to the peer
+  Imm refused_ = 0;             // the last one that it was told of; 0: none
   std::unordered_map<Imm, std::uint64_t> received_;
   std::unordered_map<Imm, std::uint64_t> delivered_;
 };

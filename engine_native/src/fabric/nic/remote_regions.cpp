@@ -22,6 +22,7 @@ bool fits(const Operation& operation, const RemoteRegion& region) {
 }  // namespace
 
 void RemoteRegions::resolve(const OperationPtr& operation) {
+  thread_.check("RemoteRegions");
   if (operation->bytes == 0) return owner_.queue(operation);
   const std::uint64_t key = operation->destination_key;
   const auto known = regions_.find(key);
@@ -62,6 +63,7 @@ void RemoteRegions::give_open(std::uint64_t key) {
 }
 
 void RemoteRegions::set_paths(std::size_t paths) {
+  thread_.check("RemoteRegions");
   paths_ = paths;
   std::vector<std::uint64_t> keys;
   for (const auto& [key, operations] : opening_) keys.push_back(key);
@@ -69,6 +71,7 @@ void RemoteRegions::set_paths(std::size_t paths) {
 }
 
 void RemoteRegions::forget(std::uint64_t key) {
+  thread_.check("RemoteRegions");
   const auto found = regions_.find(key);
   if (found == regions_.end()) return;
   const Imm imm = found->second->imm;
@@ -105,6 +108,7 @@ void RemoteRegions::forget_path(PathId path) {
 }
 
 bool RemoteRegions::on_region(ByteReader reader) {
+  thread_.check("RemoteRegions");
   const auto key = reader.get<std::uint64_t>();
   const auto status = static_cast<Errc>(reader.get<std::uint16_t>());
   auto region = std::make_shared<RemoteRegion>();

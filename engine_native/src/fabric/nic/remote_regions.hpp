@@ -13,6 +13,7 @@
 #include "fabric/nic/remote_region.hpp"
 #include "kvxfer/error.hpp"
 #include "operation.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer {
 
@@ -47,6 +48,7 @@ class RemoteRegions {
   // Whether windows of it are on their way.
   bool opening(const RemoteRegion& region) const;
 
+  [[no_unique_address]] ThreadOwner thread_;
   PeerId peer_;
   std::string label_;  // of the peer, for error texts
   NicLinkOwner& owner_;

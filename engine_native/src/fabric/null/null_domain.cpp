@@ -4,6 +4,8 @@
 
 #include <unordered_map>
 
+#include "thread_owner.hpp"
+
 namespace kvxfer::null {
 namespace {
 
@@ -48,6 +50,7 @@ class NullPath final : public NicPath {
   std::string_view fabric() const override { return "null"; }
   std::string endpoint() const override { return shared_.nics->endpoint(number_); }
   void connect(std::string_view endpoint, Connected then) override {
+    thread_.check("NullPath");
     if (shared_.nics->join(number_, endpoint)) return then({});
     then(Error{Errc::nic_lost,
                "peer " + identity_.label + " is not on this engine's network of null NICs"});
@@ -61,6 +64,7 @@ class NullPath final : public NicPath {
     return sends_left_ >= kMaxGroupWrites && NicPath::has_room(operation, counted);
   }
   std::size_t post(const OperationPtr& operation, const WriteRange& writes) override {
+    thread_.check("NullPath");
     const std::size_t count =
         batch_limit(operation, writes, std::min<std::size_t>(sends_left_, kMaxChain));
     if (count == 0) return 0;
@@ -94,6 +98,7 @@ class NullPath final : public NicPath {
   void on_immediates(Imm imm, std::uint64_t count) { count_immediates(imm, count); }
 
  private:
+  [[no_unique_address]] ThreadOwner thread_;
   Shared& shared_;
   std::unordered_map<std::uint32_t, NullPath*>& paths_;
   std::unique_ptr<SendQueue> sends_;
@@ -131,6 +136,7 @@ class NullDomain final : public NicDomain, private EventSink {
 
   // In runs of one path and one immediate.
   void poll() override {
+    thread_.check("NullDomain");
     CompletionRing& ring = shared_.completions;
     std::size_t taken = 0;
     while (taken < kPollBatch) {
@@ -165,6 +171,7 @@ class NullDomain final : public NicDomain, private EventSink {
     [[maybe_unused]] const auto got = ::read(shared_.completions.event(), &count, sizeof count);
   }
 
+  [[no_unique_address]] ThreadOwner thread_;
   NicContext context_;
   bool keeps_order_;
   NicInfo info_{.name = "null", .network = "null", .bits_per_second = 1'000'000'000'000u};

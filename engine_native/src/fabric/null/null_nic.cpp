@@ -27,6 +27,7 @@ Result<void> CompletionRing::open() {
 }
 
 void CompletionRing::push(std::uint64_t request, std::uint32_t path, Imm imm) {
+  nic_thread_.check("CompletionRing");
   Completion& entry = entries_[written_ % kEntries];
   entry.request = request;
   entry.path = path;
@@ -48,6 +49,7 @@ void CompletionRing::wake_if_armed() {
 // --- requests --------------------------------------------------------------------------------
 
 bool SendQueue::serve(std::uint32_t path, CompletionRing* peers, std::uint32_t peers_path) {
+  nic_thread_.check("SendQueue");
   const std::uint64_t posted = doorbell_.load(std::memory_order_acquire);
   if (served_ == posted || !peers) return false;
   for (; served_ != posted && !peers->full() && !completions_.full(); ++served_) {

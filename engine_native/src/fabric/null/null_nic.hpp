@@ -16,6 +16,7 @@
 
 #include "fd.hpp"
 #include "kvxfer/types.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::null {
 
@@ -55,7 +56,10 @@ class CompletionRing {
   // --- the engine's thread
   // Null if there is none.
   const Completion* front() const;
-  void pop() { ++next_; }
+  void pop() {
+    engine_thread_.check("CompletionRing");
+    ++next_;
+  }
   // What was popped may be written again.
   void give_back() { read_.store(next_, std::memory_order_release); }
   int event() const { return event_.get(); }
@@ -68,6 +72,8 @@ class CompletionRing {
     return static_cast<std::uint32_t>(position / kEntries + 1);
   }
 
+  [[no_unique_address]] ThreadOwner nic_thread_;
+  [[no_unique_address]] ThreadOwner engine_thread_;
   std::vector<Completion> entries_{kEntries};
   alignas(kLine) std::uint64_t written_ = 0;
   alignas(kLine) std::uint64_t next_ = 0;
@@ -85,7 +91,10 @@ class SendQueue {
   explicit SendQueue(CompletionRing& completions) : completions_(completions) {}
 
   // --- the engine's thread
-  WorkRequest& next() { return requests_[posted_++ % kEntries]; }
+  WorkRequest& next() {
+    engine_thread_.check("SendQueue");
+    return requests_[posted_++ % kEntries];
+  }
   void ring_doorbell() { doorbell_.store(posted_, std::memory_order_release); }
 
   // --- the NIC's thread
@@ -93,6 +102,8 @@ class SendQueue {
   bool serve(std::uint32_t path, CompletionRing* peers, std::uint32_t peers_path);
 
  private:
+  [[no_unique_address]] ThreadOwner nic_thread_;
+  [[no_unique_address]] ThreadOwner engine_thread_;
   CompletionRing& completions_;
   std::array<WorkRequest, kEntries> requests_{};
   std::uint64_t posted_ = 0;

@@ -109,6 +109,7 @@ Result<void> Endpoint::start() {
     return failed("fi_endpoint", error);
   }
   endpoint_.reset(endpoint);
+  domain_->endpoints->add(&endpoint->fid, failed_);
   if (domain_->device.takes_gpus) for_gpus_ = leave_gpus_to_nic();
   int error = ::fi_ep_bind(endpoint, &queue_->fid, FI_TRANSMIT | FI_RECV);
   if (error == 0) error = ::fi_ep_bind(endpoint, &peers->fid, 0);
@@ -167,6 +168,7 @@ Result<void> Endpoint::attach(const std::string& peer_address) {
 }
 
 void Endpoint::serve(CompletionSink& path, Poller& poller) {
+  thread_.check("Endpoint");
   path_ = &path;
   // Linux refuses where too many queues wait for one device: then as if it had none.
   if (wait_fd_ >= 0 && !poller.add(wait_fd_, EPOLLIN, *this)) wait_fd_ = -1;
@@ -180,6 +182,7 @@ void Endpoint::close() {
   const std::lock_guard lock(gate_);
   if (endpoint_ && domain_->device.network == "ofi-tcp") end_connections();
   endpoint_.reset();
+  domain_->endpoints->remove(failed_);
   closed_ = true;
 }
 
@@ -201,6 +204,7 @@ void Endpoint::reset() {
 // --- writes ----------------------------------------------------------------------------------
 
 ssize_t Endpoint::post(const Write& write) {
+  thread_.check("Endpoint");
   // What EFA does not take.
   if (disorder_ && (write.length == 0 || write.length > kMaxWriteBytes || !write.descriptor)) {
     return -FI_EINVAL;
@@ -265,6 +269,7 @@ Endpoint::Context* Endpoint::context_of(void* space) const {
 // --- completions -----------------------------------------------------------------------------
 
 void Endpoint::poll() {
+  thread_.check("Endpoint");
   if (disorder_ && chained_) {
     path_->on_failed({Errc::nic_lost, "writes wait for one without FI_MORE, which did not come"});
   }
@@ -283,6 +288,8 @@ void Endpoint::poll() {
     path_->on_failed({Errc::nic_lost, "its endpoint was closed, so that nothing late lands"});
   } else if (read < 0 && read != -FI_EAGAIN) {
     path_->on_failed(domain_->library.failed("its completion queue is broken", read));
+  } else if (const int error = failed_) {
+    path_->on_failed(domain_->library.failed("its endpoint failed", -error));
   }
 }
 
@@ -294,6 +301,7 @@ bool Endpoint::prepare_sleep() {
 }
 
 void Endpoint::take_completions() {
+  thread_.check("Endpoint");
   // No more than the queue holds.
   for (std::size_t left = queue_size(); left > 0 && read_completions() >= 0; --left) {
   }
@@ -316,10 +324,7 @@ ssize_t Endpoint::read_completions() {
     return 0;
   }
   if (read <= 0) return read;
-  const std::span came(entries.data(), static_cast<std::size_t>(read));
-  const auto has_arrived = [](const auto& entry) { return (entry.flags & FI_REMOTE_CQ_DATA) != 0; };
-  if (std::ranges::any_of(came, has_arrived)) path_->on_bytes();
-  for (const fi_cq_data_entry& entry : came) take(entry);
+  for (const auto& entry : std::span(entries.data(), static_cast<std::size_t>(read))) take(entry);
   return read;
 }
 

@@ -13,6 +13,7 @@
 #include "fabric/ofi/disorder.hpp"
 #include "fabric/ofi/open_domain.hpp"
 #include "poller.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::ofi {
 
@@ -21,8 +22,6 @@ class CompletionSink {
  public:
   // The write is delivered.
   virtual void on_written(std::uint64_t sequence) = 0;
-  // Writes have come whose arrival follows, now or later: their bytes are with the device.
-  virtual void on_bytes() = 0;
   virtual void on_arrived(Imm imm, std::uint64_t count) = 0;
   // A write was not delivered, or the endpoint is broken.
   virtual void on_failed(Error error) = 0;
@@ -125,6 +124,7 @@ class Endpoint final : private EventSink {
   void report_immediates();
   void on_events(std::uint32_t) override {}  // poll() follows
 
+  [[no_unique_address]] ThreadOwner thread_;
   std::shared_ptr<const OpenDomain> domain_;
   const Poller& poller_;
   Options options_;
@@ -143,6 +143,7 @@ class Endpoint final : private EventSink {
   mutable std::mutex gate_;
   UniqueFid<fid_ep> endpoint_;  // guarded
   std::atomic<bool> closed_ = false;
+  std::atomic<int> failed_ = 0;  // libfabric's number, from the event queue
   Result<void> for_gpus_;
   int wait_fd_ = -1;
   std::string address_;

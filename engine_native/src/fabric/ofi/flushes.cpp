@@ -5,6 +5,7 @@
 namespace kvxfer::ofi {
 
 Flushes::EntryPtr Flushes::add(PeerId peer, Endpoint& endpoint) {
+  thread_.check("Flushes");
   auto entry = std::make_shared<Entry>(peer, &endpoint);
   const std::lock_guard lock(mutex_);
   entries_.push_back(entry);
@@ -12,12 +13,14 @@ Flushes::EntryPtr Flushes::add(PeerId peer, Endpoint& endpoint) {
 }
 
 void Flushes::finish(Entry& entry, std::uint64_t wanted) {
+  thread_.check("Flushes");
   const std::lock_guard lock(mutex_);
   entry.done = wanted;
   changed_.notify_all();
 }
 
 void Flushes::remove(Entry& entry) {
+  thread_.check("Flushes");
   const std::lock_guard lock(mutex_);
   entry.closed = true;
   entries_.remove_if([&](const EntryPtr& known) { return known.get() == &entry; });

@@ -18,6 +18,7 @@
 
 #include "fabric/ofi/endpoint.hpp"
 #include "kvxfer/types.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::ofi {
 
@@ -50,6 +51,7 @@ class Flushes {
   void wait_for(const std::vector<PeerId>& peers);
 
  private:
+  [[no_unique_address]] ThreadOwner thread_;
   bool ordered_;
   Duration timeout_;
   const Poller& poller_;

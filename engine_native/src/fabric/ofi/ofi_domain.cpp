@@ -100,6 +100,7 @@ Endpoint::Options OfiDomain::endpoint_options() const {
 }
 
 void OfiDomain::open_path(NicPathIdentity identity, Opened then) {
+  thread_.check("OfiDomain");
   const fi_domain_attr& limits = *domain_->device.info->domain_attr;
   if (endpoints_ >= std::min(limits.ep_cnt, limits.cq_cnt)) {
     return then(Error{Errc::out_of_memory, "NIC " + info_.name + " has no room for another path (" +
@@ -132,14 +133,14 @@ void OfiDomain::take_back(std::shared_ptr<Endpoint> endpoint) {
 
 // --- progress --------------------------------------------------------------------------------
 
+// Also of a device that failed: its paths count what had arrived before they are shut.
 void OfiDomain::poll() {
-  if (!usable_) return;
+  thread_.check("OfiDomain");
   for (OfiPath* path : paths_) path->poll();
   if (++polls_ % kPollsBetweenEvents == 0) check_device();
 }
 
 bool OfiDomain::prepare_sleep() {
-  if (!usable_) return true;
   check_device();
   bool blind = false;
   for (const OfiPath* path : paths_) {

@@ -13,6 +13,7 @@
 #include "fabric/ofi/endpoint.hpp"
 #include "fabric/ofi/ofi_registration.hpp"
 #include "fd.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::ofi {
 
@@ -34,6 +35,7 @@ class OfiDomain final : public NicDomain, private EventSink {
   const NicInfo& info() const override { return info_; }
   bool usable() const override { return usable_; }
   bool keeps_order() const override { return false; }
+  bool keeps_arrivals() const override { return false; }  // fi_endpoint(3)
   bool knows_gpus() const override { return true; }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) override;
   void open_path(NicPathIdentity identity, Opened then) override;
@@ -61,6 +63,7 @@ class OfiDomain final : public NicDomain, private EventSink {
   void set_timer(std::uint64_t ns);
   void on_events(std::uint32_t) override;
 
+  [[no_unique_address]] ThreadOwner thread_;
   std::shared_ptr<const OpenDomain> domain_;
   NicContext context_;
   Settings settings_;

@@ -34,12 +34,14 @@ OfiLoop::~OfiLoop() {
 
 Result<std::shared_ptr<NicRegistration>> OfiLoop::register_memory(const MemoryRegion& region,
                                                                   MemoryWay way) {
+  thread_.check("OfiLoop");
   if (region.gpu() && !from_->for_gpus()) return from_->for_gpus().error();
   return OfiRegistration::create(domain_, nullptr, region, way);
 }
 
 Result<void> OfiLoop::write(const NicRegistration& source, std::uint64_t from, const RemoteKey& to,
                             std::uint32_t bytes) {
+  thread_.check("OfiLoop");
   const Endpoint::Write write{
       .sequence = ++posted_,
       .source = from,

@@ -28,7 +28,6 @@ class OfiLoop final : public NicLoop, private CompletionSink {
       : domain_(std::move(domain)), poller_(poller) {}
   Result<void> start();
   void on_written(std::uint64_t sequence) override { written_ = sequence; }
-  void on_bytes() override {}
   void on_arrived(Imm, std::uint64_t) override {}
   void on_failed(Error error) override { failed_ = std::move(error); }
 

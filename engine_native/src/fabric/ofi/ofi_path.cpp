@@ -39,6 +39,7 @@ std::string OfiPath::endpoint() const {
 }
 
 void OfiPath::connect(std::string_view endpoint, Connected then) {
+  thread_.check("OfiPath");
   const auto theirs = PathEndpoint::decode(endpoint);
   if (!theirs) return then(Error{Errc::protocol_error, "malformed ofi endpoint"});
   joining_ = true;
@@ -72,9 +73,11 @@ ssize_t OfiPath::post_to_landing(std::uint64_t sequence, std::optional<Imm> imm)
 }
 
 void OfiPath::poll() {
-  if (shutting_) return;
+  thread_.check("OfiPath");
+  if (closing_) return;
   endpoint_->poll();
-  if (lost()) return;
+  if (shutting_ && !joining_) return stop();
+  if (shutting_ || lost() || sealed()) return;
   if (joined_ && may_greet_ && !greeted_) greet();
   if (flushes_ && flushing_ == 0 && flushes_->wanted > flushed_) flush();
 }
@@ -93,11 +96,12 @@ void OfiPath::flush() {
 }
 
 bool OfiPath::has_room(const Operation& operation, bool counted) const {
-  return heard_ && NicPath::has_room(operation, counted) && !shutting_ &&
-         in_flight_ < kMaxWritesOfPath && endpoint_->has_room();
+  return NicPath::has_room(operation, counted) && !shutting_ && in_flight_ < kMaxWritesOfPath &&
+         endpoint_->has_room();
 }
 
 std::size_t OfiPath::post(const OperationPtr& operation, const WriteRange& writes) {
+  thread_.check("OfiPath");
   const std::size_t limit =
       batch_limit(operation, writes, std::min(kWriteBatch, kMaxWritesOfPath - in_flight_));
   std::size_t count = 0;
@@ -155,7 +159,11 @@ bool OfiPath::took(ssize_t error) {
 }
 
 void OfiPath::on_written(std::uint64_t sequence) {
-  if (sequence == kGreetingSequence) return;
+  if (sequence == kGreetingSequence) {
+    greeting_arrived_ = true;
+    ++domain_.context().receive_context.activity;
+    return;
+  }
   if (sequence == kFlushSequence) {
     flushed_ = std::exchange(flushing_, 0);
     return domain_.flushes()->finish(*flushes_, flushed_);
@@ -164,16 +172,23 @@ void OfiPath::on_written(std::uint64_t sequence) {
   finish(sequence);
 }
 
-void OfiPath::on_bytes() { domain_.context().gpus.flush_nic_writes(); }
-
 void OfiPath::on_arrived(Imm imm, std::uint64_t count) {
   if (imm == kGreeting && !heard_) {
     heard_ = true;
     may_greet_ = true;
-    ++domain_.context().receive_context.activity;  // there may be room now
+    ++domain_.context().receive_context.activity;
     if (--count == 0) return;
   }
   count_immediates(imm, count);
+}
+
+// AWS's security groups drop what they do not let through, and EFA's traffic is not IP: a rule for
+// addresses or ports does not let it through.
+std::string_view OfiPath::likely_cause() const {
+  return domain_.info().network == "ofi-efa"
+             ? "the security group of each instance has to let all traffic from and to itself "
+               "through, by rules that name the group, inbound and outbound"
+             : "check that the network between both hosts lets libfabric's traffic through";
 }
 
 void OfiPath::on_failed(Error error) {
@@ -183,24 +198,31 @@ void OfiPath::on_failed(Error error) {
 }
 
 void OfiPath::shut(std::function<void()> then) {
+  thread_.check("OfiPath");
   then_shut_ = std::move(then);
   then_connected_ = nullptr;
   shutting_ = true;
+  const auto patience = static_cast<std::uint64_t>(domain_.context().options.peer_timeout.count());
+  stop_by_ns_ = now_ns() + patience / 4;
   if (!joining_) stop();  // else on_joined() goes on
 }
 
+// A peer that leaves has counted writes whose completions have yet to come. Once sealed, none is
+// waited for.
 void OfiPath::stop() {
-  domain_.context().background.run([endpoint = endpoint_] { endpoint->close(); },
-                                   [this] { end(); });
+  if (closing_ || (!sealed() && endpoint_->in_flight() > 0 && now_ns() < stop_by_ns_)) return;
+  closing_ = true;
+  domain_.context().background.fence([endpoint = endpoint_] { endpoint->close(); },
+                                     [this] { end(); });
 }
 
-// What had arrived before the fence is counted.
+// Where the provider keeps what had arrived before the fence, it is counted.
 void OfiPath::end() {
   endpoint_->take_completions();
   if (flushes_) domain_.flushes()->remove(*flushes_);
   domain_.remove(*this);
   domain_.take_back(std::move(endpoint_));
-  std::exchange(then_shut_, nullptr)();
+  NicPath::end(std::exchange(then_shut_, nullptr));
 }
 
 }  // namespace kvxfer::ofi

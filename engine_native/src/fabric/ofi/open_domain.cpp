@@ -12,6 +12,25 @@ constexpr int kKeyAttempts = 64;
 
 }  // namespace
 
+void EndpointErrors::add(const fid* endpoint, std::atomic<int>& error) {
+  const std::lock_guard lock(mutex_);
+  errors_[endpoint] = &error;
+}
+
+// Another endpoint may have its name already.
+void EndpointErrors::remove(const std::atomic<int>& error) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(errors_, [&](const auto& each) { return each.second == &error; });
+}
+
+bool EndpointErrors::report(const fid* endpoint, int error) {
+  const std::lock_guard lock(mutex_);
+  const auto found = errors_.find(endpoint);
+  if (found == errors_.end()) return false;
+  found->second->store(error);
+  return true;
+}
+
 Result<std::shared_ptr<const OpenDomain>> OpenDomain::open(const Libfabric& library, Device device,
                                                            bool strict) {
   auto opened =
@@ -85,14 +104,15 @@ Result<UniqueFid<fid_mr>> OpenDomain::register_memory(const Memory& memory,
 }
 
 const char* OpenDomain::failure() const {
+  thread.check("OpenDomain");
   struct {
     fi_eq_err_entry entry{};
     std::uint64_t added_later[8]{};
   } error;
   std::uint32_t event = 0;
-  if (failed == 0 && ::fi_eq_read(events.get(), &event, &error, sizeof error, 0) == -FI_EAVAIL &&
-      ::fi_eq_readerr(events.get(), &error.entry, 0) > 0) {
-    failed = error.entry.err;
+  while (failed == 0 && ::fi_eq_read(events.get(), &event, &error, sizeof error, 0) == -FI_EAVAIL &&
+         ::fi_eq_readerr(events.get(), &error.entry, 0) > 0) {
+    if (!endpoints->report(error.entry.fid, error.entry.err)) failed = error.entry.err;
   }
   return failed == 0 ? nullptr : library.strerror(failed);
 }

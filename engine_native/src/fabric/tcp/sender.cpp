@@ -15,13 +15,13 @@ namespace kvxfer::tcp {
 FrameHeader Sender::header_of(const Operation& operation, const WriteRange& batch) const {
   const WireWrite& first = operation.writes[batch.first];
   return {.type = static_cast<std::uint8_t>(FrameType::writes),
-          .has_imm = operation.imm && batch.counted,
+          .has_imm = operation.names_imm(batch, peer_knows_groups_),
           .status = 0,
           .imm = operation.imm.value_or(0),
           .key_or_sequence = operation.destination_key,
           .count = static_cast<std::uint32_t>(batch.count),
           .reserved = 0,
-          .first = {first.destination, first.length, first.grouped}};
+          .first = {first.destination, first.length, Operation::grouped(batch, first)}};
 }
 
 std::size_t Sender::post(const OperationPtr& operation, const WriteRange& range) {
@@ -32,6 +32,7 @@ std::size_t Sender::post(const OperationPtr& operation, const WriteRange& range)
   const std::size_t count =
       operation->batch(range, kMaxBatchWrites - (with_acks ? 1 : 0), kMaxBatchBytes);
   const std::byte* const source = operation->source ? operation->source->host() : nullptr;
+  const WriteRange batch{first, count, range.counted};
 
   descriptors_.clear();
   iovecs_.clear();
@@ -43,14 +44,15 @@ std::size_t Sender::post(const OperationPtr& operation, const WriteRange& range)
   std::uint64_t bytes = 0;
   for (std::size_t i = first; i < first + count; ++i) {
     const WireWrite& write = writes[i];
-    if (i > first) descriptors_.push_back({write.destination, write.length, write.grouped});
+    if (i > first) {
+      descriptors_.push_back({write.destination, write.length, Operation::grouped(batch, write)});
+    }
     if (source && write.length > 0) {
       iovecs_.push_back({const_cast<std::byte*>(source) + write.source, write.length});
       prefetch_to_read(source + write.source, write.length);
     }
     bytes += write.length;
   }
-  const WriteRange batch{first, count, range.counted};
   header_ = header_of(*operation, batch);
   iovecs_[more] = {descriptors_.data(), descriptors_.size() * sizeof(WriteDescriptor)};
   sending_batch_ = true;
@@ -76,7 +78,7 @@ std::size_t Sender::stage(const OperationPtr& operation, const WriteRange& range
   std::size_t copies = 0;
   std::uint64_t bytes = 0;
   for (const WireWrite& write : operation->writes.subspan(batch.first, count)) {
-    descriptors.push_back({write.destination, write.length, write.grouped});
+    descriptors.push_back({write.destination, write.length, Operation::grouped(batch, write)});
     if (write.length == 0) continue;
     room[copies++] = {source.address() + write.source, slot->address() + bytes, write.length};
     bytes += write.length;

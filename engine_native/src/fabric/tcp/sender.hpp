@@ -19,7 +19,8 @@ namespace kvxfer::tcp {
 
 class Sender {
  public:
-  Sender(int fd, std::size_t window_bytes) : fd_(fd), window_bytes_(window_bytes) {}
+  Sender(int fd, bool peer_knows_groups, std::size_t window_bytes)
+      : fd_(fd), peer_knows_groups_(peer_knows_groups), window_bytes_(window_bytes) {}
 
   bool has_room(const Operation& operation) const {
     if (unacked_bytes_ >= window_bytes_) return false;
@@ -75,6 +76,7 @@ class Sender {
   FrameHeader header_of(const Operation& operation, const WriteRange& batch) const;
 
   int fd_;
+  bool peer_knows_groups_;
   std::size_t window_bytes_;
 
   // The frame, or the run of acks, that is being written.

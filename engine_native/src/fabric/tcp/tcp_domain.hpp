@@ -8,6 +8,7 @@
 
 #include "domain.hpp"
 #include "fabric/tcp/tcp_path.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::tcp {
 
@@ -23,6 +24,7 @@ class TcpDomain final : public Domain {
   std::string_view fabric() const override { return "tcp"; }
   // Goes on with what GPUs have copied, then sends what paths owe since the last one.
   void poll() override {
+    thread_.check("TcpDomain");
     for (TcpPath* const path : std::exchange(due_.copying, {})) path->step();
     for (TcpPath* const path : std::exchange(due_.owing, {})) path->send_acks();
   }
@@ -32,6 +34,7 @@ class TcpDomain final : public Domain {
 
   // Takes over a connected, authenticated socket.
   Result<std::unique_ptr<Path>> open_path(UniqueFd socket, PathPeer peer) {
+    thread_.check("TcpDomain");
     auto path = TcpPath::open(std::move(socket), std::move(peer), window_bytes_, poller_, due_,
                               receive_context_, events_);
     if (!path) return path.error();
@@ -39,6 +42,7 @@ class TcpDomain final : public Domain {
   }
 
  private:
+  [[no_unique_address]] ThreadOwner thread_;
   Poller& poller_;
   ReceiveContext receive_context_;
   PathEvents& events_;

@@ -1,6 +1,10 @@
 #include "fabric/tcp/tcp_path.hpp"
 
+#include <algorithm>
+#include <string>
+
 #include "clock.hpp"
+#include "net/socket.hpp"
 
 namespace kvxfer::tcp {
 namespace {
@@ -30,7 +34,7 @@ TcpPath::TcpPath(UniqueFd socket, PathPeer peer, std::size_t window_bytes, Polle
       due_(due),
       receive_context_(receive_context),
       events_(events),
-      sender_(socket_.get(), window_bytes),
+      sender_(socket_.get(), peer_.groups, window_bytes),
       receiver_(socket_.get(), peer_.id, receive_context_, *this) {}
 
 TcpPath::~TcpPath() {
@@ -42,12 +46,14 @@ TcpPath::~TcpPath() {
 }
 
 std::size_t TcpPath::post(const OperationPtr& operation, const WriteRange& writes) {
+  thread_.check("TcpPath");
   const std::size_t posted = sender_.post(operation, writes);
   flush();
   return posted;
 }
 
 void TcpPath::on_events(std::uint32_t events) {
+  thread_.check("TcpPath");
   if (lost_) return;
   ++receive_context_.activity;
   std::uint64_t read = 0;
@@ -64,6 +70,7 @@ void TcpPath::on_events(std::uint32_t events) {
 }
 
 void TcpPath::step() {
+  thread_.check("TcpPath");
   copies_ = false;
   if (lost_) return;
   sender_.drop_lost(events_);
@@ -72,6 +79,19 @@ void TcpPath::step() {
   if (receiver_.waits_for_room() && !receive(read)) return;
   flush();
   note_copies();
+}
+
+void TcpPath::tick(std::uint64_t now, std::uint64_t stalled_ns, std::uint64_t timeout_ns) {
+  thread_.check("TcpPath");
+  if (lost_) return;
+  const std::uint64_t silent = net::unacknowledged_ns(socket_.get());
+  acknowledged_ns_ = std::max(acknowledged_ns_ + stalled_ns, now - std::min(now, silent));
+  if (now - std::min(now, acknowledged_ns_) <= timeout_ns) return;
+  lose(
+      {Errc::peer_timeout, "its host has acknowledged nothing for " +
+                               std::to_string((now - acknowledged_ns_) / 1'000'000) +
+                               " ms on one TCP connection, while heartbeats came on another; check "
+                               "the network between both hosts"});
 }
 
 bool TcpPath::receive(std::uint64_t& read) {

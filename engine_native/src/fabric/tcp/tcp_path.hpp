@@ -9,6 +9,7 @@
 #include "fabric/tcp/sender.hpp"
 #include "fd.hpp"
 #include "poller.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::tcp {
 
@@ -40,6 +41,7 @@ class TcpPath final : public Path, private EventSink, private FrameSink {
   void send_acks();
   // Goes on with what a GPU has copied.
   void step();
+  void tick(std::uint64_t now, std::uint64_t stalled_ns, std::uint64_t timeout_ns) override;
   std::uint64_t last_heard_ns() const override { return last_heard_ns_; }
   void revoke_counter(Imm imm) override { receiver_.revoke_counter(imm); }
   void revoke_region(std::uint64_t key) override { receiver_.revoke_region(key); }
@@ -58,6 +60,7 @@ class TcpPath final : public Path, private EventSink, private FrameSink {
   void note_copies();
   void lose(const Error& error);
 
+  [[no_unique_address]] ThreadOwner thread_;
   UniqueFd socket_;
   PathPeer peer_;
   Poller& poller_;
@@ -70,6 +73,7 @@ class TcpPath final : public Path, private EventSink, private FrameSink {
   bool owes_ = false;              // it is one of due_.owing
   bool copies_ = false;            // it is one of due_.copying
   std::uint64_t last_heard_ns_ = 0;
+  std::uint64_t acknowledged_ns_ = 0;  // up to then the peer's host had all, or answered
   bool lost_ = false;
 };
 

@@ -21,6 +21,7 @@ Result<std::unique_ptr<AsyncEvents>> AsyncEvents::watch(std::shared_ptr<const Ve
 AsyncEvents::~AsyncEvents() { poller_.remove(device_->context()->async_fd, *this); }
 
 void AsyncEvents::take() {
+  thread_.check("AsyncEvents");
   ibv_async_event event{};
   while (device_->library().get_async_event(device_->context(), &event) == 0) {
     handler_.on_async_event(event);

@@ -5,6 +5,7 @@
 
 #include "fabric/verbs/verbs_device.hpp"
 #include "poller.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::verbs {
 
@@ -32,6 +33,7 @@ class AsyncEvents final : private EventSink {
       : device_(std::move(device)), poller_(poller), handler_(handler) {}
   void on_events(std::uint32_t) override { take(); }
 
+  [[no_unique_address]] ThreadOwner thread_;
   std::shared_ptr<const VerbsDevice> device_;
   Poller& poller_;
   AsyncEventHandler& handler_;

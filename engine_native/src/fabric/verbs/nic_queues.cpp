@@ -24,9 +24,9 @@ constexpr std::size_t kMaxQueues = 64;
 }  // namespace
 
 Result<std::unique_ptr<NicQueues>> NicQueues::create(std::shared_ptr<const VerbsDevice> device,
-                                                     std::uint64_t bits_per_second, Poller& poller,
-                                                     cuda::Gpus& gpus) {
-  std::unique_ptr<NicQueues> queues(new NicQueues(std::move(device), poller, gpus));
+                                                     std::uint64_t bits_per_second,
+                                                     Poller& poller) {
+  std::unique_ptr<NicQueues> queues(new NicQueues(std::move(device), poller));
   const VerbsDevice& of = *queues->device_;
   const auto failed = [&](const char* what) {
     return Error{Errc::fabric_unavailable, "NIC " + of.name() + ": no " + what + ": " +
@@ -81,8 +81,9 @@ void NicQueues::take_share(VerbsNic& nic, Taken then) {
   nic.want_queues.push_back(std::move(then));
   if (nic.want_queues.size() > 1) return;  // they are being made
   nic.context.background.run<Result<std::unique_ptr<NicQueues>>>(
-      [device = nic.device, speed = nic.port.bits_per_second, &poller = nic.context.poller,
-       &gpus = nic.context.gpus] { return create(device, speed, poller, gpus); },
+      [device = nic.device, speed = nic.port.bits_per_second, &poller = nic.context.poller] {
+        return create(device, speed, poller);
+      },
       [&nic](Result<std::unique_ptr<NicQueues>> made) {
         auto waiting = std::exchange(nic.want_queues, {});
         Result<void> good = made ? (*made)->watch() : Result<void>(made.error());
@@ -109,6 +110,7 @@ VerbsPath* NicQueues::find(std::uint32_t queue_pair) const {
 }
 
 std::size_t NicQueues::poll() {
+  thread_.check("NicQueues");
   std::array<ibv_wc, kBatch> done;
   const int polled = ibv_poll_cq(queue_, kBatch, done.data());
   if (polled <= 0) return 0;
@@ -116,10 +118,7 @@ std::size_t NicQueues::poll() {
   // Before any of them is counted, because counting gives credit for new ones.
   const auto used =
       std::count_if(done.begin(), end, [](const ibv_wc& one) { return one.wr_id == kReceiveId; });
-  if (used > 0) {
-    receives_->replace(static_cast<std::uint32_t>(used));
-    gpus_.flush_nic_writes();
-  }
+  if (used > 0) receives_->replace(static_cast<std::uint32_t>(used));
   VerbsPath* path = nullptr;
   std::uint32_t number = 0;
   for (auto next = done.begin(); next != end;) {
@@ -150,6 +149,7 @@ std::size_t NicQueues::poll() {
 }
 
 void NicQueues::drain() {
+  thread_.check("NicQueues");
   std::size_t left = static_cast<std::size_t>(queue_->cqe) + 1;
   while (left > 0) {
     const std::size_t polled = poll();
@@ -159,6 +159,7 @@ void NicQueues::drain() {
 }
 
 bool NicQueues::arm() {
+  thread_.check("NicQueues");
   if (!armed_) armed_ = ibv_req_notify_cq(queue_, 0) == 0;
   // One that came before it was armed wakes no thread.
   return poll() == 0;

@@ -7,11 +7,11 @@
 #include <unordered_map>
 #include <vector>
 
-#include "cuda/gpus.hpp"
 #include "fabric/verbs/path_budget.hpp"
 #include "fabric/verbs/receive_queue.hpp"
 #include "fabric/verbs/verbs_device.hpp"
 #include "poller.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::verbs {
 
@@ -22,8 +22,7 @@ class NicQueues final : private EventSink {
  public:
   // Any thread. watch() is to follow.
   static Result<std::unique_ptr<NicQueues>> create(std::shared_ptr<const VerbsDevice> device,
-                                                   std::uint64_t bits_per_second, Poller& poller,
-                                                   cuda::Gpus& gpus);
+                                                   std::uint64_t bits_per_second, Poller& poller);
   // The engine is woken by its completions.
   Result<void> watch();
   ~NicQueues();
@@ -66,17 +65,17 @@ class NicQueues final : private EventSink {
   std::array<ibv_sge, kMaxChain> pieces{};
 
  private:
-  NicQueues(std::shared_ptr<const VerbsDevice> device, Poller& poller, cuda::Gpus& gpus)
-      : device_(std::move(device)), poller_(poller), gpus_(gpus) {}
+  NicQueues(std::shared_ptr<const VerbsDevice> device, Poller& poller)
+      : device_(std::move(device)), poller_(poller) {}
   std::optional<PathShare> take_share();
   void on_events(std::uint32_t events) override;
   void acknowledge();
 
   static constexpr std::size_t kBatch = 64;
 
+  [[no_unique_address]] ThreadOwner thread_;
   std::shared_ptr<const VerbsDevice> device_;
   Poller& poller_;
-  cuda::Gpus& gpus_;
   ibv_comp_channel* channel_ = nullptr;
   ibv_cq* queue_ = nullptr;
   std::unique_ptr<ReceiveQueue> receives_;

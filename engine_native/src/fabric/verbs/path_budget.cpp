@@ -1,6 +1,7 @@
 #include "fabric/verbs/path_budget.hpp"
 
 #include <algorithm>
+#include <cassert>
 
 #include "fabric/verbs/path_windows.hpp"
 #include "operation.hpp"
@@ -52,6 +53,7 @@ std::optional<PathShare> PathBudget::take() {
 void PathBudget::give_back(const PathShare& share) {
   completions_left_ += completions_of(share);
   receives_left_ += share.receives;
+  assert(paths_ > 0);
   --paths_;
 }
 

@@ -1,6 +1,7 @@
 #include "fabric/verbs/path_windows.hpp"
 
 #include <algorithm>
+#include <cassert>
 #include <utility>
 
 namespace kvxfer::verbs {
@@ -17,6 +18,7 @@ std::vector<MemoryWindow> MemoryWindow::make(const std::shared_ptr<const VerbsDe
 }
 
 void PathWindows::open(std::uint64_t grant, const WindowRange& range) {
+  thread_.check("PathWindows");
   if (by_grant_.contains(grant)) return;
   if (free_.empty()) {
     free_.push_back(windows_.size());
@@ -53,6 +55,7 @@ std::vector<std::uint64_t> PathWindows::add(std::vector<MemoryWindow> made, std:
 }
 
 void PathWindows::close(std::uint64_t grant) {
+  thread_.check("PathWindows");
   const auto found = by_grant_.find(grant);
   if (found == by_grant_.end()) return;
   const std::size_t index = found->second;
@@ -63,6 +66,7 @@ void PathWindows::close(std::uint64_t grant) {
 }
 
 int PathWindows::post() {
+  thread_.check("PathWindows");
   while (!waiting_.empty() && requests_ < kMaxRequests) {
     const std::size_t index = waiting_.front();
     waiting_.pop_front();
@@ -102,7 +106,9 @@ int PathWindows::post_request(std::size_t index) {
 }
 
 std::optional<std::uint64_t> PathWindows::on_done(std::uint64_t request) {
+  thread_.check("PathWindows");
   const std::size_t index = request & ~kRequest;
+  assert(requests_ > 0 && index < windows_.size());
   Window& window = windows_[index];
   --requests_;
   std::optional<std::uint64_t> opened;

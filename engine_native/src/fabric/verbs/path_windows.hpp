@@ -14,6 +14,7 @@
 
 #include "fabric/nic/remote_region.hpp"
 #include "fabric/verbs/verbs_device.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::verbs {
 
@@ -84,6 +85,7 @@ class PathWindows {
   int post_request(std::size_t index);
   void make_free(std::size_t index);
 
+  [[no_unique_address]] ThreadOwner thread_;
   ibv_qp* pair_;
   std::vector<Window> windows_;
   std::vector<std::size_t> free_;

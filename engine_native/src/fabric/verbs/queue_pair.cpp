@@ -18,8 +18,8 @@ constexpr std::array<std::uint32_t, 3> kInlineBytes{256, 64, 0};
 // progress is taken out earlier, after EngineOptions::path_timeout.
 constexpr std::uint8_t kTimeout = 17;
 constexpr std::uint8_t kRetries = 7;
-// Credits keep a receive ready for every immediate; should one be missing, 7 tries of 4 ms.
-constexpr std::uint8_t kReceiverWaits = 18;
+// Credits keep a receive ready for every immediate; should one be missing, 7 tries 5.12 ms apart.
+constexpr std::uint8_t kReceiverWaits = 18;  // IBTA 1.4, table 45
 constexpr std::uint8_t kReceiverRetries = 6;
 constexpr std::uint8_t kHopLimit = 64;
 // Where the path MTU is not being set; the enumeration has no zero.

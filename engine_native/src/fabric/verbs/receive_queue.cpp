@@ -1,6 +1,7 @@
 #include "fabric/verbs/receive_queue.hpp"
 
 #include <algorithm>
+#include <cassert>
 #include <utility>
 
 #include "error_text.hpp"
@@ -30,6 +31,7 @@ ReceiveQueue::ReceiveQueue(std::shared_ptr<const VerbsDevice> device) : device_(
 }
 
 ReceiveQueue::~ReceiveQueue() {
+  assert(wanted_ == kSpareReceives);
   if (queue_) device_->library().destroy_srq(queue_);
 }
 
@@ -41,6 +43,7 @@ bool ReceiveQueue::reserve(std::uint32_t receives) {
 }
 
 void ReceiveQueue::replace(std::uint32_t used) {
+  thread_.check("ReceiveQueue");
   posted_ -= std::min(posted_, used);
   post_missing();
 }
@@ -64,6 +67,7 @@ bool ReceiveQueue::post_missing() {
 }
 
 void ReceiveQueue::on_limit_reached() {
+  thread_.check("ReceiveQueue");
   posted_ -= std::min(posted_, kSpareReceives / 2);
   post_missing();
   arm_limit();

@@ -3,9 +3,11 @@
 #pragma once
 
 #include <array>
+#include <cassert>
 #include <memory>
 
 #include "fabric/verbs/verbs_device.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::verbs {
 
@@ -25,7 +27,10 @@ class ReceiveQueue {
   ibv_srq* get() const { return queue_; }
   // False if they cannot be posted.
   bool reserve(std::uint32_t receives);
-  void release(std::uint32_t receives) { wanted_ -= receives; }
+  void release(std::uint32_t receives) {
+    assert(receives <= wanted_ - kSpareReceives);
+    wanted_ -= receives;
+  }
   // So many were used up; to be called before anybody gets credit for them.
   void replace(std::uint32_t used);
   // The NIC has fewer than were posted: some were lost with their queue pairs.
@@ -38,6 +43,7 @@ class ReceiveQueue {
 
   static constexpr std::size_t kChain = 64;
 
+  [[no_unique_address]] ThreadOwner thread_;
   std::shared_ptr<const VerbsDevice> device_;
   ibv_srq* queue_ = nullptr;
   std::uint32_t wanted_ = kSpareReceives;

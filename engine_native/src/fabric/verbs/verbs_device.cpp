@@ -16,24 +16,26 @@ namespace {
 // Where the device does not say, e.g. while its link is down.
 constexpr std::uint64_t kUnknownSpeed = 10'000'000'000u;
 
-// Of one lane, in Mbit/s; bits of the port attributes' active_speed.
-std::uint64_t lane_speed(std::uint8_t active_speed) {
-  switch (active_speed) {
-    case 1:
+// Of one lane, in Mbit/s, by the port's speed code (IBTA, PortInfo's LinkSpeed components).
+std::uint64_t lane_speed(std::uint32_t code) {
+  switch (code) {
+    case 1:  // SDR
       return 2'500;
-    case 2:
+    case 2:  // DDR
       return 5'000;
-    case 4:
-    case 8:
+    case 4:  // QDR
+    case 8:  // FDR10
       return 10'000;
-    case 16:
+    case 16:  // FDR
       return 14'000;
-    case 32:
+    case 32:  // EDR
       return 25'000;
-    case 64:
+    case 64:  // HDR
       return 50'000;
-    case 128:
+    case 128:  // NDR
       return 100'000;
+    case 256:  // XDR
+      return 200'000;
     default:
       return 0;
   }
@@ -113,11 +115,12 @@ VerbsDevice::~VerbsDevice() {
 }
 
 Result<Port> VerbsDevice::query_port() const {
-  ibv_port_attr attributes;
-  if (const int error = library_->query_port(context_, choice_.number, attributes); error != 0) {
+  PortAttributes all;
+  if (const int error = library_->query_port(context_, choice_.number, all); error != 0) {
     return Error{Errc::nic_lost,
                  "NIC " + name() + ": its port cannot be queried: " + errno_text(error)};
   }
+  const ibv_port_attr& attributes = all.known;
   Port port{.number = choice_.number,
             .needs_grh = (attributes.flags & IBV_QPF_GRH_REQUIRED) != 0,
             .link_layer = attributes.link_layer,
@@ -125,7 +128,7 @@ Result<Port> VerbsDevice::query_port() const {
             .lid = attributes.lid};
   if (choice_.mtu_bytes > 0) port.mtu = std::min(port.mtu, mtu_of_bytes(choice_.mtu_bytes));
   const std::uint64_t speed =
-      lane_speed(attributes.active_speed) * lane_count(attributes.active_width) * 1'000'000u;
+      lane_speed(all.speed()) * lane_count(attributes.active_width) * 1'000'000u;
   port.bits_per_second = speed > 0 ? speed : kUnknownSpeed;
   const auto gids = query_gids(attributes);
   const auto gid = choose_gid(gids, attributes.link_layer, choice_.gid_index,

@@ -31,7 +31,7 @@ Result<std::unique_ptr<NicDomain>> VerbsDomain::open(
   const auto port = device->query_port();
   if (!port) return Error{Errc::fabric_unavailable, port.error().text};
   std::unique_ptr<VerbsDomain> domain(new VerbsDomain(device, context, *port));
-  auto queues = NicQueues::create(device, port->bits_per_second, context.poller, context.gpus);
+  auto queues = NicQueues::create(device, port->bits_per_second, context.poller);
   if (!queues) return queues.error();
   if (auto good = (*queues)->watch(); !good) return good.error();
   domain->nic_.queues.push_back(std::move(*queues));
@@ -67,6 +67,7 @@ Result<std::shared_ptr<NicRegistration>> VerbsDomain::register_memory(const Memo
 }
 
 void VerbsDomain::open_path(NicPathIdentity identity, Opened then) {
+  thread_.check("VerbsDomain");
   if (!usable()) return then(nic_.down());
   VerbsPath::open(std::move(identity), nic_, std::move(then));
 }
@@ -76,6 +77,7 @@ std::uint64_t VerbsDomain::max_window() const {
 }
 
 void VerbsDomain::poll() {
+  thread_.check("VerbsDomain");
   for (const auto& queues : nic_.queues) {
     std::size_t polled = 0;
     while (polled < kMaxPolled) {

@@ -7,6 +7,7 @@
 #include "fabric/nic/gpu_ways.hpp"
 #include "fabric/nic/nic_domain.hpp"
 #include "fabric/verbs/verbs_path.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::verbs {
 
@@ -35,6 +36,7 @@ class VerbsDomain final : public NicDomain, private AsyncEventHandler {
   void break_down(const std::string& why);
   void end_paths(const std::string& why);
 
+  [[no_unique_address]] ThreadOwner thread_;
   NicInfo info_;
   VerbsNic nic_;
   GpuWays gpu_ways_;

@@ -66,13 +66,23 @@ Result<std::shared_ptr<const VerbsLibrary>> VerbsLibrary::load() {
   return std::shared_ptr<const VerbsLibrary>(std::move(verbs));
 }
 
+std::uint32_t PortAttributes::speed() const {
+  constexpr std::size_t kSpeedEx = 52;  // offset of active_speed_ex
+  static_assert(offsetof(ibv_port_attr, port_cap_flags2) == kSpeedEx - 4);
+  static_assert(sizeof(PortAttributes) >= kSpeedEx + sizeof(std::uint32_t));
+  std::uint32_t extended = 0;
+  std::memcpy(&extended, reinterpret_cast<const std::byte*>(this) + kSpeedEx, sizeof extended);
+  return extended != 0 ? extended : known.active_speed;
+}
+
 int VerbsLibrary::query_port(ibv_context* context, std::uint8_t port,
-                             ibv_port_attr& attributes) const {
+                             PortAttributes& attributes) const {
   std::memset(&attributes, 0, sizeof attributes);
   if (verbs_context* const extended = verbs_get_ctx_op(context, query_port)) {
-    return extended->query_port(context, port, &attributes, sizeof attributes);
+    return extended->query_port(context, port, &attributes.known, sizeof attributes);
   }
-  return old_query_port_(context, port, reinterpret_cast<_compat_ibv_port_attr*>(&attributes));
+  return old_query_port_(context, port,
+                         reinterpret_cast<_compat_ibv_port_attr*>(&attributes.known));
 }
 
 }  // namespace kvxfer::verbs

@@ -10,6 +10,16 @@
 
 namespace kvxfer::verbs {
 
+// A port's attributes with those that this build's header may not know yet: rdma-core has added
+// active_speed_ex behind the rest.
+struct PortAttributes {
+  // The speed code of a lane. A code above 128 (XDR is 256) is in active_speed_ex alone.
+  std::uint32_t speed() const;
+
+  ibv_port_attr known;
+  std::uint32_t room;  // of a header that knows as much as this one
+};
+
 struct VerbsLibrary {
   // Whether the host has it at all.
   static bool installed();
@@ -17,7 +27,7 @@ struct VerbsLibrary {
   static Result<std::shared_ptr<const VerbsLibrary>> load();
 
   // The header's ibv_query_port is a wrapper that needs the symbol.
-  int query_port(ibv_context* context, std::uint8_t port, ibv_port_attr& attributes) const;
+  int query_port(ibv_context* context, std::uint8_t port, PortAttributes& attributes) const;
 
   // Named as in libibverbs, without the prefix.
   decltype(&::ibv_get_device_list) get_device_list = nullptr;

@@ -54,11 +54,13 @@ VerbsLoop::~VerbsLoop() {
 
 Result<std::shared_ptr<NicRegistration>> VerbsLoop::register_memory(const MemoryRegion& region,
                                                                     MemoryWay way) {
+  thread_.check("VerbsLoop");
   return VerbsRegistration::create(device_, region, way);
 }
 
 Result<void> VerbsLoop::write(const NicRegistration& source, std::uint64_t from,
                               const RemoteKey& to, std::uint32_t bytes) {
+  thread_.check("VerbsLoop");
   ibv_sge piece{.addr = from,
                 .length = bytes,
                 .lkey = static_cast<const VerbsRegistration&>(source).local_key()};

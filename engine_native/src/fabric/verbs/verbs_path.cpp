@@ -120,6 +120,7 @@ VerbsPath::~VerbsPath() = default;
 // --- set-up ----------------------------------------------------------------------------------
 
 void VerbsPath::connect(std::string_view endpoint, Connected then) {
+  thread_.check("VerbsPath");
   const auto theirs = PathEndpoint::decode(endpoint);
   if (!theirs || theirs->link_layer != port_.link_layer) {
     return then(Error{Errc::protocol_error, "peer " + identity_.label +
@@ -145,8 +146,9 @@ void VerbsPath::connect(std::string_view endpoint, Connected then) {
 void VerbsPath::on_joined(int error, const PathEndpoint& theirs) {
   leave(State::starting);
   if (error != 0) return no_way(errno_text(error));
-  nic_.context.background.run<int>([pair = pair_, ours = ours_] { return pair->start(ours); },
-                                   [this, theirs](int refused) { on_started(refused, theirs); });
+  // shut() waits for it.
+  nic_.context.background.fence<int>([pair = pair_, ours = ours_] { return pair->start(ours); },
+                                     [this, theirs](int refused) { on_started(refused, theirs); });
 }
 
 void VerbsPath::on_started(int error, const PathEndpoint& theirs) {
@@ -177,6 +179,7 @@ void VerbsPath::leave(State next) {
 }
 
 void VerbsPath::step(std::uint64_t now) {
+  thread_.check("VerbsPath");
   if (state_ == State::joining && now > deadline_ns_) {
     no_way("its hardware address is not known yet");
   } else if (state_ == State::stopping && (stopped_ || now > deadline_ns_)) {
@@ -187,6 +190,7 @@ void VerbsPath::step(std::uint64_t now) {
 // --- writing ---------------------------------------------------------------------------------
 
 std::size_t VerbsPath::post(const OperationPtr& operation, const WriteRange& writes) {
+  thread_.check("VerbsPath");
   const std::size_t count =
       batch_limit(operation, writes, std::min<std::size_t>(sends_left_, NicQueues::kMaxChain));
   if (count == 0 || lost() || stopping()) return 0;
@@ -321,6 +325,7 @@ void VerbsPath::on_failed(const std::string& cause) {
 // --- the end ---------------------------------------------------------------------------------
 
 void VerbsPath::shut(std::function<void()> then) {
+  thread_.check("VerbsPath");
   then_shut_ = std::move(then);
   then_connected_ = nullptr;
   if (state_ == State::connected) return stop();
@@ -335,7 +340,7 @@ void VerbsPath::shut(std::function<void()> then) {
 // What the peer sent had completed before, because the queue pair takes nothing once it is stopped.
 void VerbsPath::stop() {
   if (!pair_->started() || nic_.broken) return destroy();
-  nic_.context.background.run<bool>(
+  nic_.context.background.fence<bool>(
       [pair = pair_] {
         pair->stop();
         ibv_send_wr end{
@@ -349,7 +354,7 @@ void VerbsPath::stop() {
 void VerbsPath::destroy() {
   leave(State::gone);
   const auto windows = std::make_shared<std::vector<MemoryWindow>>(windows_.take_all());
-  nic_.context.background.run(
+  nic_.context.background.fence(
       [pair = pair_, windows] {
         windows->clear();
         pair->destroy();
@@ -368,7 +373,7 @@ void VerbsPath::finish() {
   queues_.remove(ours_.queue_pair, *this);
   queues_.give_back(share_);
   pair_.reset();
-  std::exchange(then_shut_, nullptr)();
+  end(std::exchange(then_shut_, nullptr));
 }
 
 }  // namespace kvxfer::verbs

@@ -9,6 +9,7 @@
 #include "fabric/verbs/nic_queues.hpp"
 #include "fabric/verbs/path_windows.hpp"
 #include "fabric/verbs/queue_pair.hpp"
+#include "thread_owner.hpp"
 
 namespace kvxfer::verbs {
 
@@ -82,6 +83,7 @@ class VerbsPath final : public NicPath {
   void wait(State state, std::uint64_t ns);
   void leave(State next);
 
+  [[no_unique_address]] ThreadOwner thread_;
   VerbsNic& nic_;
   NicQueues& queues_;
   PathShare share_;

@@ -1,0 +1,29 @@
+// Not std::counting_semaphore: libstdc++'s may sleep for ever though it was released (GCC bug
+// 98033, pytorch/pytorch#177884). Not a condition variable: telling one may wait for threads that
+// it woke before (glibc until 2.41), for as long as these get no processor.
+#pragma once
+
+#include <semaphore.h>
+
+namespace kvxfer {
+
+// Any thread.
+class Semaphore {
+ public:
+  Semaphore() { ::sem_init(&semaphore_, 0, 0); }
+  ~Semaphore() { ::sem_destroy(&semaphore_); }
+  Semaphore(const Semaphore&) = delete;
+  Semaphore& operator=(const Semaphore&) = delete;
+
+  // Never waits.
+  void release() { ::sem_post(&semaphore_); }
+  void acquire() {
+    while (::sem_wait(&semaphore_) != 0) {  // a signal came
+    }
+  }
+
+ private:
+  sem_t semaphore_;
+};
+
+}  // namespace kvxfer
