@@ -11,6 +11,7 @@ None waits for an amount of time, and only those in real time read a clock (scri
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import signal
@@ -30,6 +31,10 @@ _SEED: Final = "KVXFER_TEST_SEED"
 
 # Before anything imports Triton: its kernels run on the CPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# What tests before have left, as torch's groups of processes, hangs or crashes where it ends in a
+# process that was forked from theirs: it is not collected there.
+os.register_at_fork(after_in_child=gc.freeze)
 
 # In parallel, a file is run by one process: those that take longest begin first.
 _LONG: Final = (

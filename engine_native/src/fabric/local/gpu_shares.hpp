@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "domain.hpp"
 #include "fabric/local/gpu_sources.hpp"
 #include "fabric/local/lent_memory.hpp"
 #include "fabric/local/region_message.hpp"
