@@ -31,7 +31,7 @@
 #include "moe_group.hpp"
 #include "support.hpp"
 #include "thread_owner.hpp"
-#ifdef KVXFER_CUDA_DOUBLE
+#ifdef KVXFER_HAVE_CUDA_DOUBLE
 #include "cuda_driver.hpp"
 #endif
 #ifdef KVXFER_HAVE_VERBS
@@ -366,7 +366,7 @@ std::function<void()> with_parts(Use use) {
     use(parts);
   };
 }
-#ifdef KVXFER_CUDA_DOUBLE
+#ifdef KVXFER_HAVE_CUDA_DOUBLE
 template <class Use>
 std::function<void()> with_gpu(Use use) {
   return [use] {
@@ -408,7 +408,7 @@ std::vector<Mistake> wrong_threads() {
          on_two_threads([&] { exposed.on_revoked(1, 1); });
        })},
       {"Fabrics", with_parts([](Parts& parts) { on_two_threads([&] { parts.fabrics.poll(); }); })},
-#ifdef KVXFER_CUDA_DOUBLE
+#ifdef KVXFER_HAVE_CUDA_DOUBLE
       {"Gpu", with_gpu([](cuda::Gpu& gpu) { on_two_threads([&] { gpu.room(); }); })},
 #endif
       {"GpuShares", with_parts([](Parts& parts) {
@@ -628,7 +628,7 @@ std::vector<Mistake> broken_invariants() {
          load.bytes = 0;
          path.finish_through(1);
        })},
-#ifdef KVXFER_CUDA_DOUBLE
+#ifdef KVXFER_HAVE_CUDA_DOUBLE
       {"under_way() < kLaunches", with_gpu([](cuda::Gpu& gpu) {
          while (true) gpu.launch(1);
        })},
