@@ -75,7 +75,8 @@ class VerbsPath final : public NicPath {
   void no_way(const std::string& why);
   void make_windows();
   void post_windows();
-  bool stopping() const { return then_shut_ != nullptr; }
+  // Also once it has stopped: the peer may not have closed its end yet.
+  bool stopping() const { return then_shut_ != nullptr || state_ == State::gone; }
   void stop();
   void destroy();
   void finish();
