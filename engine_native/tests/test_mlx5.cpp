@@ -277,6 +277,38 @@ TEST_CASE("a NIC that takes longer to make and destroy paths than peers wait los
   slow(false);
 }
 
+TEST_CASE("a window that is made while its path is reset is bound on no queue pair that is gone") {
+  const EngineOptions ours = options_on(1, {});
+  const EngineOptions theirs = options_on(1, {});
+  Hosts hosts(ours, theirs);
+  hosts.transfer();
+  const auto commands_take = [](const EngineOptions& options, std::chrono::milliseconds each) {
+    simulated_verbs().delay_commands(options.nics[0], each);
+  };
+  const auto grant_all = [&](const RegionPtr& region) {
+    const RegionRange all{region, 0, region->size()};
+    return good(hosts.reader->grant(good(hosts.reader->allocate_counter(hosts.to_writer)),
+                                    {&all, 1}))
+        .front();
+  };
+  const auto open = good(hosts.reader->allocate(kPage));
+  const auto opening = good(hosts.reader->allocate(kPage));
+  const auto granted = grant_all(open);
+  const auto written = good(hosts.writer->write(hosts.to_reader, hosts.source, granted,
+                                                {.length = kPage}, {.imm = granted.imm}));
+  REQUIRE(hosts.writer.await(Kind::write, written.id).code == Errc::ok);
+  commands_take(theirs, std::chrono::milliseconds(300));
+  grant_all(opening);
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // until it is being made
+  commands_take(theirs, std::chrono::milliseconds(0));
+  // The reader's end is gone long before the writer's.
+  commands_take(ours, std::chrono::milliseconds(500));
+  good(hosts.reader->deregister(open));
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  commands_take(ours, std::chrono::milliseconds(0));
+  hosts.transfer();
+}
+
 TEST_CASE(
     "64 peers with 64 regions come and go beside a transfer, and the engine runs no command") {
   constexpr std::size_t kPeers = 64;
