@@ -31,6 +31,17 @@ class Environment {
   const char* name_;
 };
 
+// Runs it for the first time, which holds the context's lock until all that `on` waits for has
+// come.
+std::future<CUresult> begin_loading(const CudaDriver& driver, NewKernel& kernel, CUstream on) {
+  auto loading = std::async(std::launch::async, [&driver, &kernel, on] {
+    REQUIRE(CU(CtxPushCurrent)(driver.context()) == CUDA_SUCCESS);
+    return kernel.launch(on);
+  });
+  while (DOUBLE(holding)() == 0) std::this_thread::yield();
+  return loading;
+}
+
 }  // namespace
 
 TEST_SUITE_BEGIN("cuda");
@@ -52,11 +63,7 @@ TEST_CASE("the double: an engine works while a kernel is loaded and a stream wai
                       {0, 0, kTaken});
       NewKernel kernel;
       Gate gate(compute);
-      auto loading = std::async(std::launch::async, [&] {
-        REQUIRE(CU(CtxPushCurrent)(driver.context()) == CUDA_SUCCESS);
-        return kernel.launch(compute);
-      });
-      while (DOUBLE(holding)() == 0) std::this_thread::yield();
+      auto loading = begin_loading(driver, kernel, compute);
       const auto copied = good(pair.writer->write(pair.to_reader, from.region(),
                                                   to.region()->descriptor(), {0, 0, kTaken}));
       host_from.write(Bytes(kTaken, std::byte{7}));
@@ -92,11 +99,7 @@ TEST_CASE("the double: a GPU that takes no bytes for long costs its engine no pe
     const Memory to(reader, true, kMuch);
     NewKernel kernel;
     Gate gate(compute);
-    auto loading = std::async(std::launch::async, [&] {
-      REQUIRE(CU(CtxPushCurrent)(driver.context()) == CUDA_SUCCESS);
-      return kernel.launch(compute);
-    });
-    while (DOUBLE(holding)() == 0) std::this_thread::yield();
+    auto loading = begin_loading(driver, kernel, compute);
     const auto copied = good(writer->write(to_reader, from.region(), to.region()->descriptor(),
                                            {0, 0, kMuch}, {.timeout = kDeadline}));
     std::this_thread::sleep_for(4 * kTimeout);
@@ -122,11 +125,7 @@ TEST_CASE("the double: a stream that waits for a counter goes on while a kernel 
     NewKernel kernel;
     const Imm imm = good(pair.reader->allocate_counter());
     const auto wait = good(pair.reader->wait_on_stream(0, compute, imm, 1, kDeadline));
-    auto loading = std::async(std::launch::async, [&] {
-      REQUIRE(CU(CtxPushCurrent)(driver.context()) == CUDA_SUCCESS);
-      return kernel.launch(compute);
-    });
-    while (DOUBLE(holding)() == 0) std::this_thread::yield();
+    auto loading = begin_loading(driver, kernel, compute);
     // Of the reader's, whose thread has to write the word that the stream waits for.
     const auto copied = good(pair.reader->write(pair.to_writer, to.region(),
                                                 from.region()->descriptor(), {0, 0, kTaken}));
