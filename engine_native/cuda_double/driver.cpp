@@ -76,7 +76,7 @@ bool Driver::lazy() {
 
 void Driver::make_channels(Context& context) {
   const char* const set = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
-  const std::size_t count = std::clamp(set ? std::atoi(set) : 8, 1, 32);
+  const auto count = static_cast<std::size_t>(std::clamp(set ? std::atoi(set) : 8, 1, 32));
   for (std::size_t i = 0; i < count; ++i) {
     context.channels.push_back(std::make_shared<Channel>());
     context.urgent.push_back(std::make_shared<Channel>());

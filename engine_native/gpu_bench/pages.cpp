@@ -33,7 +33,9 @@ std::size_t wrong_words(const std::vector<std::uint64_t>& pool, const PageLists&
   for (std::size_t p = 0; p < pages.source.size(); ++p) {
     const auto from = static_cast<std::size_t>(pages.source[p]) * words;
     const auto to = static_cast<std::size_t>(pages.destination[p]) * words;
-    for (std::size_t i = 0; i < words; ++i) wrong += pool[to + i] != word(from + i) ? 1 : 0;
+    for (std::size_t i = 0; i < words; ++i) {
+      if (pool[to + i] != word(from + i)) ++wrong;
+    }
   }
   return wrong;
 }

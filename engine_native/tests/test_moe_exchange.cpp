@@ -612,7 +612,7 @@ TEST_CASE("a rank that takes tokens for its neighbours and ends costs no other r
         ++sent;
         member.await_dispatch(1);
         const std::vector<bool> missing = good(exchange.arrival(1))->missing;
-        for (const std::uint32_t other : {0, 1, 3}) CHECK_FALSE(missing[other]);
+        for (const std::uint32_t other : {0U, 1U, 3U}) CHECK_FALSE(missing[other]);
         const Bytes y = place_and_compute(step, member, 1, Order::by_expert);
         good(exchange.combine_send(1, y.data()));
         member.await_combine(1);
@@ -692,7 +692,7 @@ TEST_CASE("steps that were posted in a view are posted again in the next ones, b
     }
     CHECK(waited == Waited::deadline);
     CHECK(first.exchange->awaited(0).front() == 1);
-    for (const std::uint64_t view : {2, 3, 4}) {
+    for (const std::uint64_t view : {2U, 3U, 4U}) {
       group.each({0, 1}, [&](Member& member) {
         member.exchange->remove(2);
         good(member.exchange->set_view(left.view(view, member.shape.rank), 1));

@@ -173,7 +173,7 @@ TEST_CASE("narrowing rounds to nearest, ties to even, at every value of a type")
       const Bytes elements = narrowed(narrow.type, values, simd);
       std::size_t wrong = 0;
       for (std::size_t i = 0; i < values.size(); ++i) {
-        wrong += bits_at(narrow.type, elements, i) == expected[i] ? 0 : 1;
+        wrong += bits_at(narrow.type, elements, i) == expected[i] ? 0U : 1U;
       }
       CHECK(wrong == 0);
     }
@@ -323,7 +323,7 @@ TEST_CASE("a weighted sum is that of doubles, rounded once") {
   CAPTURE(random.seed);
   std::vector<std::size_t> lengths(40);
   std::iota(lengths.begin(), lengths.end(), 0);
-  for (const std::size_t n : {63, 64, 65, 127, 128, 200, 1000}) lengths.push_back(n);
+  for (const std::size_t n : {63U, 64U, 65U, 127U, 128U, 200U, 1000U}) lengths.push_back(n);
   for (const DType to : kTypes) {
     for (const DType from : kTypes) {
       CAPTURE(name_of(to));
@@ -404,7 +404,7 @@ TEST_CASE("a copy is whole and writes nothing beside") {
   Random random;
   CAPTURE(random.seed);
   for (const Stores stores : {Stores::cached, Stores::streamed}) {
-    for (const std::size_t bytes : {0, 1, 63, 64, 511, 512, 4096, 14336, 100003}) {
+    for (const std::size_t bytes : {0U, 1U, 63U, 64U, 511U, 512U, 4096U, 14336U, 100003U}) {
       Bytes source(bytes), copied(bytes + 2, std::byte{0x5a});
       random.fill(source.data(), source.size());
       moe::copy(copied.data() + 1, source.data(), bytes, stores);

@@ -189,7 +189,7 @@ TEST_CASE("parts of own memory and of an inbox do not overlap") {
 
   parts.clear();
   for (std::uint32_t slot = 0; slot < shape.slots; ++slot) {
-    for (const std::uint64_t ordinal : {1, 2}) {
+    for (const std::uint64_t ordinal : {1U, 2U}) {
       for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) {
         parts.emplace_back(inbox.message(slot, ordinal, rank),
                            moe::most_message_bytes(shape, rank));

@@ -113,7 +113,7 @@ TEST_CASE("a scatter that fails in parts ends once, with each failure by its pee
     CHECK(ended.failed[1].part == 3);
     CHECK(ended.failed[1].peer == star.ids[3]);
     CHECK(ended.failed[1].code == Errc::peer_lost);
-    for (const std::size_t alive : {0, 2}) {
+    for (const std::size_t alive : {0U, 2U}) {
       good((*star.rim[alive])->expect(star.imms[alive], 1));
       CHECK(star.rim[alive]->await(Kind::counter, star.imms[alive]).code == Errc::ok);
     }

@@ -102,7 +102,7 @@ TEST_CASE("pages with immediates arrive over 1, 2 and 4 devices") {
   CAPTURE(random.seed);
   const auto all = devices();
   REQUIRE(!all.empty());
-  for (const std::size_t count : {1, 2, 4}) {
+  for (const std::size_t count : {1U, 2U, 4U}) {
     if (count > all.size()) break;
     CAPTURE(count);
     const std::vector<std::string> some(all.begin(), all.begin() + static_cast<long>(count));

@@ -19,7 +19,7 @@ constexpr std::uint64_t kMaxWindow = std::uint64_t{1} << 31;
 // NICs of other partitions do not hear each other.
 std::string network_of(const Port& port) {
   if (port.link_layer == IBV_LINK_LAYER_ETHERNET) return "roce";
-  const unsigned partition = port.pkey & ~kFullMember;
+  const int partition = port.pkey & ~kFullMember;
   if (partition == kDefaultPartition) return "infiniband";
   return "infiniband-" + std::to_string(partition);
 }
