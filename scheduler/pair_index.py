@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -12,7 +11,7 @@ from typing import Final, TypeAlias
 
 from msgspec import Struct
 
-from kvxfer.instances import Instance, InstanceState, Role
+from kvxfer.instances import Instance, Role
 from kvxfer.scheduler.checked_scorer import CheckedScorer
 from kvxfer.scheduler.pairing import (
     SIDES,
@@ -22,11 +21,11 @@ from kvxfer.scheduler.pairing import (
     fabric_steps,
     kind_of,
     mismatch_of,
-    refusal,
 )
 from kvxfer.scheduler.prefix_index import PrefixIndex
+from kvxfer.scheduler.refusing import Refusing
 from kvxfer.scheduler.scoring import Scorer, WeightedScorer, available_blocks, occupancy
-from kvxfer.scheduler.shelves import Entry, LoadKey, Shelf, depths, shelves_of, stands
+from kvxfer.scheduler.shelves import Entry, LoadKey, Shelf, Shelves, depths, places_of, stands
 from kvxfer.scheduler.topology import LABELS, distance, place_of
 from kvxfer.transfers import Score, TransferRequest
 
@@ -43,16 +42,20 @@ _Apart: TypeAlias = list[float]
 
 
 class _Search(Struct):
-    """One choice: the blocks that the prompt takes per kind, whom to leave out, and what was looked
-    up already."""
+    """One choice: the blocks that the prompt takes per kind, which instances to leave out, and what
+    was looked up already."""
 
-    needs: dict[int, int]
     request: TransferRequest
+    needs: dict[int, int]
+    among: dict[int, set[str] | None]
+    """Of each kind the instances that serve the request; None where all do."""
     avoid: dict[Role, frozenset[str]]
     """Of each side; in the last resort of none."""
     depths: dict[str, int] = {}
     """How many of the request's hashes lead to the deepest one that a prefill instance has."""
     heads: dict[Shelf, list[LoadKey]] = {}
+    few: dict[tuple[int, Role], dict[Shelf, list[LoadKey]] | None] = {}
+    """The shelves of those that fit, of a kind and side where these are few."""
 
 
 class PairIndex:
@@ -65,44 +68,34 @@ class PairIndex:
         # A scorer's numbers follow from its arguments alone.
         self._apart = lru_cache(_APART_KEPT)(self._costs)
         self._prefixes = PrefixIndex()
-        self._entries: dict[str, Entry] = {}
+        self._shelves = Shelves()
+        self._entries = self._shelves.entries
         self._kinds: dict[Kind, int] = {}
         self._last_kind = 0
         self._of_kind: Counter[int] = Counter()
         # Two kinds that match, by number -> how far down prefill's fabrics the common one is.
         self._matches: dict[tuple[int, int], int] = {}
-        self._shelves: dict[Shelf, list[LoadKey]] = {}
         for instance in instances:
             self.put(instance)
 
     def put(self, instance: Instance) -> None:
         """Adds an instance, or takes note that the one with its id changed."""
         before = self._entries.get(instance.instance_id)
-        load = self._scorer.load(instance), occupancy(instance), instance.instance_id
         if before is not None and before.instance.epoch == instance.epoch:
             kind, place = before.kind, before.place
-            if before.instance.load.models != instance.load.models:
-                kind = self._number(kind_of(instance))
         else:
             kind, place = self._number(kind_of(instance)), place_of(instance.labels)
             self._prefixes.remove(instance.instance_id)
-        entry = Entry(instance, kind, place, load, available_blocks(instance))
-        if before is None or stands(before) != stands(entry):
-            if before is not None:
-                self._unshelve(before)
-            for shelf in shelves_of(entry):
-                insort(self._shelves.setdefault(shelf, []), load)
-        self._entries[instance.instance_id] = entry
+        load = self._scorer.load(instance), occupancy(instance), instance.instance_id
+        self._shelves.put(Entry(instance, kind, place, load, available_blocks(instance)))
         if before is None or before.kind != kind:
             self._of_kind[kind] += 1
             if before is not None:
                 self._forget(before.kind)
 
     def remove(self, instance_id: str) -> None:
-        entry = self._entries.pop(instance_id)
         self._prefixes.remove(instance_id)
-        self._unshelve(entry)
-        self._forget(entry.kind)
+        self._forget(self._shelves.remove(instance_id).kind)
 
     def publish(self, instance_id: str, added: bytes, removed: bytes, *, reset: bool) -> int:
         """As PrefixIndex.publish, for an instance that is here."""
@@ -128,11 +121,11 @@ class PairIndex:
         """
         pair = self.find(request)
         if pair is None:
-            raise refusal((entry.instance for entry in self._entries.values()), request)
+            raise Refusing(self._shelves, self._kinds, request).refusal()
         return pair
 
     def find(self, request: TransferRequest) -> Pair | None:
-        """As `choose`, with None where there is no pair: only the reasons take a look at all."""
+        """As `choose`, with None where there is no pair."""
         avoid: frozenset[str] = frozenset(request.avoid)
         none: frozenset[str] = frozenset()
         if request.aggregated:
@@ -147,16 +140,8 @@ class PairIndex:
         return None
 
     def _find(self, request: TransferRequest, avoid: dict[Role, frozenset[str]]) -> Pair | None:
-        tokens = request.prompt_tokens or 0
-        search = _Search(
-            {
-                number: kind.layout.blocks_for(tokens)
-                for kind, number in self._kinds.items()
-                if kind.serves(request)
-            },
-            request,
-            avoid,
-        )
+        kinds = [(kind, number) for kind, number in self._kinds.items() if kind.serves(request)]
+        search = self._search(request, kinds, avoid)
         if request.prefix_hashes:
             search.depths = self._depths_of(search)
         weights = (
@@ -180,16 +165,12 @@ class PairIndex:
 
     def _find_one(self, request: TransferRequest, avoid: frozenset[str]) -> Pair | None:
         """The least loaded instance that can serve the request alone, as both sides of a pair."""
-        tokens = request.prompt_tokens or 0
-        search = _Search(
-            {
-                number: kind.layout.blocks_for(tokens)
-                for kind, number in self._kinds.items()
-                if kind.aggregates and kind.serves(request)
-            },
-            request,
-            dict.fromkeys(SIDES, avoid),
-        )
+        kinds = [
+            (kind, number)
+            for kind, number in self._kinds.items()
+            if kind.aggregates and kind.serves(request)
+        ]
+        search = self._search(request, kinds, dict.fromkeys(SIDES, avoid))
         shelves = product(search.needs, SIDES)
         heads = (next(self._fitting(search, (kind, side, ())), None) for kind, side in shelves)
         least = min((head for head in heads if head is not None), default=None)
@@ -203,6 +184,21 @@ class PairIndex:
                 cost=least[0], prefill=parts, decode={}, pair={}, distance=0, prefix_tokens=0
             )
         return Pair(instance, instance, blocks_for(instance, request), 0, score)
+
+    def _search(
+        self,
+        request: TransferRequest,
+        kinds: Iterable[tuple[Kind, int]],
+        avoid: dict[Role, frozenset[str]],
+    ) -> _Search:
+        tokens = request.prompt_tokens or 0
+        search = _Search(request, {}, {}, avoid)
+        for kind, number in kinds:
+            among = self._shelves.among(kind, request)
+            if among is None or among:
+                search.needs[number] = kind.layout.blocks_for(tokens)
+                search.among[number] = among
+        return search
 
     def _score(self, search: _Search, prefill_id: str, decode_id: str) -> Score:
         prefill, decode = self._entries[prefill_id], self._entries[decode_id]
@@ -229,11 +225,13 @@ class PairIndex:
 
         def takes_part(name: str) -> bool:
             entry = self._entries[name]
+            need, among = search.needs.get(entry.kind), search.among.get(entry.kind)
             return (
                 name not in search.avoid[Role.PREFILL]
-                and entry.instance.state is InstanceState.READY
-                and entry.instance.role.serves(Role.PREFILL)
-                and entry.available >= search.needs.get(entry.kind, entry.available + 1)
+                and stands(entry, entry.kind, Role.PREFILL)
+                and need is not None
+                and entry.available >= need
+                and (among is None or name in among)
             )
 
         return self._prefixes.longest(
@@ -308,13 +306,34 @@ class PairIndex:
         return heads
 
     def _fitting(self, search: _Search, shelf: Shelf) -> Iterator[LoadKey]:
-        """Whose blocks for the prompt are neither reserved by others nor reported as used."""
-        need, entries, avoid = search.needs[shelf[0]], self._entries, search.avoid[shelf[1]]
+        """Who serves the request and has blocks for the prompt that are neither reserved by others
+        nor reported as used, the least loaded first."""
+        kind, side, _ = shelf
+        if (kind, side) not in search.few:
+            search.few[kind, side] = self._few(search, kind, side)
+        few = search.few[kind, side]
+        if few is not None:
+            return iter(few.get(shelf, ()))
+        need, among = search.needs[kind], search.among[kind]
+        entries, avoid = self._entries, search.avoid[side]
         return (
             load
-            for load in self._shelves.get(shelf, ())
-            if entries[load[2]].available >= need and load[2] not in avoid
+            for load in self._shelves.loads(shelf)
+            if entries[load[2]].available >= need
+            and load[2] not in avoid
+            and (among is None or load[2] in among)
         )
+
+    def _few(self, search: _Search, kind: int, side: Role) -> dict[Shelf, list[LoadKey]] | None:
+        entries = self._shelves.few(kind, side, search.needs[kind], search.among[kind])
+        if entries is None:
+            return None
+        shelves: dict[Shelf, list[LoadKey]] = {}
+        for entry in sorted(entries, key=lambda entry: entry.load):
+            if entry.load[2] not in search.avoid[side]:
+                for place in places_of(entry, side):
+                    shelves.setdefault((kind, side, place), []).append(entry.load)
+        return shelves
 
     def _number(self, kind: Kind) -> int:
         number = self._kinds.get(kind)
@@ -337,13 +356,6 @@ class PairIndex:
             self._matches = {
                 pair: steps for pair, steps in self._matches.items() if number not in pair
             }
-
-    def _unshelve(self, entry: Entry) -> None:
-        for shelf in shelves_of(entry):
-            loads = self._shelves[shelf]
-            del loads[bisect_left(loads, entry.load)]
-            if not loads:
-                del self._shelves[shelf]
 
 
 def choose_pair(
