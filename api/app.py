@@ -37,6 +37,7 @@ from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.kv.block_table import MAX_JSON_BYTES
 from kvxfer.scaling import ScalePlan
+from kvxfer.scheduler.admission import Admission
 from kvxfer.scheduler.ending import end
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
@@ -62,7 +63,14 @@ def create_app(
     planner = autoscaler or Autoscaler(registry, clock=clock)
     history = ScalingHistory()
     overviews = OverviewFeed(registry, history, clock)
-    control_plane = ControlPlane(settings, registry, clock, metrics, planner, overviews)
+    admission = Admission(
+        registry,
+        seconds=settings.transfer_seconds,
+        max_waiting=settings.max_waiting,
+        tenants=settings.tenants,
+        clock=clock,
+    )
+    control_plane = ControlPlane(settings, registry, clock, metrics, planner, overviews, admission)
 
     def note_round(plan: ScalePlan) -> None:
         metrics.note_scaling(plan)
@@ -80,6 +88,7 @@ def create_app(
         finally:
             for task in tasks:
                 await end(task)
+            admission.close()
             await planner.close()
             await registry.close()
 

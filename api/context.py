@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Annotated, cast
+from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import Depends, Request
 
@@ -13,8 +14,12 @@ from kvxfer.api.overview_feed import OverviewFeed
 from kvxfer.api.settings import Settings
 from kvxfer.api.trace_store import TraceStore
 from kvxfer.clock import Clock
+from kvxfer.scheduler import refusals
+from kvxfer.scheduler.admission import Admission
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +30,25 @@ class ControlPlane:
     metrics: Metrics
     autoscaler: Autoscaler
     overviews: OverviewFeed
+    admission: Admission
     traces: TraceStore = field(default_factory=TraceStore)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to stop: watches end, readiness is refused."""
+
+    async def unless_stopping(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which ends when the server begins to stop: ControlPlaneUnavailable
+        then."""
+        working = asyncio.create_task(work)
+        stopping = asyncio.create_task(self.stopping.wait())
+        try:
+            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise refusals.stopping()
+            return working.result()
+        finally:
+            for task in (working, stopping):
+                task.cancel()
+            await asyncio.gather(working, stopping, return_exceptions=True)
 
 
 def control_plane(request: Request) -> ControlPlane:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from http import HTTPMethod
 from typing import Final
 
@@ -42,6 +42,8 @@ class Metrics:
         self._fleet = _NOBODY
         self._load: dict[str, Samples] = {}
         self._versions: list[int] = []
+        self.waiting: Mapping[str, int] = {}
+        """Of each tenant; to be set before `render`."""
         self._read_fleet()
         self._read_load()
         self.requests = metrics.counter(
@@ -58,6 +60,13 @@ class Metrics:
             "kvxfer_http_errors_total", "Problem documents sent, by their code.", "code"
         )
         self.heartbeats = metrics.counter("kvxfer_heartbeats_total", "Leases renewed.")
+        metrics.read(
+            "gauge",
+            "kvxfer_transfers_waiting",
+            "Requests that wait at this replica for a pair with room.",
+            "tenant",
+            samples=lambda: {(tenant,): count for tenant, count in self.waiting.items()},
+        )
         self.watchers = metrics.gauge("kvxfer_watchers", "Watches that are open now.")
         self._stale = metrics.gauge(
             "kvxfer_registry_stale_seconds",

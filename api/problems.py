@@ -335,7 +335,10 @@ def _headers(request: Request, error: KvxferError, status: int) -> dict[str, str
         case Forbidden(details={"scopes": [*scopes]}):
             wanted = " ".join(map(str, scopes))
             return {"WWW-Authenticate": f'Bearer error="insufficient_scope", scope="{wanted}"'}
-        case RateLimited(details={"retry_after_seconds": float(seconds)}):
+        case (
+            RateLimited(details={"retry_after_seconds": float(seconds)})
+            | NoCapacity(details={"retry_after_seconds": float(seconds)})
+        ):
             return {"Retry-After": str(math.ceil(seconds))}
     if status == HTTPStatus.SERVICE_UNAVAILABLE:
         return {"Retry-After": str(control_plane(request).settings.retry_after_seconds)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,6 +31,11 @@ class Settings:
     """How long a ticket is valid and its reservation counts."""
     weight_update_seconds: Seconds = 15.0
     """A weight update whose coordinator reports nothing for this long ends."""
+    max_waiting: Annotated[int, Meta(ge=0)] = 10_000
+    """Requests that wait for a pair at one replica; of one more the tenant with the most waiting
+    loses its last."""
+    tenants: Mapping[str, float] = field(default_factory=dict)
+    """The tenants that requests wait for in turn, and their weights."""
     rate_limit: Annotated[float, Meta(ge=0)] = 2000.0
     """Requests per second of one token at one address, and as many at once; 0 is no limit."""
     max_body_bytes: Annotated[int, Meta(ge=1)] = 1 << 20

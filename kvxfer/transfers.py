@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta
 
@@ -25,6 +25,9 @@ from kvxfer.record import Record
 
 TransferId: TypeAlias = Annotated[str, Meta(examples=["3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a"])]
 TicketText: TypeAlias = Annotated[str, Meta(max_length=4096, examples=["eyJhbGciOiJIUzI1NiIs…"])]
+
+MAX_WAIT_SECONDS: Final = 60.0
+"""How long a request may be kept waiting for a pair."""
 
 _RequestId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 _Costs: TypeAlias = Annotated[
@@ -58,6 +61,14 @@ class TransferRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
     aggregated: bool = False
     """Whether one instance has to serve the whole request, without a transfer of its KV cache: the
     answer names it on both sides, and has no ticket."""
+    wait_seconds: Annotated[float, Meta(ge=0, le=MAX_WAIT_SECONDS)] = 0.0
+    """Where no pair has room the request waits its turn for so long; with 0 it is refused, also
+    where others wait."""
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    """Of the requests that wait those of the lowest number are first, as in vLLM."""
+    tenant: Annotated[str | None, Meta(max_length=256, examples=[None])] = None
+    """For whom it is: the tenants that requests wait for take turns, by the weights of the pairing
+    policy. Those without a weight are one."""
 
 
 class HandshakeRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):

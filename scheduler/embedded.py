@@ -35,6 +35,7 @@ from kvxfer.scheduler.fleet import Fleet
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.pairing import Pair
 from kvxfer.scheduler.registry import Registry, Statistics, TransferEnd
+from kvxfer.scheduler.room import Room
 from kvxfer.scheduler.scoring import Scorer
 from kvxfer.scheduler.weight_updates import UpdateStep
 from kvxfer.transfers import Party, Transfer, TransferRequest
@@ -80,7 +81,8 @@ class EmbeddedRegistry(Registry):
         self._silence_seconds = silence_seconds
         self._stepped = self._clock.monotonic()
         self._feed = ChangeFeed(last_id=int(self._clock.unix() * 1e6), capacity=feed_capacity)
-        self._fleet = Fleet(scorer)
+        self.room = Room()
+        self._fleet = Fleet(scorer, self.room)
         self._holders: dict[str, _Holder] = {}
         self._tables: dict[str, BlockTable] = {}
         self._arrivals = Arrivals()
@@ -214,6 +216,10 @@ class EmbeddedRegistry(Registry):
     async def choose(self, request: TransferRequest) -> Pair:
         self._begin()
         return self._fleet.choose(request)
+
+    def find(self, request: TransferRequest) -> Pair | None:
+        self._begin()
+        return self._fleet.find(request)
 
     async def reserve(self, transfer: Transfer, *, seconds: float) -> None:
         now = self._begin()

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from kvxfer.instances import Instance, InstanceState, Reserved, Role
 from kvxfer.scheduler.pair_index import PairIndex
 from kvxfer.scheduler.pairing import Pair
+from kvxfer.scheduler.room import Room
 from kvxfer.scheduler.scoring import Scorer
 from kvxfer.transfers import Transfer, TransferRequest
 
@@ -17,11 +18,11 @@ from kvxfer.transfers import Transfer, TransferRequest
 class Fleet:
     """Belongs to one event loop. What an instance has reserved follows from its transfers."""
 
-    def __init__(self, scorer: Scorer | None = None) -> None:
+    def __init__(self, scorer: Scorer | None = None, room: Room | None = None) -> None:
         self._instances: dict[str, Instance] = {}
         self._transfers: dict[str, Transfer] = {}
         self._held: dict[str, set[str]] = {}
-        self._index = PairIndex(scorer=scorer)
+        self._index = PairIndex(scorer=scorer, room=room)
 
     def get(self, instance_id: str) -> Instance | None:
         return self._instances.get(instance_id)

@@ -24,8 +24,18 @@ from kvxfer.scheduler.pairing import (
 )
 from kvxfer.scheduler.prefix_index import PrefixIndex
 from kvxfer.scheduler.refusing import Refusing
+from kvxfer.scheduler.room import Room
 from kvxfer.scheduler.scoring import Scorer, WeightedScorer, available_blocks, occupancy
-from kvxfer.scheduler.shelves import Entry, LoadKey, Shelf, Shelves, depths, places_of, stands
+from kvxfer.scheduler.shelves import (
+    Entry,
+    LoadKey,
+    Shelf,
+    Shelves,
+    depths,
+    more_room,
+    places_of,
+    stands,
+)
 from kvxfer.scheduler.topology import LABELS, distance, place_of
 from kvxfer.transfers import Score, TransferRequest
 
@@ -61,7 +71,15 @@ class _Search(Struct):
 class PairIndex:
     """Belongs to one event loop. `put` and `remove` cost O(log n) comparisons."""
 
-    def __init__(self, instances: Iterable[Instance] = (), *, scorer: Scorer | None = None) -> None:
+    def __init__(
+        self,
+        instances: Iterable[Instance] = (),
+        *,
+        scorer: Scorer | None = None,
+        room: Room | None = None,
+    ) -> None:
+        """`room` is told of every instance that can take more than before."""
+        self._room = room or Room()
         self._scorer = scorer or WeightedScorer()
         if type(self._scorer) is not WeightedScorer:
             self._scorer = CheckedScorer(self._scorer)
@@ -87,11 +105,14 @@ class PairIndex:
             kind, place = self._number(kind_of(instance)), place_of(instance.labels)
             self._prefixes.remove(instance.instance_id)
         load = self._scorer.load(instance), occupancy(instance), instance.instance_id
-        self._shelves.put(Entry(instance, kind, place, load, available_blocks(instance)))
+        entry = Entry(instance, kind, place, load, available_blocks(instance))
+        self._shelves.put(entry)
         if before is None or before.kind != kind:
             self._of_kind[kind] += 1
             if before is not None:
                 self._forget(before.kind)
+        if before is None or more_room(before, entry):
+            self._room.tell(instance)
 
     def remove(self, instance_id: str) -> None:
         self._prefixes.remove(instance_id)

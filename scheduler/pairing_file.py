@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
@@ -22,20 +23,30 @@ class PairingFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`weighted`, or the name of an entry point of the group `kvxfer.scorers`."""
     weights: Weights = Weights()
     """Of the scorer `weighted`."""
+    tenants: dict[str, Annotated[float, msgspec.Meta(gt=0, le=1e6)]] = {}
+    """The tenants that requests wait for in turn, and their weights."""
     options: dict[str, Any] = {}
     """Of any other scorer: the keyword arguments that it is made with."""
 
 
-def read_pairing_file(path: Path) -> Scorer:
-    """The scorer that the file asks for.
+class PairingPolicy(NamedTuple):
+    """What the file asks for."""
 
-    Raises InvalidArgument that names the file, the member, its value and the remedy.
-    """
+    scorer: Scorer
+    tenants: Mapping[str, float]
+
+
+def read_pairing_file(path: Path) -> PairingPolicy:
+    """Raises InvalidArgument that names the file, the member, its value and the remedy."""
     return parse_pairing_file(str(path), read_document(path, "pairing policy"))
 
 
-def parse_pairing_file(name: str, document: Any) -> Scorer:
+def parse_pairing_file(name: str, document: Any) -> PairingPolicy:
     file = convert(name, document, PairingFile, reference=_REFERENCE)
+    return PairingPolicy(_scorer(name, file), file.tenants)
+
+
+def _scorer(name: str, file: PairingFile) -> Scorer:
     if file.scorer == _WEIGHTED:
         if file.options:
             raise InvalidArgument(

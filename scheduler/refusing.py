@@ -155,7 +155,7 @@ class Refusing:
         for kind, number in self._of_model.items():
             told[kind.weights_version] += self._census(number, Role).total()
         silent = told.pop(None, 0)
-        there = [f"{version} ({count})" for version, count in sorted(told.items())]  # type: ignore[type-var]
+        there = [f"{version} ({count})" for version, count in sorted(told.items())]
         if silent:
             there.append(f"not told ({silent})")
         return (

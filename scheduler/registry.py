@@ -24,6 +24,7 @@ from kvxfer.instances import (
 )
 from kvxfer.kv.block_table import BlockTable
 from kvxfer.scheduler.pairing import Pair
+from kvxfer.scheduler.room import Room
 from kvxfer.scheduler.weight_updates import UpdateStep
 from kvxfer.transfers import Transfer, TransferRequest
 from kvxfer.weight_updates import (
@@ -64,6 +65,9 @@ class Registry(ABC):
     ControlPlaneUnavailable, and what reads is answered from what was last known, if anything was:
     `stale_seconds` says so.
     """
+
+    room: Room
+    """Tells when an instance can take more than before."""
 
     @abstractmethod
     async def open(self) -> None:
@@ -151,6 +155,10 @@ class Registry(ABC):
 
         What it looks at may be a moment old. Raises NoCapacity or PromptTooLong, which are not.
         """
+
+    @abstractmethod
+    def find(self, request: TransferRequest) -> Pair | None:
+        """As `choose` from what is known here, with None where that has no room."""
 
     @abstractmethod
     async def reserve(self, transfer: Transfer, *, seconds: float) -> None:

@@ -72,6 +72,16 @@ def stands(entry: Entry, kind: int, side: Role) -> bool:
     )
 
 
+def more_room(before: Entry, after: Entry) -> bool:
+    """Whether there may be a pair with it that there was not."""
+    had, has = before.instance, after.instance
+    return has.state is InstanceState.READY and (
+        after.available > before.available
+        or (had.state, had.role, before.kind) != (has.state, has.role, after.kind)
+        or had.load.models != has.load.models
+    )
+
+
 def key_by(order: Order, entry: Entry) -> RoomKey:
     instance = entry.instance
     blocks = entry.available if order == "room" else instance.num_blocks
@@ -117,7 +127,9 @@ class Shelves:
         if among is None:
             return keys[0] if keys else None
         if _few(len(among), len(keys)):
-            return min((key_by(order, entry) for entry in self._of(among, kind, side)), default=None)
+            return min(
+                (key_by(order, entry) for entry in self._of(among, kind, side)), default=None
+            )
         return next((key for key in keys if key[1] in among), None)
 
     def few(self, kind: int, side: Role, need: int, among: set[str] | None) -> list[Entry] | None:

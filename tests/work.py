@@ -8,8 +8,8 @@ from types import FrameType
 from typing import Any
 
 
-def steps_of(call: Callable[[], object]) -> int:
-    """Bytecodes that `call` runs in Python code of its thread."""
+def steps_of(call: Callable[..., object], *arguments: object) -> int:
+    """Bytecodes that a call runs in Python code of its thread."""
     steps = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -21,7 +21,7 @@ def steps_of(call: Callable[[], object]) -> int:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        call()
+        call(*arguments)
     finally:
         sys.settrace(before)
     return steps

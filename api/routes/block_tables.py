@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Body, Path, Query, Request, Response
 
 from kvxfer.api.access import GuardedRoute, allow
-from kvxfer.api.context import ControlPlane, ControlPlaneDep
+from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.problems import responses
 from kvxfer.errors import (
     BlockTableExists,
@@ -22,7 +21,6 @@ from kvxfer.errors import (
 )
 from kvxfer.kv.block_table import BlockTable, verify_block_table
 from kvxfer.record_schema import parameter
-from kvxfer.scheduler import refusals
 from kvxfer.ticket import Ticket
 from kvxfer.transfers import Transfer, TransferId
 from kvxfer.web.answer import while_connected
@@ -87,22 +85,8 @@ async def get(
     ] = 0.0,
 ) -> BlockTable:
     """The block table of an open transfer. A wait ends at once where the transfer ends."""
-    work = _until_stopping(app, transfer_id, wait_seconds)
-    return await while_connected(request.receive, work)
-
-
-async def _until_stopping(app: ControlPlane, transfer_id: str, wait_seconds: float) -> BlockTable:
-    look = app.registry.block_table(transfer_id, wait_seconds=wait_seconds)
-    looking = asyncio.create_task(look)
-    stopping = asyncio.create_task(app.stopping.wait())
-    try:
-        await asyncio.wait((looking, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if not looking.done():
-            raise refusals.stopping()
-        return looking.result()
-    finally:
-        for task in (looking, stopping):
-            task.cancel()
+    work = app.registry.block_table(transfer_id, wait_seconds=wait_seconds)
+    return await while_connected(request.receive, app.unless_stopping(work))
 
 
 def _require_pair(transfer: Transfer, ticket: Ticket) -> None:

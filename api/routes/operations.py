@@ -58,6 +58,7 @@ async def readyz(app: ControlPlaneDep) -> Readiness:
 @allow(Scope.MONITOR, Scope.ADMIN)
 async def metrics(app: ControlPlaneDep) -> Response:
     """Metrics in the Prometheus text format."""
+    app.metrics.waiting = app.admission.waiting
     exposition = app.metrics.render(
         await app.registry.statistics(),
         await app.registry.instances(),

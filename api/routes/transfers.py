@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Path, Query, Response
+from fastapi import APIRouter, Body, Path, Query, Request, Response
 
 from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
@@ -21,7 +21,6 @@ from kvxfer.errors import (
 )
 from kvxfer.instances import InstanceId
 from kvxfer.record_schema import parameter
-from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.ticket import Ticket, sign_ticket
 from kvxfer.tracing.span import incoming
 from kvxfer.transfers import (
@@ -31,6 +30,7 @@ from kvxfer.transfers import (
     TransferList,
     TransferRequest,
 )
+from kvxfer.web.answer import while_connected
 from kvxfer.web.tokens import Scope
 
 router = APIRouter(route_class=GuardedRoute, prefix="/v1/transfers", tags=["transfers"])
@@ -52,16 +52,21 @@ _TransferId = Annotated[TransferId, Path(max_length=128, **parameter(TransferId)
 )
 @allow(Scope.ROUTER)
 async def open_(
-    body: Annotated[TransferRequest, Body()], app: ControlPlaneDep, response: Response
+    body: Annotated[TransferRequest, Body()],
+    request: Request,
+    app: ControlPlaneDep,
+    response: Response,
 ) -> OpenedTransfer:
     """Reserves the best pair and returns it with a signed ticket for both workers, or the best
     instance that serves the request alone.
 
-    The reservation ends by DELETE, with `expires_at`, or when one of the two instances is gone.
+    With `wait_seconds` it waits its turn where no pair has room; a caller that disconnects gives it
+    up. The reservation ends by DELETE, with `expires_at`, or when one of the two instances is gone.
     """
-    transfer = await open_transfer(
-        app.registry, body, seconds=app.settings.transfer_seconds, clock=app.clock
-    )
+    opening = app.admission.open(body)
+    if body.wait_seconds:
+        opening = while_connected(request.receive, app.unless_stopping(opening))
+    transfer = await opening
     ticket = "" if body.aggregated else sign_ticket(_ticket(transfer), app.settings.signing_keys)
     response.headers["Location"] = f"{router.prefix}/{transfer.transfer_id}"
     return OpenedTransfer.of(transfer, ticket)

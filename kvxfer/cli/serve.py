@@ -57,12 +57,13 @@ def serve(
         OptionsOf(
             Settings,
             without=(
-                *("cluster_key", "ticket_keys", "tokens"),
+                *("cluster_key", "ticket_keys", "tokens", "tenants"),
                 *("keepalive_seconds", "sweep_seconds", "retry_after_seconds"),
             ),
             panel=TRUST_PANEL,
             transfer_seconds=typer.Option(),
             weight_update_seconds=typer.Option(),
+            max_waiting=typer.Option(),
         ),
     ],
     scaling_policy: Annotated[
@@ -77,7 +78,7 @@ def serve(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="YAML or TOML: which scorer ranks the pairs, and its weights.",
+            help="YAML or TOML: which scorer ranks the pairs, and the weights of tenants.",
             show_default="least loaded, near, cached prefix",
         ),
     ] = None,
@@ -130,14 +131,15 @@ def serve(
 
     logs.configure()
     tls = certificate.read(tls_client_ca)
+    pairing = None if pairing_policy is None else read_pairing_file(pairing_policy)
     settings = Settings(
         cluster_key=read_cluster_key(cluster_key_file),
         ticket_keys=None if ticket_keys_file is None else watch_ticket_keys(ticket_keys_file),
         tokens=None if tokens_file is None else watch_tokens(tokens_file),
+        tenants={} if pairing is None else pairing.tenants,
         **given,
     )
-    scorer = None if pairing_policy is None else read_pairing_file(pairing_policy)
-    fleet = make_registry(registry, lease, scorer)
+    fleet = make_registry(registry, lease, None if pairing is None else pairing.scorer)
     scaling = None if scaling_policy is None else read_scaling_file(scaling_policy)
     listener = listen(
         host,

@@ -160,6 +160,9 @@ def open_transfer(
     explain: bool = False,
     weights_version: int | None = None,
     aggregated: bool = False,
+    wait_seconds: float = 0.0,
+    priority: int = 0,
+    tenant: str | None = None,
 ) -> Call[OpenedTransfer]:
     """Reserves the best pair, each argument as in `TransferRequest`.
 
@@ -181,7 +184,10 @@ def open_transfer(
         body["weights_version"] = weights_version
     if aggregated:
         body["aggregated"] = True
-    return Call("POST", "/v1/transfers", _reads(OpenedTransfer), body, repeatable=False)
+    if wait_seconds:
+        body.update(wait_seconds=wait_seconds, priority=priority, tenant=tenant)
+    read = _reads(OpenedTransfer)
+    return Call("POST", "/v1/transfers", read, body, repeatable=False, wait_seconds=wait_seconds)
 
 
 def transfers(

@@ -28,7 +28,7 @@ from kvxfer.tracing.span import HEADER, current
 _LEAST_TIMEOUT: Final = 0.01
 # Of one client at a time. httpx2 looks at every connection for every call that waits for one: with
 # hundreds of calls at once that takes longer than the calls.
-_MAX_CALLS: Final = 32
+MAX_CALLS: Final = 32
 # Calls that the control plane keeps waiting have separate connections, without a limit.
 _LIMITS: Final = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
 
@@ -235,7 +235,9 @@ class ControlPlaneClient(_Client):
     ) -> None:
         super().__init__(url, credentials, timeout, deadline, transport, clock)
         self._http = self._open(httpx2.AsyncClient)
-        self._turns = asyncio.Semaphore(_MAX_CALLS)
+        # Their connections are not gone through for every other call.
+        self._waiting = self._open(httpx2.AsyncClient)
+        self._turns = asyncio.Semaphore(MAX_CALLS)
 
     async def __aenter__(self) -> Self:
         return self
@@ -250,6 +252,7 @@ class ControlPlaneClient(_Client):
 
     async def close(self) -> None:
         await self._http.aclose()
+        await self._waiting.aclose()
 
     async def send(self, call: Call[T]) -> T:
         """Makes a call, within its deadline or the client's."""
@@ -267,24 +270,26 @@ class ControlPlaneClient(_Client):
     async def _attempt(self, attempts: _Attempts[T]) -> Answer[T]:
         call = attempts.call
         try:
-            async with self._turn(call, attempts.seconds()):
-                response = await self._http.request(**self._request(call, attempts.seconds()))
+            async with self._turn(call, attempts.seconds()) as http:
+                response = await http.request(**self._request(call, attempts.seconds()))
         except httpx2.RequestError as error:
             raise attempts.unanswered(error) from error
         return attempts.read(response)
 
     @asynccontextmanager
-    async def _turn(self, call: Call[Any], seconds: float) -> AsyncGenerator[None, None]:
+    async def _turn(
+        self, call: Call[Any], seconds: float
+    ) -> AsyncGenerator[httpx2.AsyncClient, None]:
         if call.wait_seconds:
-            yield
+            yield self._waiting
             return
         try:
             async with asyncio.timeout(seconds):
                 await self._turns.acquire()
         except TimeoutError as error:
-            raise httpx2.PoolTimeout(f"{_MAX_CALLS} calls were under way") from error
+            raise httpx2.PoolTimeout(f"{MAX_CALLS} calls were under way") from error
         try:
-            yield
+            yield self._http
         finally:
             self._turns.release()
 

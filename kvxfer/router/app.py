@@ -27,6 +27,7 @@ from kvxfer.router.settings import RouterSettings
 from kvxfer.tracing.asgi import TraceRequests
 from kvxfer.web.body_limit import LimitBodies
 from kvxfer.web.request_log import (
+    CALLER_KEY,
     REQUEST_ID_HEADER,
     REQUEST_ID_KEY,
     LogRequests,
@@ -81,6 +82,7 @@ def create_app(
                     for name in settings.forward_headers
                     if name in request.headers
                 },
+                tenant=request.scope.get(CALLER_KEY),
                 arrived=clock.monotonic(),
             )
             rename_request(request.scope, asked.request_id)

@@ -53,8 +53,16 @@ class Asked:
     """The prompt's tokens as a worker has rendered it, for both workers."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Of the client, for the workers."""
+    tenant: str | None = None
+    """The name of the client's API key."""
     arrived: float
     """By the monotonic clock of the router."""
+
+    @property
+    def priority(self) -> int:
+        """As vLLM's, whose lowest number is first; 0 where the request has none that counts."""
+        value = value_of(self.members, "priority")
+        return value if type(value) is int and -1000 <= value <= 1000 else 0
 
     def not_by_a_pair(self, refusal: NotAggregating) -> KvxferError:
         """What the client is told where no worker serves it alone."""
@@ -74,6 +82,7 @@ def read_request(
     method: str = "POST",
     content_type: str = _JSON,
     headers: Mapping[str, str] | None = None,
+    tenant: str | None = None,
     arrived: float = 0.0,
 ) -> Asked:
     """Raises InvalidRequest for a body that no worker may see.
@@ -111,5 +120,6 @@ def read_request(
         text_bytes=prompt.nbytes if prompt.ids is None else 0,
         ids=prompt.ids,
         headers=headers or {},
+        tenant=tenant,
         arrived=arrived,
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ import httpx2
 
 from kvxfer.client import ControlPlaneClient, calls
 from kvxfer.client.calls import Call
+from kvxfer.client.clients import MAX_CALLS
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import (
     BlockPoolExhausted,
@@ -42,15 +44,17 @@ from kvxfer.router.rendering import Rendering
 from kvxfer.router.settings import RouterSettings
 from kvxfer.router.worker_errors import is_refusal
 from kvxfer.tracing.span import span
-from kvxfer.transfers import OpenedTransfer
+from kvxfer.transfers import MAX_WAIT_SECONDS, OpenedTransfer
 
 # Other workers answer these in the same way.
 _FINAL: Final = (InvalidArgument, PromptTooLong, WorkerKeyRefused)
 _TRIED_ELSEWHERE: Final = frozenset(
     {HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT}
 )
-# Between two questions for a pair while there is none: full jitter below this.
+# Before the control plane is asked again that did not answer: full jitter below this.
 _PAUSE_SECONDS: Final = 0.2
+# Beside a wait for a pair, for the way to the control plane and back.
+_ANSWER_SECONDS: Final = 5.0
 # The longest before a worker that has failed a request is asked again.
 _LONGEST_PAUSE_SECONDS: Final = 0.8
 # That POST /v1/transfers takes.
@@ -78,6 +82,10 @@ class Router:
         self.models = FleetModels(control_plane, self._http, settings, clock)
         self._prompts = Rendering(self._http, self.models, settings, metrics, clock)
         self._running = 0
+        # Who asks for a pair without a wait: no more at once than the client has calls for.
+        self._turns = asyncio.Semaphore(MAX_CALLS)
+        # Of each model, how many requests the control plane keeps waiting.
+        self._queued: Counter[str | None] = Counter()
         self._releases: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -172,25 +180,17 @@ class Router:
         said: NoCapacity | ControlPlaneUnavailable | None = attempts.no_room
         while True:
             try:
-                call = calls.open_transfer(
-                    request_id=asked.request_id,
-                    model=asked.model,
-                    prompt_tokens=asked.prompt_tokens,
-                    prefix_hashes=asked.prefix.hashes,
-                    tokens_per_hash=asked.prefix.tokens_per_hash,
-                    avoid=attempts.avoid,
-                    aggregated=bool(asked.alone),
-                )
-                left = max(give_up - self._clock.monotonic(), 0.0)
-                transfer = await self._open(call.within(left))
+                transfer = await self._ask(give_up, asked, attempts)
             except NotAggregating as error:
                 raise asked.not_by_a_pair(error) from None
-            except (NoCapacity, ControlPlaneUnavailable) as error:
-                if isinstance(error, NoCapacity) and asked.model is not None:
-                    await self.models.require(asked.model)
+            except NoCapacity as error:
+                # Where too many wait it would be refused again.
+                if "retry_after_seconds" in error.details or self._clock.monotonic() >= give_up:
+                    raise
+                said = error
+            except ControlPlaneUnavailable as error:
                 # Asked in the last moment it may not answer: what it said before counts.
-                hurried = isinstance(error, ControlPlaneUnavailable) and error.hurried
-                said = error if said is None or not hurried else said
+                said = error if said is None or not error.hurried else said
                 pause = random.uniform(0, _PAUSE_SECONDS)  # noqa: S311 (no secret)
                 if self._clock.monotonic() + pause > give_up:
                     raise said from said.__cause__
@@ -200,6 +200,47 @@ class Router:
                     self.models.seen(asked.model)
                     self._prompts.served(asked.model, transfer)
                 return transfer
+
+    async def _ask(self, give_up: float, asked: Asked, attempts: _Attempts) -> OpenedTransfer:
+        """Lets the control plane keep the request waiting for its turn where others of its model
+        wait, or where it has refused it."""
+
+        def call(wait: float = 0.0) -> Call[OpenedTransfer]:
+            left = max(give_up - self._clock.monotonic(), 0.0)
+            return calls.open_transfer(
+                request_id=asked.request_id,
+                model=asked.model,
+                prompt_tokens=asked.prompt_tokens,
+                prefix_hashes=asked.prefix.hashes,
+                tokens_per_hash=asked.prefix.tokens_per_hash,
+                avoid=attempts.avoid,
+                aggregated=bool(asked.alone),
+                wait_seconds=min(left, wait),
+                priority=asked.priority if self._settings.priorities else 0,
+                tenant=asked.tenant,
+            ).within(left + (_ANSWER_SECONDS if wait else 0.0))
+
+        async with self._turns:
+            if not self._queued[asked.model]:
+                try:
+                    return await self._open(call())
+                except NoCapacity:
+                    if asked.model is not None:
+                        await self.models.require(asked.model)
+                    if self._clock.monotonic() >= give_up:
+                        raise
+        with self._queuing(asked.model):
+            return await self._open(call(MAX_WAIT_SECONDS))
+
+    @contextmanager
+    def _queuing(self, model: str | None) -> Iterator[None]:
+        self._queued[model] += 1
+        try:
+            yield
+        finally:
+            self._queued[model] -= 1
+            if not self._queued[model]:
+                del self._queued[model]
 
     async def _open(self, call: Call[OpenedTransfer]) -> OpenedTransfer:
         """Where the client leaves meanwhile, what was opened is given back."""

@@ -67,6 +67,8 @@ class RouterSettings:
     """A client that takes no token for so long is given up, and its request with it."""
     stop_seconds: Annotated[int, Meta(ge=0)] = 30
     """Told to stop, it lets requests under way go on for so long."""
+    priorities: bool = False
+    """Whether `priority` of a client's request, vLLM's, also says who waits for a pair."""
     max_requests: Annotated[int, Meta(ge=1)] = 1024
     """Under way at once; the next one is a 503."""
     max_body_bytes: Annotated[int, Meta(ge=1)] = 4 << 20

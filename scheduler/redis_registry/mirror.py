@@ -21,6 +21,7 @@ from kvxfer.scheduler.redis_registry.records import (
     id_of,
     reading,
 )
+from kvxfer.scheduler.room import Room
 from kvxfer.scheduler.scoring import Scorer
 from kvxfer.scheduler.weight_updates import UpdateLedger
 from kvxfer.transfers import Transfer
@@ -33,8 +34,9 @@ class LogBroken(Exception):
 class Mirror:
     """Belongs to one event loop. Empty until the first `replace`."""
 
-    def __init__(self, *, feed_capacity: int, scorer: Scorer | None = None) -> None:
+    def __init__(self, *, feed_capacity: int, scorer: Scorer | None, room: Room) -> None:
         self._scorer = scorer
+        self._room = room
         self.fleet = self.empty_fleet()
         self.feed = ChangeFeed(last_id=0, capacity=feed_capacity)
         self.tables: set[str] = set()
@@ -49,7 +51,7 @@ class Mirror:
 
     def empty_fleet(self) -> Fleet:
         """One to fill and give to `replace`."""
-        return Fleet(self._scorer)
+        return Fleet(self._scorer, self._room)
 
     def replace(
         self,
@@ -67,6 +69,7 @@ class Mirror:
         self.arrivals.announce_all()
         self._provisional.clear()
         self.feed.reload(floor, changes)
+        self._room.tell(None)
         self._wake()
 
     def apply(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> None:

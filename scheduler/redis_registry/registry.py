@@ -45,6 +45,7 @@ from kvxfer.scheduler.redis_registry.records import (
 from kvxfer.scheduler.redis_registry.scripts import Step
 from kvxfer.scheduler.redis_registry.url import RedisUrl
 from kvxfer.scheduler.registry import Registry, Statistics, TransferEnd
+from kvxfer.scheduler.room import Room
 from kvxfer.scheduler.scoring import Scorer
 from kvxfer.scheduler.weight_updates import (
     UpdateStep,
@@ -99,7 +100,8 @@ class RedisRegistry(Registry):
         self._clock = clock
         self._lengths = (str(log_length), str(feed_capacity))
         self._link = Link(RedisUrl.parse(url), timeout=timeout, clock=clock or SYSTEM_CLOCK)
-        self._mirror = Mirror(feed_capacity=feed_capacity, scorer=scorer)
+        self.room = Room()
+        self._mirror = Mirror(feed_capacity=feed_capacity, scorer=scorer, room=self.room)
         self._follower = Follower(self._link, self._mirror, _PREFIX, self._header)
         self._counts: dict[bytes, bytes] = {}
 
@@ -216,6 +218,10 @@ class RedisRegistry(Registry):
         await self._catch_up()
         self._require_redis()
         return self._mirror.fleet.choose(request)
+
+    def find(self, request: TransferRequest) -> Pair | None:
+        self._require_redis()
+        return self._mirror.fleet.find(request)
 
     async def reserve(self, transfer: Transfer, *, seconds: float) -> None:
         self._require_redis()

@@ -100,7 +100,7 @@ def read_policy(
         elif what == "scaling" and value:
             scaling = read_scaling_file(Path(value))
         elif what == "pairing" and value:
-            scorer = read_pairing_file(Path(value))
+            scorer = read_pairing_file(Path(value)).scorer
         else:
             raise InvalidArgument(f"--policy {text}: {part.strip()!r} is no policy; {_REMEDY}")
     if scaling is not None:

@@ -51,7 +51,7 @@ def refusal_of(index: PairIndex, request: TransferRequest) -> KvxferError:
 def test_refusal_is_the_same_work_in_a_large_fleet(request_):
     full = replace(FULL, models=("alias",))
     few, many = (PairIndex(fleet_of(n, full, aggregates=True)) for n in (20, 4000))
-    works = [steps_of(lambda index=index: refusal_of(index, request_)) for index in (few, many)]
+    works = [steps_of(refusal_of, index, request_) for index in (few, many)]
     assert works[1] < 1.2 * works[0]
 
 
@@ -62,7 +62,7 @@ def test_choice_among_many_full_instances_finds_the_few_that_have_room():
         for i in (0, 1):
             fleet[-2 + i] = replace(fleet[-2 + i], load=Load(running=9))
         index = PairIndex(fleet)
-        works.append(steps_of(lambda index=index: index.choose(TransferRequest(prompt_tokens=16))))
+        works.append(steps_of(index.choose, TransferRequest(prompt_tokens=16)))
         pair = index.choose(TransferRequest(prompt_tokens=16))
         assert (pair.prefill, pair.decode) == tuple(fleet[-2:])
     assert works[1] < 1.2 * works[0]
@@ -71,23 +71,18 @@ def test_choice_among_many_full_instances_finds_the_few_that_have_room():
 def test_adapters_of_each_instance_make_no_kinds():
     def index_of(count: int) -> PairIndex:
         fleet = fleet_of(count, Load())
-        named = [
-            replace(i, load=Load(models=(f"a{n // 2}", "alias"))) for n, i in enumerate(fleet)
-        ]
+        named = [replace(i, load=Load(models=(f"a{n // 2}", "alias"))) for n, i in enumerate(fleet)]
         return PairIndex(named)
 
     few, many = index_of(40), index_of(2000)
     for request in (TransferRequest(), TransferRequest(model="a7"), TransferRequest(model="alias")):
-        works = [steps_of(lambda index=index: index.choose(request)) for index in (few, many)]
+        works = [steps_of(index.choose, request) for index in (few, many)]
         assert works[1] < 1.5 * works[0], request.model
     pair = many.choose(TransferRequest(model="a7"))
     assert (pair.prefill.instance_id, pair.decode.instance_id) == ("i00014", "i00015")
 
-    beats = [
-        steps_of(lambda index=index: index.put(instance("i00000", "prefill", load=loaded)))
-        for loaded in [Load(models=("new",), running=1)]
-        for index in (few, many)
-    ]
+    loaded = instance("i00000", "prefill", load=Load(models=("new",), running=1))
+    beats = [steps_of(index.put, loaded) for index in (few, many)]
     assert beats[1] < 1.2 * beats[0], "a heartbeat with a new adapter"
     assert many.find(TransferRequest(model="a0")) is None
     assert "no prefill instance of model 'a0' is ready (none registered)" in str(
@@ -113,9 +108,11 @@ def reasons_the_slow_way(fleet: Sequence[Instance], request: TransferRequest) ->
         said = f"no instance{model} serves weights version {version}; there are {', '.join(there)}"
         return NoCapacity("", reasons=[said])
     ready = [i for i in fitting_version if i.state is InstanceState.READY]
-    groups = [("instance", ready)] if request.aggregated else [
-        (f"{side} instance", [i for i in ready if i.role.serves(side)]) for side in SIDES
-    ]
+    groups = (
+        [("instance", ready)]
+        if request.aggregated
+        else [(f"{side} instance", [i for i in ready if i.role.serves(side)]) for side in SIDES]
+    )
     for what, group in groups:
         if group and all(blocks_for(i, request) > i.num_blocks for i in group):
             return PromptTooLong(what)

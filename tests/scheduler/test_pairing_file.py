@@ -40,7 +40,7 @@ def installed(monkeypatch):
 def test_weights_are_those_of_the_file(tmp_path):
     file = tmp_path / "pairing.yaml"
     file.write_text("weights:\n  distance: 2.5\n  occupancy: 3\n")
-    scorer = read_pairing_file(file)
+    scorer = read_pairing_file(file).scorer
     assert isinstance(scorer, WeightedScorer)
     assert scorer.weights == Weights(distance=2.5, occupancy=3)
 
@@ -48,15 +48,24 @@ def test_weights_are_those_of_the_file(tmp_path):
 def test_empty_file_is_the_default(tmp_path):
     file = tmp_path / "pairing.yaml"
     file.write_text("")
-    scorer = read_pairing_file(file)
+    scorer = read_pairing_file(file).scorer
     assert isinstance(scorer, WeightedScorer)
     assert scorer.weights == Weights()
+
+
+def test_tenants_have_their_weights(tmp_path):
+    file = tmp_path / "pairing.toml"
+    file.write_text("[tenants]\ngold = 2.0\niron = 1\n")
+    assert read_pairing_file(file).tenants == {"gold": 2.0, "iron": 1.0}
+    file.write_text("[tenants]\ngold = 0\n")
+    with pytest.raises(InvalidArgument, match=r"tenants.*gold"):
+        read_pairing_file(file)
 
 
 def test_installed_scorer_is_made_with_its_options(tmp_path, installed):
     file = tmp_path / "pairing.toml"
     file.write_text('scorer = "constant"\n[options]\ncost = 4\n')
-    scorer = read_pairing_file(file)
+    scorer = read_pairing_file(file).scorer
     assert isinstance(scorer, Constant)
     assert scorer.cost == 4
 

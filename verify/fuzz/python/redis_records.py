@@ -22,6 +22,7 @@ from kvxfer.scheduler.redis_registry import records
 from kvxfer.scheduler.redis_registry.answers import accepted, lease
 from kvxfer.scheduler.redis_registry.mirror import LogBroken, Mirror
 from kvxfer.scheduler.redis_registry.snapshot import load
+from kvxfer.scheduler.room import Room
 from kvxfer.scheduler.scaling.redis_leader import _token
 from kvxfer.transfers import Party, Transfer, TransferRequest
 from kvxfer.weight_updates import UpdateState
@@ -109,7 +110,7 @@ def _mirror(choices: Choices) -> None:
 
 
 async def _follow(choices: Choices) -> None:
-    mirror = Mirror(feed_capacity=4)
+    mirror = Mirror(feed_capacity=4, scorer=None, room=Room())
     await _load(mirror, choices)
     while choices:
         kind = choices.byte()
