@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from kvxfer.ticket import Ticket, verify_ticket
 from verify.control_plane import CLUSTER_KEY
+from verify.polling import eventually
 
 from .conftest import LEASE, join, problem
 
@@ -175,3 +178,71 @@ async def test_open_transfers_are_listed_without_tickets(api):
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "instance_id=a/b"])
 async def test_list_that_cannot_be_meant_is_refused(api, query):
     problem(await api.get(f"/v1/transfers?{query}"), 422, "invalid-argument")
+
+
+WHOLE = {"prompt_tokens": 1024}
+
+
+@pytest.fixture
+async def full(api):
+    """A pair that one request fills; its transfer."""
+    await join(api, "p")
+    await join(api, "d", "decode")
+    return (await api.post("/v1/transfers", json=WHOLE)).json()
+
+
+async def waiting_at(api, app, **members):
+    """A request that the control plane keeps waiting."""
+    there = app.state.control_plane.admission.waiting["other"]
+    body = {**WHOLE, "wait_seconds": 20, **members}
+    task = asyncio.create_task(api.post("/v1/transfers", json=body))
+    await eventually(lambda: app.state.control_plane.admission.waiting["other"] == there + 1)
+    return task
+
+
+async def test_request_that_waits_is_answered_with_the_pair_that_is_given_back(api, app, full):
+    waiting = await waiting_at(api, app, tenant="acme", priority=2)
+    metrics = (await api.get("/metrics")).text
+    assert 'kvxfer_transfers_waiting{tenant="other"} 1.0' in metrics
+    await api.delete(f"/v1/transfers/{full['transfer_id']}")
+    answer = await waiting
+    assert answer.status_code == 201
+    assert answer.json()["prefill"]["instance_id"] == "p"
+    assert answer.json()["ticket"]
+
+
+async def test_caller_that_leaves_gives_up_its_place(api, app, full):
+    (await waiting_at(api, app)).cancel()
+    await eventually(lambda: app.state.control_plane.admission.waiting["other"] == 0)
+    await api.delete(f"/v1/transfers/{full['transfer_id']}")
+    assert (await api.get("/v1/transfers")).json() == {"transfers": []}
+
+
+async def test_control_plane_that_stops_ends_the_waits(api, app, full):
+    waiting = await waiting_at(api, app)
+    app.state.stopping.set()
+    problem(await waiting, 503, "control-plane-unavailable")
+
+
+async def test_wait_in_vain_says_why_and_when_to_come_again(api, full):
+    answer = await api.post("/v1/transfers", json={**WHOLE, "wait_seconds": 0.1})
+    body = problem(answer, 503, "no-capacity")
+    assert "within the 0.1 s that the request waits" in body["detail"]
+    assert body["reasons"][0] == "no prefill instance has the 64 KV blocks free (most: 'p' with 0)"
+    assert answer.headers["retry-after"] == "2"
+
+
+async def test_request_that_cannot_wait_does_not_pass_those_that_do(api, app, full):
+    await waiting_at(api, app)
+    answer = await api.post("/v1/transfers", json={"prompt_tokens": 16})
+    problem(answer, 503, "no-capacity")
+    assert answer.headers["retry-after"] == "60", "none was served yet"
+
+
+@pytest.mark.parametrize(
+    "members",
+    [{"wait_seconds": 61}, {"wait_seconds": -1}, {"priority": 1001}, {"tenant": "x" * 257}],
+)
+async def test_waits_out_of_bounds_are_refused(api, members):
+    body = problem(await api.post("/v1/transfers", json=members), 422, "invalid-argument")
+    assert next(iter(members)) in str(body)
