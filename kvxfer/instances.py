@@ -130,6 +130,15 @@ class Reserved(Record, frozen=True, kw_only=True):
     blocks: int = 0
 
 
+class Prefilling(Record, frozen=True, kw_only=True):
+    """What an instance has to compute for the open transfers that it is the prefill side of."""
+
+    transfers: int = 0
+    tokens: int = 0
+    """Of their prompts, but for those that it was taken to have in its cache; 2,000 for a prompt of
+    unknown length."""
+
+
 class InstanceSpec(Record, frozen=True, kw_only=True):
     """What a worker registers."""
 
@@ -223,6 +232,7 @@ class Instance(ToldSpec, frozen=True, kw_only=True):
     heartbeat_at: UnixTime
     load: Load = field(default_factory=Load)
     reserved: Reserved = field(default_factory=Reserved)
+    prefilling: Prefilling = field(default_factory=Prefilling)
     started: int = 0
     """Transfers to it that were released since it last told its load: requests that it decodes and
     has not told of. Pairing takes them for running ones."""

@@ -29,6 +29,9 @@ TicketText: TypeAlias = Annotated[str, Meta(max_length=4096, examples=["eyJhbGci
 MAX_WAIT_SECONDS: Final = 60.0
 """How long a request may be kept waiting for a pair."""
 
+NOMINAL_PROMPT_TOKENS: Final = 2000
+"""What a prompt of unknown length is taken to have."""
+
 _RequestId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 _Costs: TypeAlias = Annotated[
     Mapping[str, float], Meta(examples=[{"running": 2.0, "waiting": 1.0}])
@@ -136,8 +139,17 @@ class Transfer(Record, frozen=True, kw_only=True):
     created_at: UnixTime
     expires_at: Annotated[float, Meta(examples=[1795046520.0])]
     """From then on the ticket is void and the reservation is given back."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that prefill was taken to have in its cache."""
     score: Score | None = None
     """Why this pair; None where its request had no `explain`."""
+
+    @property
+    def tokens_to_compute(self) -> int:
+        """At prefill."""
+        if self.prompt_tokens is None:
+            return NOMINAL_PROMPT_TOKENS
+        return max(self.prompt_tokens - self.cached_tokens, 0)
 
     @property
     def sides(self) -> tuple[tuple[Party, int], ...]:

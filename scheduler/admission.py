@@ -17,15 +17,13 @@ from kvxfer.instances import Instance
 from kvxfer.scheduler import refusals
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.transfers import open_transfer, try_transfer
-from kvxfer.transfers import Transfer, TransferRequest
+from kvxfer.transfers import NOMINAL_PROMPT_TOKENS, Transfer, TransferRequest
 
 OTHERS: Final = "other"
 """The tenant of all requests whose own has no weight."""
 
 # All lines are looked at so often, whatever was told of room.
 _LOOK_SECONDS: Final = 1.0
-# Of a request that does not say how long its prompt is.
-_NOMINAL_TOKENS: Final = 2000
 _LONGEST_RETRY_SECONDS: Final = 60
 # A rate is that of the last so many.
 _RATE_COUNTS: Final = 100
@@ -294,7 +292,7 @@ class Admission:
             return
         waiter.decided.set_result(transfer)
         tenant = waiter.group[1]
-        tokens = waiter.request.prompt_tokens or _NOMINAL_TOKENS
+        tokens = waiter.request.prompt_tokens or NOMINAL_PROMPT_TOKENS
         self._given[tenant] += tokens / self._weights[tenant]
         self._lines[waiter.line].served.append(self._clock.monotonic())
         self._leave(waiter)

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
-from kvxfer.instances import Instance, InstanceState, Reserved, Role
+from kvxfer.instances import Instance, InstanceState, Prefilling, Reserved, Role
 from kvxfer.scheduler.pair_index import PairIndex
 from kvxfer.scheduler.pairing import Pair
 from kvxfer.scheduler.room import Room
@@ -47,11 +47,11 @@ class Fleet:
         before = self._instances.get(instance.instance_id)
         if before is None or before.epoch != instance.epoch:
             self._held[instance.instance_id] = set()
-            reserved = Reserved()
+            reserved, prefilling = Reserved(), Prefilling()
         else:
-            reserved = before.reserved
-        if instance.reserved != reserved:
-            instance = replace(instance, reserved=reserved)
+            reserved, prefilling = before.reserved, before.prefilling
+        if (instance.reserved, instance.prefilling) != (reserved, prefilling):
+            instance = replace(instance, reserved=reserved, prefilling=prefilling)
         self._instances[instance.instance_id] = instance
         self._index.put(instance)
 
@@ -97,7 +97,7 @@ class Fleet:
         return self._index.find(request)
 
     def _count(self, transfer: Transfer, sign: int) -> None:
-        for party, blocks in transfer.sides:
+        for party, _ in transfer.sides:
             instance = self._instances.get(party.instance_id)
             if instance is None or instance.epoch != party.epoch:
                 continue
@@ -105,10 +105,21 @@ class Fleet:
             if (transfer.transfer_id in held) == (sign > 0):
                 continue
             (held.add if sign > 0 else held.remove)(transfer.transfer_id)
-            before = instance.reserved
-            after = Reserved(
-                transfers=before.transfers + sign, blocks=before.blocks + sign * blocks
-            )
-            instance = replace(instance, reserved=after)
+            instance = counted(instance, transfer, sign)
             self._instances[party.instance_id] = instance
             self._index.put(instance)
+
+
+def counted(instance: Instance, transfer: Transfer, sign: int) -> Instance:
+    """The instance with a transfer more, or with -1 one less."""
+    reserved, prefilling = instance.reserved, instance.prefilling
+    reserved = Reserved(
+        transfers=reserved.transfers + sign,
+        blocks=reserved.blocks + sign * transfer.blocks_on(instance.instance_id),
+    )
+    if instance.instance_id == transfer.prefill.instance_id:
+        prefilling = Prefilling(
+            transfers=prefilling.transfers + sign,
+            tokens=prefilling.tokens + sign * transfer.tokens_to_compute,
+        )
+    return replace(instance, reserved=reserved, prefilling=prefilling)

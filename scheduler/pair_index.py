@@ -181,6 +181,7 @@ class PairIndex:
             decode,
             blocks_for(prefill, request),
             blocks_for(decode, request),
+            self._tokens(search, prefill.instance_id),
             score=self._score(search, *best[2:]) if request.explain else None,
         )
 
@@ -204,7 +205,7 @@ class PairIndex:
             score = Score(
                 cost=least[0], prefill=parts, decode={}, pair={}, distance=0, prefix_tokens=0
             )
-        return Pair(instance, instance, blocks_for(instance, request), 0, score)
+        return Pair(instance, instance, blocks_for(instance, request), 0, score=score)
 
     def _search(
         self,

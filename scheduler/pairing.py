@@ -26,6 +26,8 @@ class Pair:
     decode: Instance
     prefill_blocks: int
     decode_blocks: int
+    cached_tokens: int = 0
+    """Of the prompt, that prefill is taken to have in its cache."""
     score: Score | None = None
     """Why this pair, where the request asked for it."""
 

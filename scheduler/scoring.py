@@ -48,9 +48,12 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     running: float = 1.0
     """One request that is computed, or was handed over to decode since its last heartbeat."""
     waiting: float = 1.0
-    """One request that is queued."""
+    """One request that is queued. Of requests that prefill computes or has queued, as many do not
+    count as it has open transfers: their tokens do."""
+    tokens: float = 0.5
+    """1,000 tokens that prefill has to compute for its open transfers."""
     reserved: float = 1.0
-    """One transfer that was opened and not released: it is on its way, or under way."""
+    """One transfer to decode that was opened and not released."""
     occupancy: float = 0.0
     """A KV cache that is full; one that is half full costs half. With 0 it only decides between
     pairs of equal cost."""
@@ -76,11 +79,14 @@ class WeightedScorer(Scorer):
         self.weights = weights or Weights()
 
     def load_parts(self, instance: Instance) -> Mapping[str, float]:
-        weights, load = self.weights, instance.load
+        weights, told = self.weights, instance.prefilling.transfers
+        waiting = max(instance.load.waiting - told, 0)
+        running = max(instance.load.running - max(told - instance.load.waiting, 0), 0)
         return {
-            "running": weights.running * (load.running + instance.started),
-            "waiting": weights.waiting * load.waiting,
-            "reserved": weights.reserved * instance.reserved.transfers,
+            "running": weights.running * (running + instance.started),
+            "waiting": weights.waiting * waiting,
+            "tokens": weights.tokens * instance.prefilling.tokens / 1000,
+            "reserved": weights.reserved * (instance.reserved.transfers - told),
             "occupancy": weights.occupancy * occupancy(instance),
         }
 
@@ -96,10 +102,14 @@ class WeightedScorer(Scorer):
 
     def load(self, instance: Instance) -> float:
         # What load_parts adds up to, without the dict: this is asked for every heartbeat.
-        weights, load = self.weights, instance.load
-        running = load.running + instance.started
-        requests = weights.running * running + weights.waiting * load.waiting
-        cost = requests + weights.reserved * instance.reserved.transfers
+        weights, load, prefilling = self.weights, instance.load, instance.prefilling
+        running, waiting = load.running, load.waiting
+        if prefilling.transfers:
+            waiting = max(load.waiting - prefilling.transfers, 0)
+            running = max(running - max(prefilling.transfers - load.waiting, 0), 0)
+        cost = weights.running * (running + instance.started) + weights.waiting * waiting
+        cost += weights.tokens * prefilling.tokens / 1000
+        cost += weights.reserved * (instance.reserved.transfers - prefilling.transfers)
         return cost + weights.occupancy * occupancy(instance) if weights.occupancy else cost
 
 

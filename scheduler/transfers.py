@@ -60,6 +60,7 @@ async def _reserved(
         decode_blocks=pair.decode_blocks,
         created_at=now,
         expires_at=now + seconds,
+        cached_tokens=pair.cached_tokens,
         score=pair.score,
     )
     try:

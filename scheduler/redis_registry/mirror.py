@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from kvxfer.instances import Change, Instance, InstanceState, Reserved
+from kvxfer.instances import Change, Instance, InstanceState
 from kvxfer.scheduler.arrivals import Arrivals
 from kvxfer.scheduler.feed import ChangeFeed
-from kvxfer.scheduler.fleet import Fleet
+from kvxfer.scheduler.fleet import Fleet, counted
 from kvxfer.scheduler.redis_registry.records import (
     decode_change,
     decode_load,
@@ -98,16 +98,18 @@ class Mirror:
         instance = self.fleet.get(instance_id)
         if instance is None:
             return None
-        transfers = blocks = 0
+        held = self.fleet.held_by(instance_id)
         for transfer in self._provisional.values():
-            if transfer.transfer_id in self.fleet.held_by(instance_id):
-                transfers += 1
-                blocks += transfer.blocks_on(instance_id)
-        if not transfers:
+            if transfer.transfer_id in held:
+                instance = counted(instance, transfer, -1)
+        return instance
+
+    def completed(self, instance: Instance) -> Instance:
+        """What Redis tells of an instance, with what only follows from its transfers."""
+        known = self.instance(instance.instance_id)
+        if known is None or known.epoch != instance.epoch:
             return instance
-        counted = instance.reserved
-        told = Reserved(transfers=counted.transfers - transfers, blocks=counted.blocks - blocks)
-        return replace(instance, reserved=told)
+        return replace(instance, prefilling=known.prefilling)
 
     def instances(self) -> tuple[Instance, ...]:
         """Every instance, ordered by id, as `instance` has it."""
@@ -158,6 +160,7 @@ class Mirror:
             self.fleet.remove(change.instance.instance_id)
         else:
             self.fleet.put(change.instance)
+            change = replace(change, instance=self.completed(change.instance))
         self.feed.append(change)
 
     def _beat(self, fields: Mapping[bytes, bytes]) -> None:

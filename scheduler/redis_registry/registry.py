@@ -176,11 +176,11 @@ class RedisRegistry(Registry):
 
     async def drain(self, instance_id: str, *, seconds: float) -> Instance:
         answer = await self._take("drain", instance_id, _micros(seconds))
-        return _instance(instance_id, answer)
+        return self._mirror.completed(_instance(instance_id, answer))
 
     async def change_role(self, instance_id: str, role: Role) -> Instance:
         answer = await self._take("change_role", instance_id, role.value)
-        return _instance(instance_id, answer)
+        return self._mirror.completed(_instance(instance_id, answer))
 
     async def instance(self, instance_id: str) -> Instance:
         await self._catch_up()

@@ -43,6 +43,7 @@ async def test_instance_is_told_as_it_was_registered(api, clock):
         "heartbeat_at": clock.unix(),
         "load": json.loads(msgspec.json.encode(Load())),
         "reserved": {"transfers": 0, "blocks": 0},
+        "prefilling": {"transfers": 0, "tokens": 0},
         "started": 0,
         "drain_deadline": None,
     }
@@ -380,8 +381,20 @@ async def test_published_blocks_draw_prompts_and_the_answer_says_why(api):
     assert opened["prefill"]["instance_id"] == "q"
     assert opened["score"] == {
         "cost": -0.016,
-        "prefill": {"running": 0.0, "waiting": 0.0, "reserved": 0.0, "occupancy": 0.0},
-        "decode": {"running": 0.0, "waiting": 0.0, "reserved": 0.0, "occupancy": 0.0},
+        "prefill": {
+            "running": 0.0,
+            "waiting": 0.0,
+            "tokens": 0.0,
+            "reserved": 0.0,
+            "occupancy": 0.0,
+        },
+        "decode": {
+            "running": 0.0,
+            "waiting": 0.0,
+            "tokens": 0.0,
+            "reserved": 0.0,
+            "occupancy": 0.0,
+        },
         "pair": {"distance": 0.0, "fabric": 0.0, "prefix": -0.016},
         "distance": 0,
         "prefix_tokens": 32,

@@ -47,6 +47,7 @@ async def test_transfer_names_the_pair_and_carries_a_ticket_for_exactly_it(api, 
         "decode_blocks": 3,
         "created_at": clock.unix(),
         "expires_at": clock.unix() + 30,
+        "cached_tokens": 0,
         "score": None,
     }
     assert verify_ticket(ticket, CLUSTER_KEY, now=clock.unix()) == Ticket(

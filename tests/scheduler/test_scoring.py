@@ -7,15 +7,28 @@ from collections.abc import Mapping
 from itertools import permutations, product
 
 import pytest
+from msgspec.structs import replace
 
+from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.errors import ScorerFailed
-from kvxfer.instances import Instance, Load
+from kvxfer.instances import (
+    BlockUpdate,
+    Instance,
+    InstanceState,
+    Load,
+    Prefilling,
+    Reserved,
+)
 from kvxfer.prefix_hashes import pack
+from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.pair_index import PairIndex, choose_pair
 from kvxfer.scheduler.pairing import fabric_steps, kind_of
 from kvxfer.scheduler.scoring import Scorer, WeightedScorer, Weights
 from kvxfer.scheduler.topology import distance, place_of
+from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import Score, TransferRequest
+from verify.control_plane import worker
 
 from .test_pair_index import at
 from .test_pairing import instance
@@ -94,13 +107,65 @@ def test_request_that_asks_is_told_why():
     pair = choose_pair(fleet, TransferRequest(explain=True))
     assert pair.score == Score(
         cost=4.0,
-        prefill={"running": 2.0, "waiting": 0.0, "reserved": 0.0, "occupancy": 0.0},
-        decode={"running": 1.0, "waiting": 0.0, "reserved": 0.0, "occupancy": 0.0},
+        prefill={"running": 2.0, "waiting": 0.0, "tokens": 0.0, "reserved": 0.0, "occupancy": 0.0},
+        decode={"running": 1.0, "waiting": 0.0, "tokens": 0.0, "reserved": 0.0, "occupancy": 0.0},
         pair={"distance": 1.0, "fabric": 0.0, "prefix": 0.0},
         distance=1,
         prefix_tokens=0,
     )
     assert choose_pair(fleet, TransferRequest()).score is None
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "transfers", "tokens", "cost"),
+    [
+        (2, 1, 0, 0, 3.0),
+        # the requests of its open transfers count by their tokens alone
+        (1, 1, 2, 200, 0.1),
+        (0, 1, 1, 100_000, 50.0),
+        # and those that it has of elsewhere as before
+        (2, 3, 4, 8_000, 1 + 4.0),
+        # a transfer that has not reached it yet
+        (0, 0, 3, 6_000, 3.0),
+    ],
+)
+def test_prefill_counts_the_tokens_of_its_open_transfers(running, waiting, transfers, tokens, cost):
+    prefill = replace(
+        instance("p", "prefill", load=Load(running=running, waiting=waiting)),
+        reserved=Reserved(transfers=transfers),
+        prefilling=Prefilling(transfers=transfers, tokens=tokens),
+    )
+    scorer = WeightedScorer()
+    assert scorer.load(prefill) == pytest.approx(cost)
+    assert sum(scorer.load_parts(prefill).values()) == pytest.approx(cost)
+
+
+@pytest.mark.parametrize("cached", [0, 5_000])
+async def test_a_long_prompt_under_way_is_more_than_two_short_ones(cached):
+    registry = EmbeddedRegistry(LeasePolicy(600.0))
+    for name in ("p1", "p2", "d1"):
+        role = "prefill" if name[0] == "p" else "decode"
+        await registry.register(worker(name, role, num_blocks=20_000), state=InstanceState.READY)
+    lease = await registry.heartbeat("p1", (await registry.instance("p1")).epoch)
+    hashes = tuple(range(1, cached // 16 + 1))
+    if hashes:
+        await registry.publish_blocks("p1", lease.epoch, BlockUpdate(added=hashes))
+
+    async def opened(**request):
+        request = TransferRequest(**request)
+        return await open_transfer(registry, request, seconds=60, clock=SYSTEM_CLOCK)
+
+    long = await opened(prompt_tokens=100_000, prefix_hashes=hashes)
+    assert (long.prefill.instance_id, long.cached_tokens) == ("p1", len(hashes) * 16)
+    for _ in range(2):
+        await opened(prompt_tokens=100, avoid=("p1",))
+    assert (await registry.instance("p1")).prefilling == Prefilling(
+        transfers=1, tokens=100_000 - long.cached_tokens
+    )
+    short = await opened(prompt_tokens=100)
+    assert short.prefill.instance_id == "p2"
+    await registry.release(long.transfer_id)
+    assert (await registry.instance("p1")).prefilling == Prefilling()
 
 
 def test_parts_add_up_to_the_cost(seed):
