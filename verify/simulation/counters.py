@@ -176,12 +176,8 @@ class Counters:
         network, name = self._native.network, counter.writer.name
         network.note("paths reset", lambda: name)
         network.count("paths reset")
-        link = counter.writer.link
-        link.paths += 1
         self._close(imm, counter)
-        for end in link.ends:
-            for operation in list(end.operations.values()):
-                operation.requeue()
+        counter.writer.reset_paths()
         self._native.complete("released", imm)
 
     def _close(self, imm: int, counter: _Counter) -> None:

@@ -46,6 +46,11 @@ class End:
         self.operations: dict[int, PostedOperation] = {}
         self.revoked: set[int] = set()
         """Immediates that the other side has revoked."""
+        self.paths = 0
+        """How often the paths were reset, as far as this end knows. What was sent on others than its
+        own does not land."""
+        self.opened = 0
+        """Up to which reset the other end has answered, or has asked."""
         native.ends[self.peer_id] = self
 
     @property
@@ -107,6 +112,27 @@ class End:
             ordered=True,
         )
 
+    def reset_paths(self) -> None:
+        """Closes the paths, which is a fence of its own; the other end hears of it later, and what
+        this one has to send waits for its answer."""
+        self.paths += 1
+        reset = self.paths
+        self.link.carry(self.index, lambda: self.other.paths_were_reset(reset))
+
+    def paths_were_reset(self, reset: int) -> None:
+        if self.state == "lost":
+            return
+        self.paths = max(self.paths, reset)
+        self.paths_are_open(reset)
+        self.link.carry(self.index, lambda: self.other.paths_are_open(reset))
+
+    def paths_are_open(self, reset: int) -> None:
+        if self.state == "lost" or reset != self.paths:
+            return  # closed again: another answer comes
+        self.opened = reset
+        for operation in list(self.operations.values()):
+            operation.requeue()
+
     def watch(self) -> None:
         """The other side may just have fallen silent, or this side has just woken up."""
         last_heard = self.native.network.rng.uniform(0, HEARTBEAT)
@@ -137,8 +163,6 @@ class Link:
         self.network = network
         self.placer = network.placer
         self.fabric = "verbs" if self.places_by_nic else "tcp"
-        self.paths = 0
-        """Incremented when the paths are reset. Data on the old paths is lost."""
         self._cut_at: list[float | None] = [None, None]
         self._held_until = 0.0
         self.disturbed_at = 0.0

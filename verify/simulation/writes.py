@@ -40,6 +40,8 @@ class Group:
     writes: list[Write]
     stage: Stage = Stage.QUEUED
     counted: bool = False
+    paths: int = 0
+    """Those that it was sent on, by the number of their reset."""
     copied_at: float = 0.0
     """When a GPU has placed the arrived writes, one after the other."""
 
@@ -100,7 +102,8 @@ class PostedOperation:
     def requeue(self) -> None:
         """The paths were reset. Groups that had not arrived go over the new paths."""
         for group in self.groups:
-            if group.stage is Stage.ON_ITS_WAY and not group.counted:
+            lost = group.stage is Stage.ON_ITS_WAY and group.paths < self.end.paths
+            if group.stage is Stage.QUEUED or (lost and not group.counted):
                 group.stage = Stage.QUEUED
                 self._queue(group)
 
@@ -108,26 +111,28 @@ class PostedOperation:
         link = self.end.link
         # A NIC sends posted writes even while its process is stopped.
         network = self._network
-        process = None if link.places_by_nic and link.paths == 0 else self.end.native.process
+        process = None if link.places_by_nic and self.end.paths == 0 else self.end.native.process
         network.clock.after(network.posting_delay(), lambda: self._send(group), process)
 
     def _send(self, group: Group) -> None:
         end, link = self.end, self.end.link
         if group.stage is not Stage.QUEUED or not end.native.process.alive:
             return
+        if end.opened != end.paths:
+            return  # goes with the answer to the reset
         if self.imm in end.revoked:
             self._refused(group, f"counter {self.imm} is revoked")
             return
         for write in group.writes:
             self._network.oracle.reads(end, write)
-        group.stage = Stage.ON_ITS_WAY
-        paths = link.paths
+        group.stage, group.paths = Stage.ON_ITS_WAY, end.paths
+        paths = end.paths
         before = 0.0
         for write in group.writes:
             data = write.source.copy()
 
             def arrive(write: Write = write, data: Bytes = data) -> None:
-                if paths == link.paths and group.stage is not Stage.QUEUED:
+                if paths == end.other.paths and group.stage is not Stage.QUEUED:
                     self._arrive(group, write, data)
 
             at = link.carry(
