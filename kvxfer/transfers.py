@@ -64,6 +64,9 @@ class TransferRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
     aggregated: bool = False
     """Whether one instance has to serve the whole request, without a transfer of its KV cache: the
     answer names it on both sides, and has no ticket."""
+    or_aggregated: bool = False
+    """Whether one instance may serve the whole request where no pair of ready instances could, with
+    or without room: the answer is as for `aggregated`."""
     wait_seconds: Annotated[float, Meta(ge=0, le=MAX_WAIT_SECONDS)] = 0.0
     """Where no pair has room the request waits its turn for so long; with 0 it is refused, also
     where others wait."""
@@ -152,11 +155,15 @@ class Transfer(Record, frozen=True, kw_only=True):
         return max(self.prompt_tokens - self.cached_tokens, 0)
 
     @property
+    def aggregated(self) -> bool:
+        """Whether one instance serves the whole request."""
+        return self.prefill.instance_id == self.decode.instance_id
+
+    @property
     def sides(self) -> tuple[tuple[Party, int], ...]:
         """Its instances, and the KV blocks that it reserves on each: one where it is aggregated."""
         prefill, decode = (self.prefill, self.prefill_blocks), (self.decode, self.decode_blocks)
-        one = self.prefill.instance_id == self.decode.instance_id
-        return (prefill,) if one else (prefill, decode)
+        return (prefill,) if self.aggregated else (prefill, decode)
 
     def blocks_on(self, instance_id: str) -> int:
         """KV blocks that it reserves on one of its instances."""

@@ -10,7 +10,9 @@ from math import inf
 from typing import Final, TypeAlias
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from kvxfer.errors import NoCapacity, NotAggregating, PromptTooLong
 from kvxfer.instances import Instance, Role
 from kvxfer.scheduler.checked_scorer import CheckedScorer
 from kvxfer.scheduler.pairing import (
@@ -126,7 +128,7 @@ class PairIndex:
         """The pair of least cost of two ready instances with one model and layouts that map.
 
         An aggregated request gets the least loaded instance that serves requests alone, on both
-        sides. Otherwise:
+        sides; so does one that may be aggregated, where there are no pairs. Otherwise:
 
         The cost is the scorer's (scheduler/scoring.py). Of equal pairs the one with less of its KV
         cache in use, then the first by id. An instance takes part where the blocks of the prompt
@@ -142,23 +144,49 @@ class PairIndex:
         """
         pair = self.find(request)
         if pair is None:
-            raise Refusing(self._shelves, self._kinds, request).refusal()
+            raise self._refusal(request)
         return pair
+
+    def _refusal(self, request: TransferRequest) -> NoCapacity | PromptTooLong | NotAggregating:
+        if request.or_aggregated and not self._has_pairs(request):
+            alone = replace(request, aggregated=True)
+            refusal = Refusing(self._shelves, self._kinds, alone).refusal()
+            if not isinstance(refusal, NotAggregating):
+                return refusal
+        return Refusing(self._shelves, self._kinds, request).refusal()
 
     def find(self, request: TransferRequest) -> Pair | None:
         """As `choose`, with None where there is no pair."""
         avoid: frozenset[str] = frozenset(request.avoid)
         none: frozenset[str] = frozenset()
         if request.aggregated:
-            one = self._find_one(request, avoid)
-            return self._find_one(request, none) if one is None and avoid else one
+            return self._find_one(request, avoid)
         # One side with an instance to avoid is better than two.
         prefers = product((avoid, none), repeat=2) if avoid else [(none, none)]
         for prefills, decodes in prefers:
             pair = self._find(request, {Role.PREFILL: prefills, Role.DECODE: decodes})
             if pair is not None:
                 return pair
+        if request.or_aggregated and not self._has_pairs(request):
+            return self._find_one(request, avoid)
         return None
+
+    def _has_pairs(self, request: TransferRequest) -> bool:
+        """Whether two ready instances could serve the request, once they have room."""
+        among = {
+            number: self._shelves.among(kind, request)
+            for kind, number in self._kinds.items()
+            if kind.serves(request)
+        }
+        return any(
+            prefill != decode
+            for ours, theirs in self._matches
+            if ours in among and theirs in among
+            for prefill, decode in product(
+                self._shelves.two(ours, Role.PREFILL, among[ours]),
+                self._shelves.two(theirs, Role.DECODE, among[theirs]),
+            )
+        )
 
     def _find(self, request: TransferRequest, avoid: dict[Role, frozenset[str]]) -> Pair | None:
         kinds = [(kind, number) for kind, number in self._kinds.items() if kind.serves(request)]
@@ -186,7 +214,8 @@ class PairIndex:
         )
 
     def _find_one(self, request: TransferRequest, avoid: frozenset[str]) -> Pair | None:
-        """The least loaded instance that can serve the request alone, as both sides of a pair."""
+        """The least loaded instance that can serve the request alone, as both sides of a pair; one
+        to avoid only where there is no other."""
         kinds = [
             (kind, number)
             for kind, number in self._kinds.items()
@@ -197,7 +226,7 @@ class PairIndex:
         heads = (next(self._fitting(search, (kind, side, ())), None) for kind, side in shelves)
         least = min((head for head in heads if head is not None), default=None)
         if least is None:
-            return None
+            return self._find_one(request, frozenset()) if avoid else None
         instance = self._entries[least[2]].instance
         score = None
         if request.explain:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, Final, Literal, TypeAlias
 
 from msgspec import Struct
@@ -131,6 +132,15 @@ class Shelves:
                 (key_by(order, entry) for entry in self._of(among, kind, side)), default=None
             )
         return next((key for key in keys if key[1] in among), None)
+
+    def two(self, kind: int, side: Role, among: set[str] | None) -> list[str]:
+        """The ids of two instances to choose; of fewer where there are not as many."""
+        keys: Sequence[RoomKey] = self._shelves.get((kind, side, "size"), ())
+        if among is not None and _few(len(among), len(keys)):
+            ids = (entry.load[2] for entry in self._of(among, kind, side))
+        else:
+            ids = (name for _, name in keys if among is None or name in among)
+        return list(islice(ids, 2))
 
     def few(self, kind: int, side: Role, need: int, among: set[str] | None) -> list[Entry] | None:
         """Who has `need` blocks of room, in no order; None where these are not few among all: a

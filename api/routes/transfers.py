@@ -67,7 +67,9 @@ async def open_(
     if body.wait_seconds:
         opening = while_connected(request.receive, app.unless_stopping(opening))
     transfer = await opening
-    ticket = "" if body.aggregated else sign_ticket(_ticket(transfer), app.settings.signing_keys)
+    ticket = (
+        "" if transfer.aggregated else sign_ticket(_ticket(transfer), app.settings.signing_keys)
+    )
     response.headers["Location"] = f"{router.prefix}/{transfer.transfer_id}"
     return OpenedTransfer.of(transfer, ticket)
 

@@ -160,6 +160,7 @@ def open_transfer(
     explain: bool = False,
     weights_version: int | None = None,
     aggregated: bool = False,
+    or_aggregated: bool = False,
     wait_seconds: float = 0.0,
     priority: int = 0,
     tenant: str | None = None,
@@ -184,6 +185,8 @@ def open_transfer(
         body["weights_version"] = weights_version
     if aggregated:
         body["aggregated"] = True
+    if or_aggregated:
+        body["or_aggregated"] = True
     if wait_seconds:
         body.update(wait_seconds=wait_seconds, priority=priority, tenant=tenant)
     read = _reads(OpenedTransfer)

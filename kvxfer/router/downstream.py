@@ -20,6 +20,8 @@ class Downstream:
     def __init__(self, send: Send, stall_seconds: float | None) -> None:
         self._send = send
         self.limit = WaitLimit(stall_seconds)
+        self.headers: dict[str, str] = {}
+        """Of every answer, beside its own."""
         self.begun = False
         """Whether status and headers are sent: no other answer is possible."""
         self.told = False
@@ -30,7 +32,8 @@ class Downstream:
         if self.begun:
             return
         self.begun = True
-        lines = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        told = {**headers, **self.headers}
+        lines = [(name.lower().encode(), value.encode()) for name, value in told.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": lines})
 
     async def comment(self, part: bytes) -> None:

@@ -20,6 +20,11 @@ class Metrics:
         self.waiting = metrics.gauge(
             "kvxfer_router_waiting", "Requests under way that have no pair of workers yet."
         )
+        self.unpaired = metrics.counter(
+            "kvxfer_router_unpaired_total",
+            "Attempts at one worker instead of a pair, as no pair of ready workers could serve the "
+            "request.",
+        )
         self.retries = metrics.counter(
             "kvxfer_router_retries_total",
             "Attempts after the first one, by the error of the one before.",

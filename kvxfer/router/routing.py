@@ -57,6 +57,8 @@ _PAUSE_SECONDS: Final = 0.2
 _ANSWER_SECONDS: Final = 5.0
 # The longest before a worker that has failed a request is asked again.
 _LONGEST_PAUSE_SECONDS: Final = 0.8
+# In an answer that one worker gave instead of a pair.
+_UNPAIRED: Final = "Kvxfer-Unpaired"
 # That POST /v1/transfers takes.
 _MOST_AVOIDED: Final = 64
 
@@ -139,6 +141,11 @@ class Router:
         """An exchange whose answer may begin."""
         async with contextlib.AsyncExitStack() as under_way:
             async with self._pair(asked, attempts) as transfer:
+                client.headers.pop(_UNPAIRED, None)
+                if transfer.aggregated and not asked.alone:
+                    asked = replace(asked, alone="no pair of ready workers")
+                    client.headers[_UNPAIRED] = "no pair"
+                    self._metrics.unpaired.inc()
                 asked = await self._prompts.rendered(asked, transfer.prefill.http_address)
                 exchange = await under_way.enter_async_context(
                     Exchange(
@@ -215,6 +222,7 @@ class Router:
                 tokens_per_hash=asked.prefix.tokens_per_hash,
                 avoid=attempts.avoid,
                 aggregated=bool(asked.alone),
+                or_aggregated=self._settings.aggregate and not asked.alone,
                 wait_seconds=min(left, wait),
                 priority=asked.priority if self._settings.priorities else 0,
                 tenant=asked.tenant,

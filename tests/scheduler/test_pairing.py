@@ -353,6 +353,45 @@ def test_refusal_of_an_aggregated_request_says_what_is_missing(fleet, reason):
     assert refused.value.details["reasons"] == [reason]
 
 
+ALONE = alone("b", "decode")
+
+
+@pytest.mark.parametrize(
+    ("fleet", "expected"),
+    [
+        # no prefill, or none that is ready
+        ([ALONE, alone("c", "decode", load=Load(running=1))], ("b", "b")),
+        ([instance("p", "prefill", state="draining"), ALONE], ("b", "b")),
+        ([instance("p", "prefill", model="qwen"), ALONE], ("b", "b")),
+        # no decode
+        ([alone("p", "prefill")], ("p", "p")),
+        # one worker of both roles is all there is
+        ([alone("x")], ("x", "x")),
+        # two that do not match
+        ([instance("p", "prefill", dtype="int8"), ALONE], ("b", "b")),
+        # with a pair there is no reason
+        ([P, ALONE], ("p", "b")),
+        ([alone("x"), alone("y")], ("x", "y")),
+    ],
+)
+def test_a_request_that_may_be_aggregated_is_so_where_there_are_no_pairs(fleet, expected):
+    assert chosen(fleet, or_aggregated=True, model="llama") == expected
+
+
+def test_a_request_that_may_be_aggregated_waits_for_a_pair_without_room():
+    full = instance("p", "prefill", blocks=64)
+    with pytest.raises(NoCapacity, match="no pair of instances"):
+        choose_pair([full, ALONE], TransferRequest(or_aggregated=True, prompt_tokens=16))
+    with pytest.raises(NoCapacity, match="no instance can serve the request alone"):
+        choose_pair(
+            [alone("b", "decode", blocks=64)],
+            TransferRequest(or_aggregated=True, prompt_tokens=16),
+        )
+    with pytest.raises(NoCapacity) as refused:
+        choose_pair([D], TransferRequest(or_aggregated=True))
+    assert refused.value.details["reasons"] == ["no prefill instance is ready (none registered)"]
+
+
 def test_a_fleet_that_serves_pairs_only_says_so():
     request = TransferRequest(aggregated=True, model="llama")
     with pytest.raises(NotAggregating, match="no instance of model 'llama' serves requests alone"):

@@ -47,8 +47,8 @@ class End:
         self.revoked: set[int] = set()
         """Immediates that the other side has revoked."""
         self.paths = 0
-        """How often the paths were reset, as far as this end knows. What was sent on others than its
-        own does not land."""
+        """How often the paths were reset, as far as this end knows. What was sent on others than
+        these does not land."""
         self.opened = 0
         """Up to which reset the other end has answered, or has asked."""
         native.ends[self.peer_id] = self
@@ -113,7 +113,7 @@ class End:
         )
 
     def reset_paths(self) -> None:
-        """Closes the paths, which is a fence of its own; the other end hears of it later, and what
+        """Closes the paths, as a fence; the other end hears of it later, and what
         this one has to send waits for its answer."""
         self.paths += 1
         reset = self.paths
