@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
+from kvxfer.api.heartbeats import renew
 from kvxfer.api.problems import responses
 from kvxfer.errors import (
     ControlPlaneUnavailable,
@@ -99,19 +100,13 @@ async def get(instance_id: _InstanceId, app: ControlPlaneDep) -> Instance:
     summary="Heartbeat",
     responses=responses(InvalidArgument, StaleEpoch, ControlPlaneUnavailable),
 )
-@allow(Scope.WORKER)
+@allow(Scope.WORKER, counted=False)  # a limit would cost a fleet behind one address its leases
 async def heartbeat(
     instance_id: _InstanceId, body: Annotated[Heartbeat, Body()], app: ControlPlaneDep
 ) -> Lease:
     """Renews the lease. On stale-epoch the worker has lost its lease and registers again."""
-    lease = await app.registry.heartbeat(
-        instance_id,
-        body.epoch,
-        state=None if body.state is None else InstanceState(body.state),
-        load=body.load,
-    )
-    app.metrics.heartbeats.inc()
-    return replace(lease, at=app.clock.unix())
+    # Only what AnswerHeartbeats passes on comes here.
+    return await renew(app, instance_id, body)
 
 
 @router.post(
@@ -183,3 +178,12 @@ async def deregister(
 ) -> None:
     """Ends the lease, and with it the reservations on the instance."""
     await app.registry.deregister(instance_id, epoch)
+
+
+def heartbeat_route() -> GuardedRoute:
+    """The route of heartbeat(), for what answers in its place."""
+    return next(
+        route
+        for route in router.routes
+        if isinstance(route, GuardedRoute) and route.endpoint is heartbeat
+    )
