@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import islice
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Body, Path, Query, Response
+from fastapi import APIRouter, Body, Path, Query, Request, Response
 from msgspec.structs import replace
 
 from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.heartbeats import renew
+from kvxfer.api.pages import ETAG, LINK, Cursor, IfNoneMatch, answer, position, tag, take
 from kvxfer.api.problems import responses
 from kvxfer.errors import (
     ControlPlaneUnavailable,
@@ -39,6 +42,8 @@ from kvxfer.web.tokens import Scope
 
 router = APIRouter(route_class=GuardedRoute, prefix="/v1/instances", tags=["instances"])
 _InstanceId = Annotated[InstanceId, Path(**parameter(InstanceId))]
+# A page of these is about 1 MB, which takes the event loop a few milliseconds.
+_MOST_LISTED: Final = 1000
 _DRAIN_DEFAULTS: Final = DrainRequest()
 
 
@@ -63,26 +68,66 @@ async def register(
 @router.get(
     "",
     summary="List",
-    responses=responses(InvalidArgument, ControlPlaneUnavailable),
+    response_model=InstanceList,
+    responses={
+        200: {"headers": {**LINK, **ETAG}},
+        304: {"description": "The page is as `If-None-Match` says.", "headers": {**LINK, **ETAG}},
+        **responses(InvalidArgument, ControlPlaneUnavailable),
+    },
 )
 @allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN)
 async def list_instances(
+    request: Request,
     app: ControlPlaneDep,
     role: Annotated[
         Role | None, Query(description="Instances that take this side; `both` take either.")
     ] = None,
-    model: Annotated[str | None, Query()] = None,
+    model: Annotated[
+        str | None,
+        Query(description="Instances of this model, or that have this alias or adapter of it."),
+    ] = None,
     state: Annotated[LiveState | None, Query()] = None,
-) -> InstanceList:
-    """The live instances, ordered by id."""
-    listed = tuple(
+    limit: Annotated[int, Query(ge=1, le=_MOST_LISTED, description="At most so many.")] = (
+        _MOST_LISTED
+    ),
+    cursor: Cursor = None,
+    if_none_match: IfNoneMatch = None,  # noqa: ARG001 (read from the request)
+) -> Response:
+    """The live instances, ordered by id, in pages.
+
+    An instance that lives all the while is in one page exactly. The ETag changes when an instance
+    comes, goes, or has another state, role, epoch or other models. It stays when only loads,
+    reservations and times of heartbeats change.
+    """
+    after = position(cursor, str) or ""
+    live = await app.registry.instances()
+    matching = (
         instance
-        for instance in await app.registry.instances()
+        for instance in islice(live, bisect_right(live, after, key=_id), None)
         if (role is None or instance.role.serves(role))
         and instance.serves(model)
         and state in (None, instance.state)
     )
-    return InstanceList(instances=listed, stale_seconds=app.registry.stale_seconds)
+    listed, last = take(matching, limit, _id)
+    page = InstanceList(instances=listed, stale_seconds=app.registry.stale_seconds)
+    return answer(request, page, last=last, etag=tag(last, [_gist(each) for each in listed]))
+
+
+def _id(instance: Instance) -> str:
+    return instance.instance_id
+
+
+def _gist(instance: Instance) -> tuple[object, ...]:
+    """What the ETag of a page tells of an instance. Its epoch stands for all that it registered."""
+    return (
+        instance.instance_id,
+        instance.epoch,
+        instance.state,
+        instance.role,
+        instance.weights_version,
+        instance.drain_deadline,
+        instance.load.models,
+    )
 
 
 @router.get(
