@@ -1,4 +1,4 @@
-"""Lists come in pages, none of which is the whole of a large fleet."""
+"""A large fleet is answered in pages."""
 
 from __future__ import annotations
 
