@@ -51,6 +51,12 @@ def caller(request: Request) -> Caller:
     return cast(Caller, request.scope[_ADMITTED_KEY])
 
 
+def is_operator(request: Request) -> bool:
+    """Whether the sender is known to be one, and not a worker."""
+    known = caller(request)
+    return known is not ANONYMOUS and Scope.ADMIN in known.scopes
+
+
 class Guard:
     """Lets a request through or raises. One event loop.
 

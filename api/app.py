@@ -10,7 +10,7 @@ from functools import partial
 from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 
-from kvxfer.api import problems
+from kvxfer.api import audit, problems
 from kvxfer.api.access import Guard, GuardedRoute
 from kvxfer.api.context import ControlPlane
 from kvxfer.api.heartbeats import AnswerHeartbeats
@@ -67,6 +67,7 @@ def create_app(
 
     def note_round(plan: ScalePlan) -> None:
         metrics.note_scaling(plan)
+        audit.note_scaling(plan)
         history.note(plan)
 
     @asynccontextmanager

@@ -13,7 +13,6 @@ from fastapi import FastAPI, Request, Response
 from kvxfer.web.connections import BoundedProtocol
 from kvxfer.web.listener import ConnectionLimits, bind, url_of
 from kvxfer.web.server import Server
-
 from verify.polling import eventually
 
 from .test_keep_alive import HurriedLoop, application

@@ -9,7 +9,8 @@ from typing import Annotated, Final
 from fastapi import APIRouter, Body, Path, Query, Request, Response
 from msgspec.structs import replace
 
-from kvxfer.api.access import GuardedRoute, allow
+from kvxfer.api import audit
+from kvxfer.api.access import GuardedRoute, allow, is_operator
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.heartbeats import renew
 from kvxfer.api.pages import ETAG, LINK, Cursor, IfNoneMatch, answer, position, tag, take
@@ -180,6 +181,7 @@ async def publish_blocks(
 @allow(Scope.WORKER, Scope.ADMIN)
 async def drain(
     instance_id: _InstanceId,
+    request: Request,
     app: ControlPlaneDep,
     body: Annotated[DrainRequest, Body()] = _DRAIN_DEFAULTS,
 ) -> Instance:
@@ -189,7 +191,9 @@ async def drain(
     `load`, `reserved` and `drain_deadline`, and unknown-instance once it is gone. Again it sets
     the deadline anew.
     """
-    return await app.registry.drain(instance_id, seconds=body.deadline_seconds)
+    drained = await app.registry.drain(instance_id, seconds=body.deadline_seconds)
+    audit.note(request, "drain", instance_id=instance_id, seconds=body.deadline_seconds)
+    return drained
 
 
 @router.post(
@@ -199,14 +203,19 @@ async def drain(
 )
 @allow(Scope.ADMIN)
 async def change_role(
-    instance_id: _InstanceId, body: Annotated[RoleChange, Body()], app: ControlPlaneDep
+    instance_id: _InstanceId,
+    body: Annotated[RoleChange, Body()],
+    request: Request,
+    app: ControlPlaneDep,
 ) -> Instance:
     """Moves an instance to the other side without a restart.
 
     New transfers see the new role at once, the worker with its next heartbeat. Open transfers go on
     as they began.
     """
-    return await app.registry.change_role(instance_id, body.role)
+    changed = await app.registry.change_role(instance_id, body.role)
+    audit.note(request, "change role", instance_id=instance_id, role=body.role.value)
+    return changed
 
 
 @router.delete(
@@ -219,10 +228,13 @@ async def change_role(
 async def deregister(
     instance_id: _InstanceId,
     epoch: Annotated[Epoch, Query(**parameter(Epoch))],
+    request: Request,
     app: ControlPlaneDep,
 ) -> None:
     """Ends the lease, and with it the reservations on the instance."""
     await app.registry.deregister(instance_id, epoch)
+    if is_operator(request):
+        audit.note(request, "deregister", instance_id=instance_id, epoch=epoch)
 
 
 def heartbeat_route() -> GuardedRoute:
