@@ -21,17 +21,20 @@ SECURITY_SCHEME: Final = "bearer"
 _ADMITTED_KEY: Final = "kvxfer.admitted"
 
 _SCOPES: Final = "__kvxfer_scopes__"
+_UNCOUNTED: Final = "__kvxfer_uncounted__"
 _PUBLIC: Final[frozenset[Scope]] = frozenset()
 _BODY_METHODS: Final = {"POST", "PUT", "PATCH"}
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def allow(*scopes: Scope) -> Callable[[F], F]:
-    """Declares that a route takes a token with any one of these scopes."""
+def allow(*scopes: Scope, counted: bool = True) -> Callable[[F], F]:
+    """Declares that a route takes a token with any one of these scopes, and whether its requests
+    count against the rate limit."""
 
     def declare(endpoint: F) -> F:
         setattr(endpoint, _SCOPES, frozenset(scopes))
+        setattr(endpoint, _UNCOUNTED, not counted)
         return endpoint
 
     return declare
@@ -46,6 +49,12 @@ def public(endpoint: F) -> F:
 def caller(request: Request) -> Caller:
     """The sender of a request that was let through."""
     return cast(Caller, request.scope[_ADMITTED_KEY])
+
+
+def is_operator(request: Request) -> bool:
+    """Whether the sender is known to be one, and not a worker."""
+    known = caller(request)
+    return known is not ANONYMOUS and Scope.ADMIN in known.scopes
 
 
 class Guard:
@@ -63,20 +72,22 @@ class Guard:
             self._requests = RateLimiter(settings.rate_limit, burst, clock)
         self._failures = wrong_tokens(clock)
 
-    def admit(self, request: Request, scopes: frozenset[Scope]) -> Caller:
-        """The caller of a route that takes any of `scopes`, all callers where there are none.
+    def admit(self, request: Request, route: GuardedRoute) -> Caller:
+        """The caller of a route that takes any of its scopes, all callers where it has none.
 
         Raises Unauthenticated, Forbidden or RateLimited.
         """
         if self._tokens is None:
             return ANONYMOUS
+        scopes = route.scopes
         address = "unknown" if request.client is None else request.client.host
         if not scopes:
             self._limit(self._requests, ("", address), f"the address {address}")
             return ANONYMOUS
         caller = self._authenticate(request, address)
         request.scope[CALLER_KEY] = caller.name
-        self._limit(self._requests, (caller.name, address), f"{caller.name!r} at {address}")
+        if route.counted:
+            self._limit(self._requests, (caller.name, address), f"{caller.name!r} at {address}")
         if scopes.isdisjoint(caller.scopes):
             raise Forbidden(
                 f"{request.method} {request.url.path} takes a token with scope "
@@ -123,6 +134,7 @@ class GuardedRoute(APIRoute):
                 f"{endpoint.__qualname__}"
             )
         self.scopes: frozenset[Scope] = scopes
+        self.counted = not getattr(endpoint, _UNCOUNTED, False)
         errors = responses(Unauthenticated, Forbidden, RateLimited) if scopes else {}
         if _BODY_METHODS & set(options.get("methods") or ()):
             errors |= responses(BodyTooLarge)
@@ -139,7 +151,7 @@ class GuardedRoute(APIRoute):
 
         async def guarded(request: Request) -> Response:
             guard: Guard = request.app.state.guard
-            request.scope[_ADMITTED_KEY] = guard.admit(request, self.scopes)
+            request.scope[_ADMITTED_KEY] = guard.admit(request, self)
             return await answer(request)
 
         return guarded

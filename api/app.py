@@ -10,9 +10,10 @@ from functools import partial
 from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 
-from kvxfer.api import problems
+from kvxfer.api import audit, problems
 from kvxfer.api.access import Guard, GuardedRoute
 from kvxfer.api.context import ControlPlane
+from kvxfer.api.heartbeats import AnswerHeartbeats
 from kvxfer.api.metrics import MeasureRequests, Metrics
 from kvxfer.api.openapi import describe
 from kvxfer.api.overview_feed import OverviewFeed
@@ -74,6 +75,7 @@ def create_app(
 
     def note_round(plan: ScalePlan) -> None:
         metrics.note_scaling(plan)
+        audit.note_scaling(plan)
         history.note(plan)
 
     @asynccontextmanager
@@ -104,7 +106,7 @@ def create_app(
     )
     app.state.control_plane = control_plane
     app.state.stopping = control_plane.stopping
-    app.state.guard = Guard(settings, clock)
+    app.state.guard = guard = Guard(settings, clock)
     # Routes are tried in this order, so the busiest come first; and `watch` before `instances`, to
     # whose route of one instance it would be an id.
     modules = (
@@ -128,6 +130,12 @@ def create_app(
         # As they are: one that is included would be gone through anew with each request.
         app.router.routes.extend(router.routes)
     problems.install(app, routers)
+    app.add_middleware(
+        AnswerHeartbeats,
+        route=instances.heartbeat_route(),
+        guard=guard,
+        control_plane=control_plane,
+    )
     app.add_middleware(
         LimitBodies,
         max_bytes=settings.max_body_bytes,

@@ -31,9 +31,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
         )
         for path, operations in schema["paths"].items():
             if path.startswith("/v1/") and "get" in operations:
-                operations["get"]["responses"]["200"]["headers"] = {
-                    HEADER: {"description": DESCRIPTION, "schema": {"type": "number"}}
-                }
+                headers = operations["get"]["responses"]["200"].setdefault("headers", {})
+                headers[HEADER] = {"description": DESCRIPTION, "schema": {"type": "number"}}
         components = schema["components"]["schemas"]
         for name, model in further["$defs"].items():
             components.setdefault(name, model)

@@ -229,7 +229,7 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
 
     @app.exception_handler(KvxferError)
     async def _kvxfer_error(request: Request, error: Exception) -> Response:
-        return _answer_error(request, cast(KvxferError, error))
+        return answer_error(request, cast(KvxferError, error))
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: Exception) -> Response:
@@ -315,7 +315,8 @@ def _answer(
     return Response(json.dumps(body), status, dict(headers or {}), media_type=MEDIA_TYPE)
 
 
-def _answer_error(request: Request, error: KvxferError) -> Response:
+def answer_error(request: Request, error: KvxferError) -> Response:
+    """The problem document of an error."""
     status = _status(type(error))
     members: dict[str, object] = {}
     if isinstance(error, ControlPlaneError):

@@ -37,7 +37,8 @@ class Settings:
     tenants: Mapping[str, float] = field(default_factory=dict)
     """The tenants that requests wait for in turn, and their weights."""
     rate_limit: Annotated[float, Meta(ge=0)] = 2000.0
-    """Requests per second of one token at one address, and as many at once; 0 is no limit."""
+    """Requests per second of one token at one address, and as many at once, without heartbeats; 0
+    is no limit."""
     max_body_bytes: Annotated[int, Meta(ge=1)] = 1 << 20
     """Of a request; block tables may have 1.5 MiB."""
     keepalive_seconds: Seconds = 15.0

@@ -18,6 +18,8 @@ _SECRETS: Final = (
 )
 _SECRET_NAMES: Final = frozenset({"authorization", "ticket", "token", "cluster_key"})
 _REDACTED: Final = "[redacted]"
+AUDIT: Final = "kvxfer.audit"
+"""The logger of decisions about the fleet, which speaks at any level of the others."""
 
 
 def configure_logging(
@@ -48,6 +50,7 @@ def configure_logging(
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # httpx2 logs every request at info; the server's access log has it too.
     logging.getLogger("httpx2").setLevel(logging.WARNING)
+    logging.getLogger(AUDIT).setLevel(logging.INFO)
 
 
 def redact(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvxfer.logs import redact
+from kvxfer.logs import AUDIT, redact
 
 pytestmark = pytest.mark.native
 
@@ -43,6 +43,12 @@ def test_text_names_level_logger_and_fields():
 
 def test_level_is_that_asked_for():
     assert logged("text", "log.info('quiet')", level="warning") == ""
+
+
+def test_decisions_about_the_fleet_are_told_at_any_level():
+    code = f"logging.getLogger({AUDIT!r}).info('drain', extra={{'caller': 'ops'}})"
+    record = json.loads(logged("json", code, level="error"))
+    assert (record["event"], record["caller"], record["logger"]) == ("drain", "ops", AUDIT)
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import islice
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Body, Path, Query, Response
+from fastapi import APIRouter, Body, Path, Query, Request, Response
 from msgspec.structs import replace
 
-from kvxfer.api.access import GuardedRoute, allow
+from kvxfer.api import audit
+from kvxfer.api.access import GuardedRoute, allow, is_operator
 from kvxfer.api.context import ControlPlaneDep
+from kvxfer.api.heartbeats import renew
+from kvxfer.api.pages import ETAG, LINK, Cursor, IfNoneMatch, answer, position, tag, take
 from kvxfer.api.problems import responses
 from kvxfer.errors import (
     ControlPlaneUnavailable,
@@ -38,6 +43,8 @@ from kvxfer.web.tokens import Scope
 
 router = APIRouter(route_class=GuardedRoute, prefix="/v1/instances", tags=["instances"])
 _InstanceId = Annotated[InstanceId, Path(**parameter(InstanceId))]
+# A page of these is about 1 MB, which takes the event loop a few milliseconds.
+_MOST_LISTED: Final = 1000
 _DRAIN_DEFAULTS: Final = DrainRequest()
 
 
@@ -62,26 +69,66 @@ async def register(
 @router.get(
     "",
     summary="List",
-    responses=responses(InvalidArgument, ControlPlaneUnavailable),
+    response_model=InstanceList,
+    responses={
+        200: {"headers": {**LINK, **ETAG}},
+        304: {"description": "The page is as `If-None-Match` says.", "headers": {**LINK, **ETAG}},
+        **responses(InvalidArgument, ControlPlaneUnavailable),
+    },
 )
 @allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN)
 async def list_instances(
+    request: Request,
     app: ControlPlaneDep,
     role: Annotated[
         Role | None, Query(description="Instances that take this side; `both` take either.")
     ] = None,
-    model: Annotated[str | None, Query()] = None,
+    model: Annotated[
+        str | None,
+        Query(description="Instances of this model, or that have this alias or adapter of it."),
+    ] = None,
     state: Annotated[LiveState | None, Query()] = None,
-) -> InstanceList:
-    """The live instances, ordered by id."""
-    listed = tuple(
+    limit: Annotated[int, Query(ge=1, le=_MOST_LISTED, description="At most so many.")] = (
+        _MOST_LISTED
+    ),
+    cursor: Cursor = None,
+    if_none_match: IfNoneMatch = None,  # noqa: ARG001 (read from the request)
+) -> Response:
+    """The live instances, ordered by id, in pages.
+
+    An instance that lives all the while is in one page exactly. The ETag changes when an instance
+    comes, goes, or has another state, role, epoch or other models. It stays when only loads,
+    reservations and times of heartbeats change.
+    """
+    after = position(cursor, str) or ""
+    live = await app.registry.instances()
+    matching = (
         instance
-        for instance in await app.registry.instances()
+        for instance in islice(live, bisect_right(live, after, key=_id), None)
         if (role is None or instance.role.serves(role))
         and instance.serves(model)
         and state in (None, instance.state)
     )
-    return InstanceList(instances=listed, stale_seconds=app.registry.stale_seconds)
+    listed, last = take(matching, limit, _id)
+    page = InstanceList(instances=listed, stale_seconds=app.registry.stale_seconds)
+    return answer(request, page, last=last, etag=tag(last, [_gist(each) for each in listed]))
+
+
+def _id(instance: Instance) -> str:
+    return instance.instance_id
+
+
+def _gist(instance: Instance) -> tuple[object, ...]:
+    """What the ETag of a page tells of an instance. Its epoch stands for all that it registered."""
+    return (
+        instance.instance_id,
+        instance.epoch,
+        instance.state,
+        instance.role,
+        instance.weights_version,
+        instance.drain_deadline,
+        instance.load.models,
+    )
 
 
 @router.get(
@@ -99,19 +146,13 @@ async def get(instance_id: _InstanceId, app: ControlPlaneDep) -> Instance:
     summary="Heartbeat",
     responses=responses(InvalidArgument, StaleEpoch, ControlPlaneUnavailable),
 )
-@allow(Scope.WORKER)
+@allow(Scope.WORKER, counted=False)  # a limit would cost a fleet behind one address its leases
 async def heartbeat(
     instance_id: _InstanceId, body: Annotated[Heartbeat, Body()], app: ControlPlaneDep
 ) -> Lease:
     """Renews the lease. On stale-epoch the worker has lost its lease and registers again."""
-    lease = await app.registry.heartbeat(
-        instance_id,
-        body.epoch,
-        state=None if body.state is None else InstanceState(body.state),
-        load=body.load,
-    )
-    app.metrics.heartbeats.inc()
-    return replace(lease, at=app.clock.unix())
+    # Only what AnswerHeartbeats passes on comes here.
+    return await renew(app, instance_id, body)
 
 
 @router.post(
@@ -140,6 +181,7 @@ async def publish_blocks(
 @allow(Scope.WORKER, Scope.ADMIN)
 async def drain(
     instance_id: _InstanceId,
+    request: Request,
     app: ControlPlaneDep,
     body: Annotated[DrainRequest, Body()] = _DRAIN_DEFAULTS,
 ) -> Instance:
@@ -149,7 +191,9 @@ async def drain(
     `load`, `reserved` and `drain_deadline`, and unknown-instance once it is gone. Again it sets
     the deadline anew.
     """
-    return await app.registry.drain(instance_id, seconds=body.deadline_seconds)
+    drained = await app.registry.drain(instance_id, seconds=body.deadline_seconds)
+    audit.note(request, "drain", instance_id=instance_id, seconds=body.deadline_seconds)
+    return drained
 
 
 @router.post(
@@ -159,14 +203,19 @@ async def drain(
 )
 @allow(Scope.ADMIN)
 async def change_role(
-    instance_id: _InstanceId, body: Annotated[RoleChange, Body()], app: ControlPlaneDep
+    instance_id: _InstanceId,
+    body: Annotated[RoleChange, Body()],
+    request: Request,
+    app: ControlPlaneDep,
 ) -> Instance:
     """Moves an instance to the other side without a restart.
 
     New transfers see the new role at once, the worker with its next heartbeat. Open transfers go on
     as they began.
     """
-    return await app.registry.change_role(instance_id, body.role)
+    changed = await app.registry.change_role(instance_id, body.role)
+    audit.note(request, "change role", instance_id=instance_id, role=body.role.value)
+    return changed
 
 
 @router.delete(
@@ -179,7 +228,19 @@ async def change_role(
 async def deregister(
     instance_id: _InstanceId,
     epoch: Annotated[Epoch, Query(**parameter(Epoch))],
+    request: Request,
     app: ControlPlaneDep,
 ) -> None:
     """Ends the lease, and with it the reservations on the instance."""
     await app.registry.deregister(instance_id, epoch)
+    if is_operator(request):
+        audit.note(request, "deregister", instance_id=instance_id, epoch=epoch)
+
+
+def heartbeat_route() -> GuardedRoute:
+    """The route of heartbeat(), for what answers in its place."""
+    return next(
+        route
+        for route in router.routes
+        if isinstance(route, GuardedRoute) and route.endpoint is heartbeat
+    )

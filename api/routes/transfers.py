@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Path, Query, Request, Response
 
 from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
+from kvxfer.api.pages import LINK, Cursor, answer, position, take
 from kvxfer.api.problems import responses
 from kvxfer.errors import (
     ControlPlaneUnavailable,
@@ -74,9 +74,18 @@ async def open_(
     return OpenedTransfer.of(transfer, ticket)
 
 
-@router.get("", summary="List", responses=responses(InvalidArgument, ControlPlaneUnavailable))
+@router.get(
+    "",
+    summary="List",
+    response_model=TransferList,
+    responses={
+        200: {"headers": LINK},
+        **responses(InvalidArgument, ControlPlaneUnavailable),
+    },
+)
 @allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN)
 async def list_transfers(
+    request: Request,
     app: ControlPlaneDep,
     instance_id: Annotated[
         InstanceId | None,
@@ -85,14 +94,22 @@ async def list_transfers(
         ),
     ] = None,
     limit: Annotated[int, Query(ge=1, le=10_000, description="At most so many.")] = 1000,
-) -> TransferList:
-    """The open transfers, the oldest first, without their tickets."""
+    cursor: Cursor = None,
+) -> Response:
+    """The open transfers, the oldest first, without their tickets, in pages."""
+    after = position(cursor, tuple[float, str])
     found = (
         transfer
-        for transfer in await app.registry.transfers()
+        for transfer in sorted(await app.registry.transfers(), key=_age)
         if instance_id in (None, transfer.prefill.instance_id, transfer.decode.instance_id)
+        and (after is None or _age(transfer) > after)
     )
-    return TransferList(transfers=tuple(islice(found, limit)))
+    listed, last = take(found, limit, _age)
+    return answer(request, TransferList(transfers=listed), last=last)
+
+
+def _age(transfer: Transfer) -> tuple[float, str]:
+    return transfer.created_at, transfer.transfer_id
 
 
 @router.get(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Path, Query, Response
+from fastapi import APIRouter, Body, Path, Query, Request, Response
 
+from kvxfer.api import audit
 from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.problems import responses
@@ -103,7 +104,10 @@ async def report(
 )
 @allow(Scope.WORKER, Scope.ADMIN)
 async def decide(
-    update_id: _UpdateId, body: Annotated[DecideUpdate, Body()], app: ControlPlaneDep
+    update_id: _UpdateId,
+    body: Annotated[DecideUpdate, Body()],
+    request: Request,
+    app: ControlPlaneDep,
 ) -> Decided:
     """Decides about the update, where nothing is decided yet. The answer is the first decision.
 
@@ -113,8 +117,8 @@ async def decide(
     step = await app.registry.decide_update(update_id, body.decision)
     app.metrics.note_update(step)
     update = step.after
-    return Decided(
-        update_id=update_id,
-        version=update.version,
-        decision=update.decision or body.decision,
-    )
+    decision = update.decision or body.decision
+    if step.before is None or step.before.decision is None:  # the first decision, which holds
+        about = {"model": update.model, "version": update.version, "decision": decision.value}
+        audit.note(request, "decide weight update", update_id=update_id, **about)
+    return Decided(update_id=update_id, version=update.version, decision=decision)

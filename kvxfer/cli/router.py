@@ -22,6 +22,7 @@ from kvxfer.cli.serving import (
     require_server,
 )
 from kvxfer.router.settings import RouterSettings, watch_worker_key
+from kvxfer.web.listener import ConnectionLimits
 
 
 def register(app: typer.Typer) -> None:
@@ -43,6 +44,7 @@ def router(
             handshake=typer.Option(),
         ),
     ],
+    limits: Annotated[dict[str, Any], OptionsOf(ConnectionLimits, panel="Deadlines and limits")],
     api_keys_file: Annotated[
         Path | None,
         typer.Option(
@@ -124,4 +126,5 @@ def router(
         announcement(as_json, told),
         tls=tls,
         stop_seconds=settings.stop_seconds,
+        limits=ConnectionLimits(**limits),
     ).serve_forever()

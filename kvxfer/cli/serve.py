@@ -23,6 +23,7 @@ from kvxfer.cli.serving import (
     require_server,
 )
 from kvxfer.scheduler.lease_policy import LeasePolicy
+from kvxfer.web.listener import ConnectionLimits
 
 # A full collection walks over the records of the whole fleet while everybody waits: rarer ones
 # halve the p99 with 10,000 instances (docs/performance.md).
@@ -66,6 +67,7 @@ def serve(
             max_waiting=typer.Option(),
         ),
     ],
+    limits: Annotated[dict[str, Any], OptionsOf(ConnectionLimits, panel=TRUST_PANEL)],
     scaling_policy: Annotated[
         Path | None,
         typer.Option(
@@ -170,4 +172,5 @@ def serve(
 
     gc.set_threshold(*_GC_THRESHOLDS)
     app = create_app(settings, fleet, autoscaler=autoscaler)
-    Server(app, listener, announcement(as_json, told), tls=tls).serve_forever()
+    connections = ConnectionLimits(**limits)
+    Server(app, listener, announcement(as_json, told), tls=tls, limits=connections).serve_forever()

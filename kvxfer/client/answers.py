@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from http import HTTPStatus
+from typing import Any, Final, Generic, TypeVar, cast
 
 import httpx2
 import msgspec
@@ -42,6 +44,9 @@ class Answer(Generic[T]):
     value: T
     stale_seconds: float | None
     """While its registry is away the value is what was known so many seconds ago; None else."""
+    etag: str | None = None
+    following: str | None = None
+    """The path of the next page, where there is one."""
 
 
 class Failed(Exception):
@@ -52,8 +57,20 @@ class Failed(Exception):
         self.error, self.again, self.seconds = error, again, seconds
 
 
+def whole(pages: Sequence[Answer[T]]) -> Answer[T]:
+    """One answer of its pages, as stale as the most stale of them."""
+    if len(pages) == 1:
+        return pages[0]
+    value: Any = tuple(item for page in pages for item in cast(Iterable[Any], page.value))
+    stale = [page.stale_seconds for page in pages if page.stale_seconds is not None]
+    return Answer(value, max(stale, default=None))
+
+
 def read(response: httpx2.Response, call: Call[T], url: str) -> Answer[T]:
     """Raises Failed."""
+    links = response.headers.get("etag"), response.links.get("next", {}).get("url")
+    if response.status_code == HTTPStatus.NOT_MODIFIED and call.known is not None:
+        return Answer(call.known[1], _stale_seconds(response), *links)
     if not response.is_success:
         error = problem(response, url)
         unavailable = isinstance(error, ControlPlaneUnavailable | RateLimited)
@@ -61,7 +78,7 @@ def read(response: httpx2.Response, call: Call[T], url: str) -> Answer[T]:
         again = unavailable and (refused or call.repeatable)
         raise Failed(error, again=again, seconds=_retry_after(response, error))
     try:
-        return Answer(call.read(response.content), _stale_seconds(response))
+        return Answer(call.read(response.content), _stale_seconds(response), *links)
     except UNREADABLE as error:
         raise Failed(unreadable(url, error), again=False) from error
 

@@ -59,6 +59,10 @@ class Call(Generic[T]):
     """How long the control plane may take for its answer, beside what the way takes."""
     deadline: float | None = None
     """Seconds for all attempts together; None: the client's own."""
+    paged: bool = False
+    """Whether the answer, a tuple, may come in pages. Each page has the whole deadline."""
+    known: tuple[str, T] | None = None
+    """ETag and value of an earlier answer, which is not sent again if it still holds."""
 
     def within(self, seconds: float) -> Call[T]:
         """The same call with another deadline."""
@@ -121,7 +125,7 @@ def instances(
     """The live instances that match, ordered by id."""
     params = _given(role=role, model=model, state=state)
     read = _reads(InstanceList)
-    return Call("GET", "/v1/instances", lambda c: read(c).instances, params=params)
+    return Call("GET", "/v1/instances", lambda c: read(c).instances, params=params, paged=True)
 
 
 def instance(instance_id: str) -> Call[Instance]:
@@ -196,10 +200,11 @@ def open_transfer(
 def transfers(
     *, instance_id: str | None = None, limit: int | None = None
 ) -> Call[tuple[Transfer, ...]]:
-    """The open transfers, of one instance or of all, the oldest first."""
+    """The open transfers, of one instance or of all, the oldest first; at most `limit` of them."""
     params = _given(instance_id=instance_id, limit=limit)
     read = _reads(TransferList)
-    return Call("GET", "/v1/transfers", lambda c: read(c).transfers, params=params)
+    paged = limit is None
+    return Call("GET", "/v1/transfers", lambda c: read(c).transfers, params=params, paged=paged)
 
 
 def transfer(transfer_id: str) -> Call[Transfer]:

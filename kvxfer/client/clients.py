@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+import itertools
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar, overload
 
@@ -14,7 +16,7 @@ import httpx2
 from tenacity import AsyncRetrying, Retrying
 
 from kvxfer.client import calls
-from kvxfer.client.answers import Answer, Failed, problem, read, unanswered, unavailable
+from kvxfer.client.answers import Answer, Failed, problem, read, unanswered, unavailable, whole
 from kvxfer.client.calls import Call
 from kvxfer.client.retries import policy
 from kvxfer.client.watch import PATH as WATCH_PATH
@@ -177,12 +179,15 @@ class _Client:
 
     def _request(self, call: Call[Any], seconds: float) -> dict[str, Any]:
         traced = current.get()
+        headers = {} if traced is None else {HEADER: traced.traceparent}
+        if call.known is not None:
+            headers["If-None-Match"] = call.known[0]
         return {
             "method": call.method,
             "url": call.path,
             "params": dict(call.params) or None,
             "json": call.body,
-            "headers": None if traced is None else {HEADER: traced.traceparent},
+            "headers": headers or None,
             "timeout": seconds,
         }
 
@@ -260,6 +265,21 @@ class ControlPlaneClient(_Client):
 
     async def ask(self, call: Call[T]) -> Answer[T]:
         """As `send`, with how stale the value is."""
+        return whole([page async for page in self.pages(call)])
+
+    async def pages(
+        self, call: Call[T], known: Sequence[Answer[T]] = ()
+    ) -> AsyncGenerator[Answer[T], None]:
+        """The answer page by page. `known`: the pages of an earlier answer; those that still hold
+        are not sent again."""
+        for page in _pages_with(known):
+            answer = await self._ask(_conditional(call, page))
+            yield answer
+            if answer.following is None or not call.paged:
+                return
+            call = replace(call, path=answer.following, params={})
+
+    async def _ask(self, call: Call[T]) -> Answer[T]:
         seconds = self._deadline if call.deadline is None else call.deadline
         try:
             retrying = AsyncRetrying(**policy(seconds, self._clock), sleep=asyncio.sleep)
@@ -353,6 +373,20 @@ class SyncControlPlaneClient(_Client):
 
     def ask(self, call: Call[T]) -> Answer[T]:
         """As `send`, with how stale the value is."""
+        return whole(list(self.pages(call)))
+
+    def pages(
+        self, call: Call[T], known: Sequence[Answer[T]] = ()
+    ) -> Generator[Answer[T], None, None]:
+        """The answer page by page, as `ControlPlaneClient.pages` has it."""
+        for page in _pages_with(known):
+            answer = self._ask(_conditional(call, page))
+            yield answer
+            if answer.following is None or not call.paged:
+                return
+            call = replace(call, path=answer.following, params={})
+
+    def _ask(self, call: Call[T]) -> Answer[T]:
         seconds = self._deadline if call.deadline is None else call.deadline
         try:
             retrying = Retrying(**policy(seconds, self._clock), sleep=self._clock.sleep)
@@ -383,6 +417,17 @@ class SyncControlPlaneClient(_Client):
                 if not reader.connected:
                     raise _as_unavailable(error, self.url) from error
             self._clock.sleep(reader.pause_seconds())
+
+
+def _pages_with(known: Sequence[Answer[T]]) -> Iterator[Answer[T] | None]:
+    """The known page of each page, None of those beyond."""
+    return itertools.chain(known, itertools.repeat(None))
+
+
+def _conditional(call: Call[T], known: Answer[T] | None) -> Call[T]:
+    if known is None or known.etag is None:
+        return replace(call, known=None)
+    return replace(call, known=(known.etag, known.value))
 
 
 def _as_unavailable(error: Exception, url: str) -> Exception:

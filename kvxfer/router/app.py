@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -20,7 +21,8 @@ from kvxfer.router import errors
 from kvxfer.router.api_keys import ApiKeyGuard
 from kvxfer.router.asked import read_request
 from kvxfer.router.dialects import GENERATING, SINGLE, Dialect
-from kvxfer.router.downstream import Passage
+from kvxfer.router.door import Door
+from kvxfer.router.downstream import Passage, Serve
 from kvxfer.router.metrics import Metrics
 from kvxfer.router.routing import Router
 from kvxfer.router.settings import RouterSettings
@@ -53,6 +55,7 @@ def create_app(
     metrics = Metrics()
     router = Router(settings, control_plane, metrics, clock=clock, workers=workers)
     guard = ApiKeyGuard(settings.api_keys, clock)
+    door = Door(settings, metrics)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -69,9 +72,12 @@ def create_app(
     def passes(dialect: Dialect, method: str) -> None:
         async def passed(request: Request) -> Response:
             guard.admit(request)
+            return Passage(partial(taken, request), door, settings.client_seconds)
+
+        def taken(request: Request, content: bytes) -> Serve:
             asked = read_request(
                 dialect,
-                await request.body(),
+                content,
                 request_id=request.scope[REQUEST_ID_KEY],
                 named=REQUEST_ID_HEADER in request.headers,
                 path=request.url.path + (f"?{query}" if (query := request.url.query) else ""),
@@ -86,7 +92,7 @@ def create_app(
                 arrived=clock.monotonic(),
             )
             rename_request(request.scope, asked.request_id)
-            return Passage(lambda client: router.serve(asked, client), settings.client_seconds)
+            return partial(router.serve, asked)
 
         app.add_api_route(dialect.path, passed, methods=[method])
 

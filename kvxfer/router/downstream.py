@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeAlias
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvxfer.router.door import Door
 from kvxfer.web.answer import ClientLeft, while_connected
 from kvxfer.web.wait_limit import WaitLimit
 
@@ -58,31 +60,41 @@ class Downstream:
         self.limit.end()
 
 
+Serve: TypeAlias = Callable[[Downstream], Awaitable[None]]
+
+
 class Passage(Response):
-    """An answer that `serve` sends to its client. An error before its first byte is raised, and
-    answered as any other. It ends when the client leaves, and by then so has `serve`."""
+    """An answer that is sent to its client by what `take` makes of the request's body.
+
+    An error before its first byte is raised, and answered as any other. It ends when the client
+    leaves, and by then so has the serving of it.
+    """
 
     def __init__(
-        self, serve: Callable[[Downstream], Awaitable[None]], stall_seconds: float | None
+        self, take: Callable[[bytes], Serve], door: Door, stall_seconds: float | None
     ) -> None:
         self.background = None
-        self._serve = serve
+        self._take = take
+        self._door = door
         self._stall_seconds = stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         client = Downstream(send, self._stall_seconds)
-        try:
-            await while_connected(receive, self._served(client))
-        except ClientLeft:
-            if not client.begun:
-                raise  # for the count of answers
+        with self._door.entered() as read_body:
+            serve = self._take(await read_body(receive))
+            try:
+                await while_connected(receive, _served(serve, client))
+            except ClientLeft:
+                if not client.begun:
+                    raise  # for the count of answers
 
-    async def _served(self, client: Downstream) -> None:
-        try:
-            async with client.limit:
-                await self._serve(client)
-        except TimeoutError:
-            if client.limit.expired:
-                raise ClientLeft from None
-            raise
-        await client.end()
+
+async def _served(serve: Serve, client: Downstream) -> None:
+    try:
+        async with client.limit:
+            await serve(client)
+    except TimeoutError:
+        if client.limit.expired:
+            raise ClientLeft from None
+        raise
+    await client.end()

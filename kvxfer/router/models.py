@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextvars import Context
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
 
 import httpx2
 import msgspec
 
-from kvxfer.client import ControlPlaneClient
+from kvxfer.client import Answer, ControlPlaneClient, calls
 from kvxfer.clock import Clock
 from kvxfer.errors import ControlPlaneUnavailable, KvxferError
 from kvxfer.instances import Instance, InstanceState, Role
@@ -23,10 +24,68 @@ from kvxfer.unreadable import UNREADABLE
 _KEPT_SECONDS: Final = 1.0
 # Within which workers describe their models.
 _CARD_SECONDS: Final = 2.0
+# Names that are remembered after their instances have gone.
+_MOST_SEEN: Final = 4096
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What requests may ask for, of the fleet of a moment ago."""
+
+    pages: Sequence[Answer[tuple[Instance, ...]]]
+    models: frozenset[str]
+    names: frozenset[str]
+    """Models, aliases and adapters of all instances."""
+    ready: Mapping[str, Instance]
+    """By name, the first ready instance that has it."""
+    prefill: Mapping[str, str]
+    """By name, the address of the first ready prefill instance that has it."""
+
+    @classmethod
+    def of(cls, pages: Sequence[Answer[tuple[Instance, ...]]]) -> _View:
+        fleet = [instance for page in pages for instance in page.value]
+        ready: dict[str, Instance] = {}
+        prefill: dict[str, str] = {}
+        for each in fleet:
+            if each.state is InstanceState.READY:
+                for name in _names(each):
+                    ready.setdefault(name, each)
+                    if each.role is Role.PREFILL:
+                        prefill.setdefault(name, each.http_address)
+        models = frozenset(each.model for each in fleet)
+        names = frozenset(name for each in fleet for name in _names(each))
+        return cls(pages, models, names, ready, prefill)
+
+
+class _Kept(Generic[T]):
+    """A value that is asked for at most once a second, however many wait for it. Loop only."""
+
+    def __init__(self, ask: Callable[[], Coroutine[Any, Any, T]], clock: Clock) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._value: tuple[float, T] | None = None
+        self._asking: asyncio.Task[T] | None = None
+
+    async def get(self) -> T:
+        if self._value is not None and self._value[0] > self._clock.monotonic():
+            return self._value[1]
+        if self._asking is None:
+            # Many requests wait for it, so that it belongs into the trace of none.
+            self._asking = asyncio.create_task(self._ask(), context=Context())
+            self._asking.add_done_callback(self._asked)
+        return await asyncio.shield(self._asking)
+
+    def _asked(self, task: asyncio.Task[T]) -> None:
+        self._asking = None
+        # Those who wait for it have its error.
+        if not task.cancelled() and task.exception() is None:
+            self._value = self._clock.monotonic() + _KEPT_SECONDS, task.result()
 
 
 class FleetModels:
-    """What the control plane says that the fleet serves. Loop only."""
+    """What the control plane says that the fleet serves, in memory that is bounded. Loop only."""
 
     def __init__(
         self,
@@ -38,29 +97,29 @@ class FleetModels:
         self._control_plane = control_plane
         self._http = http
         self._settings = settings
-        self._clock = clock
-        self._seen: set[str] = set()
-        self._fleet: tuple[float, tuple[Instance, ...]] | None = None
-        self._asking: asyncio.Task[tuple[Instance, ...]] | None = None
+        self._seen: dict[str, None] = {}
+        self._last: _View | None = None
+        self._view = _Kept(self._look, clock)
+        self._cards = _Kept(self._describe, clock)
 
     def seen(self, model: str) -> None:
         """A pair was reserved for the model."""
-        self._seen.add(model)
+        self._seen.pop(model, None)
+        self._seen[model] = None
+        if len(self._seen) > _MOST_SEEN:
+            del self._seen[next(iter(self._seen))]
 
     async def prefill_worker(self, model: str) -> str | None:
         """The address of one that has the model and is ready; None where there is none, or the
         control plane does not say."""
         with contextlib.suppress(KvxferError):
-            for each in await self._instances():
-                ready = each.state is InstanceState.READY and each.role is Role.PREFILL
-                if ready and model in _names(each):
-                    return each.http_address
+            return (await self._view.get()).prefill.get(model)
         return None
 
     async def only(self) -> str | None:
         """The model of a request that names none; None where no instance is registered. Raises
         InvalidRequest where there are several."""
-        models = {instance.model for instance in await self._instances()}
+        models = (await self._view.get()).models
         if len(models) > 1:
             raise InvalidRequest(
                 f"model: the fleet serves {', '.join(sorted(models))}; name one of them", "model"
@@ -75,19 +134,35 @@ class FleetModels:
         if model in self._seen:
             return
         with contextlib.suppress(ControlPlaneUnavailable):
-            instances = await self._instances()
-            names = {name for each in instances for name in _names(each)}
-            self._seen |= names
-            if names and model not in names:
-                raise _unknown(model, {each.model for each in instances})
+            view = await self._view.get()
+            if view.names and model not in view.names:
+                raise _unknown(model, view.models)
 
     async def cards(self) -> list[dict[str, Any]]:
         """What requests may ask for, by name: models, aliases and adapters of ready instances, as
         their own servers describe them."""
-        instances = await self._instances()
-        ready = [each for each in instances if each.state is InstanceState.READY]
-        first = {name: each for each in reversed(ready) for name in _names(each)}
-        self._seen.update(first)
+        return await self._cards.get()
+
+    async def card(self, name: str) -> dict[str, Any]:
+        """That of one name. Raises UnknownModel."""
+        cards = {card["id"]: card for card in await self.cards()}
+        if name not in cards:
+            raise _unknown(name, cards)
+        return cards[name]
+
+    async def _look(self) -> _View:
+        before = self._last
+        known = () if before is None else before.pages
+        call = calls.instances()
+        pages = [page async for page in self._control_plane.pages(call, known)]
+        if before is None or [p.value for p in pages] != [p.value for p in known]:
+            self._last = _View.of(pages)
+            for name in self._last.names:
+                self.seen(name)
+        return self._last or _View.of(())
+
+    async def _describe(self) -> list[dict[str, Any]]:
+        first = (await self._view.get()).ready
         servers = sorted({each.http_address for each in first.values()})
         told = await asyncio.gather(*map(self._cards_of, servers))
         described = dict(zip(servers, told, strict=True))
@@ -108,13 +183,6 @@ class FleetModels:
             for name in sorted(first, key=place)
         ]
 
-    async def card(self, name: str) -> dict[str, Any]:
-        """That of one name. Raises UnknownModel."""
-        cards = {card["id"]: card for card in await self.cards()}
-        if name not in cards:
-            raise _unknown(name, cards)
-        return cards[name]
-
     async def _cards_of(self, server: str) -> dict[str, dict[str, Any]]:
         headers = self._settings.headers_for_workers()
         with contextlib.suppress(TimeoutError, httpx2.HTTPError, TypeError, *UNREADABLE):
@@ -124,26 +192,6 @@ class FleetModels:
                 cards = msgspec.json.decode(answer.content, type=dict[str, Any])["data"]
                 return {card["id"]: card for card in cards if isinstance(card, dict)}
         return {}
-
-    async def _instances(self) -> tuple[Instance, ...]:
-        """The fleet of a moment ago: many requests at once ask for it once."""
-        if self._fleet is not None and self._fleet[0] > self._clock.monotonic():
-            return self._fleet[1]
-        if self._asking is None:
-            # Many requests wait for it, so that it belongs into the trace of none.
-            self._asking = asyncio.create_task(self._ask(), context=Context())
-            self._asking.add_done_callback(self._asked)
-        return await asyncio.shield(self._asking)
-
-    async def _ask(self) -> tuple[Instance, ...]:
-        found = await self._control_plane.instances()
-        self._fleet = (self._clock.monotonic() + _KEPT_SECONDS, found)
-        return found
-
-    def _asked(self, task: asyncio.Task[tuple[Instance, ...]]) -> None:
-        self._asking = None
-        if not task.cancelled():
-            task.exception()  # those who wait for it have it
 
 
 def _unknown(model: str, names: Iterable[str]) -> UnknownModel:

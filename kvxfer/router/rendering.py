@@ -110,8 +110,6 @@ class Rendering:
         if len(self._workers) > _MOST_MODELS:
             gone, _ = self._workers.popitem(last=False)
             self._texts.pop(gone, None)
-            for route in ("render", "tokenize"):
-                self._pauses.pop((route, gone), None)
 
     async def prepared(self, asked: Asked) -> Asked:
         """The request with its prompt rendered, or its tokens counted, or an estimate of them."""
@@ -235,6 +233,8 @@ class Rendering:
         # A chat has more tokens than those of its text: a template's, and those of its tools.
         if prompt.tokens and not asked.dialect.renders(asked.members):
             texts = self._texts.setdefault(model, _Texts())
+            if len(self._texts) > _MOST_MODELS:
+                del self._texts[next(iter(self._texts))]
             texts.nbytes += asked.text_bytes
             texts.tokens += prompt.tokens
         if len(self._known) > _MOST_PROMPTS:
@@ -260,7 +260,9 @@ class Rendering:
         return self._pauses.get((route, model), 0.0) <= self._clock.monotonic()
 
     def _pause(self, route: str, model: str) -> None:
-        self._pauses[route, model] = self._clock.monotonic() + _PAUSE_SECONDS
+        now = self._clock.monotonic()
+        self._pauses = {key: until for key, until in self._pauses.items() if until > now}
+        self._pauses[route, model] = now + _PAUSE_SECONDS
 
     def _count(self, outcome: str) -> None:
         self._metrics.tokenized.labels(outcome).inc()

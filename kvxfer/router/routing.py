@@ -32,7 +32,6 @@ from kvxfer.router.asked import Asked
 from kvxfer.router.connections import WorkerConnections
 from kvxfer.router.downstream import Downstream
 from kvxfer.router.errors import (
-    Overloaded,
     WorkerError,
     WorkerKeyRefused,
     error_object,
@@ -83,7 +82,6 @@ class Router:
         self._http = WorkerConnections(workers)
         self.models = FleetModels(control_plane, self._http, settings, clock)
         self._prompts = Rendering(self._http, self.models, settings, metrics, clock)
-        self._running = 0
         # Who asks for a pair without a wait: no more at once than the client has calls for.
         self._turns = asyncio.Semaphore(MAX_CALLS)
         # Of each model, how many requests the control plane keeps waiting.
@@ -279,13 +277,6 @@ class Router:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        if self._running >= self._settings.max_requests:
-            self._metrics.failures.labels(Overloaded.code).inc()
-            raise Overloaded(
-                f"{self._running} requests are under way, as many as this router takes; retry"
-            )
-        self._running += 1
-        self._metrics.running.inc()
         try:
             yield
         except (asyncio.CancelledError, GeneratorExit):
@@ -294,9 +285,6 @@ class Router:
         except KvxferError as error:
             self._metrics.failures.labels(error.code).inc()
             raise
-        finally:
-            self._running -= 1
-            self._metrics.running.dec()
 
 
 class _Attempts:

@@ -73,9 +73,11 @@ class RouterSettings:
     priorities: bool = False
     """Whether `priority` of a client's request, vLLM's, also says who waits for a pair."""
     max_requests: Annotated[int, Meta(ge=1)] = 1024
-    """Under way at once; the next one is a 503."""
+    """Under way at once, from before their bodies are read; the next one is a 503."""
     max_body_bytes: Annotated[int, Meta(ge=1)] = 4 << 20
     """Of a request."""
+    max_held_bytes: Annotated[int, Meta(ge=1)] = 256 << 20
+    """Bodies of all requests under way; beyond it a request is a 503."""
     tokenize_seconds: Annotated[float, Meta(ge=0)] = 0.05
     """A text prompt waits so long for a worker to say its tokens, which tell where they are cached;
     0 asks no worker."""

@@ -5,10 +5,14 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-from typing import Final
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+from msgspec import Meta
 
 from kvxfer.addresses import host_and_port
 from kvxfer.errors import AddressInUse, InvalidArgument, PermissionDenied
+from kvxfer.settings import Seconds, check_bounds
 
 BACKLOG: Final = 2048
 # How long servers keep an idle connection. Longer than clients (httpx2: 5 s) and load balancers
@@ -17,6 +21,22 @@ KEEP_ALIVE_SECONDS: Final = 75
 
 _EVERY: Final = "::"
 _EVERY_IPV4: Final = "0.0.0.0"  # noqa: S104
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """What a server bears of its clients' connections. Raises InvalidArgument."""
+
+    header_seconds: Seconds = 10.0
+    """A client has so long to send the headers of a request."""
+    body_seconds: Seconds = 30.0
+    """A client has so long to send the body of a request, from its headers."""
+    max_connections: Annotated[int, Meta(ge=1)] = 16384
+    """Open at once; the next one gets a 503 and is closed. At most half of the files that the
+    process may open."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 def bind(host: str, port: int) -> socket.socket:

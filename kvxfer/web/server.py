@@ -7,16 +7,19 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Final
 
 import uvicorn
 from fastapi import FastAPI
 
-from kvxfer.web.listener import BACKLOG, KEEP_ALIVE_SECONDS, url_of
+from kvxfer.web.connections import BoundedConfig, BoundedProtocol, files_for
+from kvxfer.web.listener import BACKLOG, KEEP_ALIVE_SECONDS, ConnectionLimits, url_of
 from kvxfer.web.tls import ServerTls
 
 _STOP_SECONDS: Final = 5
-_TICKS_PER_TLS_CHECK: Final = 10  # uvicorn ticks every 0.1 s
+_TICKS_PER_SECOND: Final = 10  # of uvicorn
+_LIMITS: Final = ConnectionLimits()
 
 
 class Server(uvicorn.Server):
@@ -35,13 +38,15 @@ class Server(uvicorn.Server):
         *,
         tls: ServerTls | None = None,
         stop_seconds: int = _STOP_SECONDS,
+        limits: ConnectionLimits = _LIMITS,
     ) -> None:
+        most = files_for(limits.max_connections)
         super().__init__(
-            uvicorn.Config(
+            BoundedConfig(
                 app,
+                limits=replace(limits, max_connections=most),
                 lifespan="on",
                 loop="uvloop",
-                http="httptools",
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -68,8 +73,13 @@ class Server(uvicorn.Server):
             self._announce(url_of(self._listener, tls=self._tls is not None))
 
     async def on_tick(self, counter: int) -> bool:
-        if self._tls is not None and counter % _TICKS_PER_TLS_CHECK == 0:
-            self._tls.refresh()
+        if counter % _TICKS_PER_SECOND == 0:
+            if self._tls is not None:
+                self._tls.refresh()
+            now = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, BoundedProtocol):
+                    connection.end_late(now)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

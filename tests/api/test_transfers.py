@@ -167,6 +167,7 @@ async def test_open_transfers_are_listed_without_tickets(api):
     opened = [(await api.post("/v1/transfers", json={})).json() for _ in range(3)]
     for transfer in opened:
         del transfer["ticket"]
+    opened.sort(key=lambda transfer: transfer["transfer_id"])  # all began at the same time
     assert (await api.get("/v1/transfers")).json() == {"transfers": opened}
     assert (await api.get("/v1/transfers?limit=2")).json() == {"transfers": opened[:2]}
     assert (await api.get("/v1/transfers?instance_id=p")).json() == {"transfers": opened}
