@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -24,6 +24,7 @@ from kvxfer.instances import (
     PublishedBlocks,
     Role,
     Snapshot,
+    Traffic,
 )
 from kvxfer.kv.block_table import BlockTable
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, pack
@@ -82,6 +83,7 @@ class EmbeddedRegistry(Registry):
         self._feed = ChangeFeed(last_id=int(self._clock.unix() * 1e6), capacity=feed_capacity)
         self._fleet = Fleet(scorer)
         self._holders: dict[str, _Holder] = {}
+        self._sent: dict[str, tuple[Traffic, ...]] = {}
         self._tables: dict[str, BlockTable] = {}
         self._arrivals = Arrivals()
         self._updates = EmbeddedUpdates(clock)
@@ -141,6 +143,9 @@ class EmbeddedRegistry(Registry):
     ) -> Lease:
         now = self._begin()
         before = self._living(instance_id, epoch)
+        if load is not None:
+            self._sent[instance_id] = load.sent
+            load = replace(load, sent=())
         after = replace(
             before,
             state=before.state if state is None else before.state.advanced_to(state),
@@ -195,6 +200,10 @@ class EmbeddedRegistry(Registry):
     async def instances(self) -> tuple[Instance, ...]:
         self._begin()
         return self._fleet.snapshot()
+
+    async def sent(self) -> Mapping[str, tuple[Traffic, ...]]:
+        self._begin()
+        return dict(self._sent)
 
     async def watch(self, after: int | None = None) -> AsyncIterator[Snapshot | Change]:
         while not self._feed.closed:
@@ -364,6 +373,7 @@ class EmbeddedRegistry(Registry):
             self._end_transfer(transfer_id, TransferEnd.INSTANCE_GONE)
         last = self._fleet.remove(instance.instance_id)
         del self._holders[instance.instance_id]
+        self._sent.pop(instance.instance_id, None)
         self._publish(cause, replace(last, state=InstanceState.GONE))
 
     def _end_transfer(self, transfer_id: str, end: TransferEnd) -> None:

@@ -21,6 +21,7 @@ from kvxfer.instances import (
     PublishedBlocks,
     Role,
     Snapshot,
+    Traffic,
 )
 from kvxfer.kv.block_table import BlockTable
 from kvxfer.scheduler.pairing import Pair
@@ -132,6 +133,11 @@ class Registry(ABC):
     @abstractmethod
     async def instance(self, instance_id: str) -> Instance:
         """The live instance. Raises UnknownInstance."""
+
+    @abstractmethod
+    async def sent(self) -> Mapping[str, tuple[Traffic, ...]]:
+        """What each instance that sends KV cache said of it last: `Load.sent`, which is left out
+        of instances and changes. What is read may be a moment old."""
 
     @abstractmethod
     async def instances(self) -> tuple[Instance, ...]:

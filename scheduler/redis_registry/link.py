@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -36,6 +36,7 @@ from kvxfer.scheduler.redis_registry.scripts import Step, script
 from kvxfer.scheduler.redis_registry.url import RedisUrl
 
 _BATCH: Final = 64
+_SCANNED: Final = 100
 # What a server answers that is there but cannot serve now; other ResponseErrors are defects.
 _UNABLE: Final = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "NOPERM", "BUSY")
 
@@ -125,7 +126,18 @@ class Link:
     async def field(self, key: str, name: str) -> bytes | None:
         return cast("bytes | None", await self._read(self._client.hget, key, name))
 
-    async def _read(self, command: Callable[..., Any], *arguments: str) -> Any:
+    async def fields(self, key: str) -> AsyncIterator[tuple[bytes, bytes]]:
+        """All fields of a hash, a few at a time: none that stays is left out."""
+        cursor = 0
+        while True:
+            answer = await self._read(self._client.hscan, key, cursor, None, _SCANNED)
+            cursor, found = answer
+            for field in found.items():
+                yield field
+            if not cursor:
+                return
+
+    async def _read(self, command: Callable[..., Any], *arguments: str | int | None) -> Any:
         self._require_good()
         try:
             async with asyncio.timeout(self.timeout):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -21,6 +21,7 @@ from kvxfer.instances import (
     PublishedBlocks,
     Role,
     Snapshot,
+    Traffic,
 )
 from kvxfer.kv.block_table import BlockTable
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, pack
@@ -33,9 +34,11 @@ from kvxfer.scheduler.redis_registry.link import Link
 from kvxfer.scheduler.redis_registry.mirror import Mirror
 from kvxfer.scheduler.redis_registry.records import (
     decode_instance,
+    decode_sent,
     decode_table,
     decode_update,
     encode_load,
+    encode_sent,
     encode_spec,
     encode_table,
     encode_transfer,
@@ -64,7 +67,7 @@ from kvxfer.weight_updates import (
 )
 
 _FEED_CAPACITY: Final = 10_000
-_LOG_LENGTH: Final = 100_000
+_LOG_BYTES: Final = 64 << 20
 _WATCH_BATCH: Final = 100
 _PREFIX: Final = "kvxfer"
 _TIMEOUT: Final = 1.0
@@ -91,17 +94,18 @@ class RedisRegistry(Registry):
         *,
         clock: Clock | None = None,
         feed_capacity: int = _FEED_CAPACITY,
-        log_length: int = _LOG_LENGTH,
+        log_bytes: int = _LOG_BYTES,
         timeout: float = _TIMEOUT,
         scorer: Scorer | None = None,
     ) -> None:
         self._policy = policy or LeasePolicy()
         self._clock = clock
-        self._lengths = (str(log_length), str(feed_capacity))
+        self._lengths = (str(log_bytes), str(feed_capacity))
         self._link = Link(RedisUrl.parse(url), timeout=timeout, clock=clock or SYSTEM_CLOCK)
         self._mirror = Mirror(feed_capacity=feed_capacity, scorer=scorer)
         self._follower = Follower(self._link, self._mirror, _PREFIX, self._header)
         self._counts: dict[bytes, bytes] = {}
+        self._sent: dict[str, tuple[Traffic, ...]] = {}
 
     async def open(self) -> None:
         self._follower.start()
@@ -150,6 +154,7 @@ class RedisRegistry(Registry):
             "" if state is None else state.value,
             encode_load(load),
             self._lease_micros,
+            encode_sent(load),
         )
         return lease(instance_id, self._policy, answer)
 
@@ -190,6 +195,15 @@ class RedisRegistry(Registry):
     async def instances(self) -> tuple[Instance, ...]:
         await self._catch_up()
         return self._mirror.instances()
+
+    async def sent(self) -> Mapping[str, tuple[Traffic, ...]]:
+        with suppress(ControlPlaneUnavailable):
+            found = {}
+            async for name, packed in self._link.fields(f"{_PREFIX}:sent"):
+                with reading(f"what instance {name!r} sends"):
+                    found[name.decode()] = decode_sent(packed)
+            self._sent = found
+        return self._sent
 
     async def watch(self, after: int | None = None) -> AsyncIterator[Snapshot | Change]:
         feed = self._mirror.feed

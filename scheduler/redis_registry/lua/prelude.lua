@@ -1,12 +1,13 @@
 -- What every step shares; it is put before each of the other scripts.
 --
 -- KEYS[1] begins every key. ARGV: [1] the time in microseconds, empty for that of this server,
--- [2] and [3] the lengths of the log and of the changes; a step's own arguments follow.
+-- [2] how many bytes of the log are kept, [3] how many changes; a step's own arguments follow.
 --
 -- instances   hash     id -> msgpack of the member: epoch, state, role, incarnation, load, reserved,
 --                      times
 -- specs       hash     id -> what the worker registered, as JSON
 -- blocks      hash     id -> the hashes of the blocks it has cached, eight bytes each, the newest last
+-- sent        hash     id -> msgpack of what it sends to whom, where it sends something
 -- transfers   hash     id -> msgpack of the transfer
 -- tables      hash     id of a transfer -> msgpack of its block table
 -- held:ID     set      the transfers of one instance
@@ -21,6 +22,8 @@
 -- sequence    string   the id of the log's last record
 -- changed     string   the id of the last change
 -- log         stream   every step, for the replicas; a record names the one before it
+-- parts       list     the last record of each full part of the log, a sixteenth of its bytes
+-- part        string   the bytes of the part that is being written
 -- changes     stream   the records of the log that watchers hear of
 --
 -- A key with a TTL would vanish without a record in the log. So leases are deadlines, and the next
@@ -28,7 +31,7 @@
 
 local PREFIX = KEYS[1]
 local INSTANCES, SPECS = PREFIX .. ':instances', PREFIX .. ':specs'
-local BLOCKS = PREFIX .. ':blocks'
+local BLOCKS, SENT = PREFIX .. ':blocks', PREFIX .. ':sent'
 local TRANSFERS, HELD = PREFIX .. ':transfers', PREFIX .. ':held:'
 local TABLES = PREFIX .. ':tables'
 local UPDATES, LAPSES = PREFIX .. ':updates', PREFIX .. ':lapses'
@@ -37,7 +40,9 @@ local EXPIRIES, COUNTS = PREFIX .. ':expiries', PREFIX .. ':counts'
 local SEQUENCE, CHANGED = PREFIX .. ':sequence', PREFIX .. ':changed'
 local SEEN = PREFIX .. ':seen'
 local LOG, CHANGES = PREFIX .. ':log', PREFIX .. ':changes'
-local LOG_LENGTH, CHANGES_LENGTH = ARGV[2], ARGV[3]
+local PARTS, PART = PREFIX .. ':parts', PREFIX .. ':part'
+local LOG_BYTES, CHANGES_LENGTH = tonumber(ARGV[2]), ARGV[3]
+local PART_BYTES = LOG_BYTES / 16
 local SILENCE = 1000000 -- every replica takes a step twice a second
 local ORDER = {joining = 1, ready = 2, draining = 3}
 
@@ -55,11 +60,27 @@ end
 -- steps to a fail-over.
 local sequence = tonumber(redis.call('GET', SEQUENCE) or '0')
 
+-- The oldest parts go. What a record takes is known to this server alone, up to twice its bytes.
+local function end_part()
+  redis.call('SET', PART, 0)
+  redis.call('RPUSH', PARTS, int(sequence))
+  while redis.call('MEMORY', 'USAGE', LOG, 'SAMPLES', 0) > LOG_BYTES - 2 * PART_BYTES do
+    redis.call('XTRIM', LOG, 'MINID', int(tonumber(redis.call('LPOP', PARTS)) + 1))
+  end
+end
+
 local function append(...)
   local before = int(sequence)
   sequence = math.max(sequence + 1, now)
   redis.call('SET', SEQUENCE, int(sequence))
-  redis.call('XADD', LOG, 'MAXLEN', '~', LOG_LENGTH, int(sequence) .. '-0', 'after', before, ...)
+  redis.call('XADD', LOG, int(sequence) .. '-0', 'after', before, ...)
+  local bytes = 64
+  for _, value in ipairs({...}) do
+    bytes = bytes + #value
+  end
+  if redis.call('INCRBY', PART, bytes) > PART_BYTES then
+    end_part()
+  end
 end
 
 if sequence == 0 then
@@ -136,6 +157,7 @@ local function remove(id, cause)
   redis.call('HDEL', INSTANCES, id)
   redis.call('HDEL', SPECS, id)
   redis.call('HDEL', BLOCKS, id)
+  redis.call('HDEL', SENT, id)
   redis.call('ZREM', EXPIRIES, 'i' .. id)
 end
 
