@@ -81,8 +81,9 @@ class RedisRegistry(Registry):
     A read first asks Redis how far the log is and waits until the mirror is there too, so it sees
     whatever any replica did before. Only `choose` does not wait: `reserve` decides in Redis.
 
-    While Redis is away reads are answered from the mirror as it is (`stale_seconds`), and every
-    other call raises ControlPlaneUnavailable; `timeout` is how long the first one waits for that.
+    While Redis is unavailable, or the mirror is behind, reads are answered from the mirror as it is
+    (`stale_seconds`). Steps need Redis alone: while it is unavailable they raise
+    ControlPlaneUnavailable; `timeout` is how long the first one waits for that.
     Leases end by the clock of Redis, and what waits here waits by that of this machine; `clock`
     takes the place of both in tests.
     """
@@ -101,13 +102,20 @@ class RedisRegistry(Registry):
         self._policy = policy or LeasePolicy()
         self._clock = clock
         self._lengths = (str(log_bytes), str(feed_capacity))
-        self._link = Link(RedisUrl.parse(url), timeout=timeout, clock=clock or SYSTEM_CLOCK)
+        self._link = Link(
+            RedisUrl.parse(url),
+            prefix=_PREFIX,
+            header=self._header,
+            timeout=timeout,
+            clock=clock or SYSTEM_CLOCK,
+        )
         self._mirror = Mirror(feed_capacity=feed_capacity, scorer=scorer)
-        self._follower = Follower(self._link, self._mirror, _PREFIX, self._header)
+        self._follower = Follower(self._link, self._mirror)
         self._counts: dict[bytes, bytes] = {}
         self._sent: dict[str, tuple[Traffic, ...]] = {}
 
     async def open(self) -> None:
+        self._link.check()
         self._follower.start()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._link.timeout):
@@ -115,7 +123,9 @@ class RedisRegistry(Registry):
 
     @property
     def stale_seconds(self) -> float | None:
-        return None if self._link.trouble is None else self._link.silent_seconds
+        if self._link.trouble is None and self._follower.trouble is None:
+            return None
+        return self._follower.behind_seconds
 
     # --- instances ---------------------------------------------------------------------------
 
@@ -199,7 +209,7 @@ class RedisRegistry(Registry):
     async def sent(self) -> Mapping[str, tuple[Traffic, ...]]:
         with suppress(ControlPlaneUnavailable):
             found = {}
-            async for name, packed in self._link.fields(f"{_PREFIX}:sent"):
+            async for name, packed in self._link.fields(f"{self._link.prefix}:sent"):
                 with reading(f"what instance {name!r} sends"):
                     found[name.decode()] = decode_sent(packed)
             self._sent = found
@@ -224,7 +234,7 @@ class RedisRegistry(Registry):
 
     async def choose(self, request: TransferRequest) -> Pair:
         self._require_redis()
-        pair = self._mirror.fleet.find(request)
+        pair = self._mirror.fleet.find(request) if self._mirror.loaded else None
         if pair is not None:
             return pair
         await self._catch_up()
@@ -267,12 +277,12 @@ class RedisRegistry(Registry):
         give_up = clock.monotonic() + wait_seconds
         await self._catch_up()
         while True:
-            self._require_redis()
+            self._require_current()
             if self._mirror.fleet.transfer(transfer_id) is None:
                 raise refusals.unknown_transfer(transfer_id)
             left = give_up - clock.monotonic()
             if transfer_id in self._mirror.tables:
-                packed = await self._link.field(f"{_PREFIX}:tables", transfer_id)
+                packed = await self._link.field(f"{self._link.prefix}:tables", transfer_id)
                 if packed is not None:
                     with reading(f"the block table of transfer {transfer_id!r}"):
                         return decode_table(packed)
@@ -287,7 +297,7 @@ class RedisRegistry(Registry):
     async def announce_update(self, request: AnnounceUpdate, *, seconds: float) -> UpdateStep:
         for _ in range(_ATTEMPTS):
             await self._catch_up()
-            self._require_redis()
+            self._require_current()
             step = announced(
                 request,
                 self._mirror.fleet.snapshot(),
@@ -325,7 +335,7 @@ class RedisRegistry(Registry):
     ) -> UpdateStep:
         for _ in range(_ATTEMPTS):
             self._require_redis()
-            packed = await self._link.field(f"{_PREFIX}:updates", update_id)
+            packed = await self._link.field(f"{self._link.prefix}:updates", update_id)
             if packed is None:
                 raise refusals.unknown_update(update_id)
             with reading(f"weight update {update_id!r}"):
@@ -357,7 +367,7 @@ class RedisRegistry(Registry):
     async def statistics(self) -> Statistics:
         await self._catch_up()
         with suppress(ControlPlaneUnavailable):
-            self._counts = await self._link.hash(f"{_PREFIX}:counts")
+            self._counts = await self._link.hash(f"{self._link.prefix}:counts")
 
         with reading("what has happened since the registry began"):
             counts = Counter({name.decode(): int(n) for name, n in self._counts.items()})
@@ -397,31 +407,36 @@ class RedisRegistry(Registry):
         """Takes a step in Redis; raises what it refuses."""
         if self._mirror.feed.closed:
             raise refusals.stopping()
-        answer = await self._link.take(step, _PREFIX, *self._header(), *arguments)
+        answer = await self._link.take(step, *arguments)
         return accepted(step, answer, arguments)
 
     async def _catch_up(self) -> None:
-        """Waits until the mirror has all that happened before; not while Redis is away."""
+        """Waits until the mirror has all that happened before, where it can be expected to."""
         try:
             answer = await self._take("sweep")
             with reading("the place in the log"):
                 (last,) = map(int, answer)
-            async with asyncio.timeout(self._link.timeout):
-                await self._mirror.reach(last)
+            if self._follower.trouble is None:
+                async with asyncio.timeout(self._link.timeout):
+                    await self._mirror.reach(last)
         except TimeoutError:
-            self._link.bad("its log arrives too late")
-            self._follower.doubt()
+            self._follower.late()
         except ControlPlaneUnavailable:
             if self._mirror.feed.closed:
                 raise
         if not self._mirror.loaded:
-            raise self._link.unavailable()
+            raise self._link.unavailable(self._link.trouble or self._follower.trouble)
 
     def _require_redis(self) -> None:
         if self._mirror.feed.closed:
             raise refusals.stopping()
-        if self._link.trouble is not None:
-            raise self._link.unavailable()
+        self._link.require()
+
+    def _require_current(self) -> None:
+        """That the mirror has all that happened before the last `_catch_up`."""
+        self._require_redis()
+        if self._follower.trouble is not None:
+            raise self._link.unavailable(self._follower.trouble)
 
 
 def _instance(instance_id: str, answer: list[bytes]) -> Instance:
