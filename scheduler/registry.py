@@ -52,6 +52,7 @@ class Statistics:
     open_transfers: int
     registrations: int
     leases_expired: int
+    leases_spared: int
     transfers_opened: int
     transfers_ended: Mapping[TransferEnd, int]
     updates_ended: Mapping[UpdateState, int]
@@ -61,9 +62,12 @@ class Registry(ABC):
     """Instances under leases, and the transfers that are reserved on them.
 
     Each step is atomic. An instance whose lease has run out is gone for every call that follows,
-    and so are its transfers. Where the registry cannot be reached, what changes something raises
-    ControlPlaneUnavailable, and what reads is answered from what was last known, if anything was:
-    `stale_seconds` says so.
+    and so are its transfers; where many run out at once, watchers hear of them one after the other.
+    Time in which no step was taken does not count against a lease. Where most of a fleet or a zone
+    would be gone shortly after such a time, leases are extended once by one lease (lease_guard.py).
+
+    Where the registry cannot be reached, what changes something raises ControlPlaneUnavailable, and
+    what reads is answered from what was last known, if anything was: `stale_seconds` says so.
     """
 
     @abstractmethod

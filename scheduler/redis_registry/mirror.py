@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec.structs import replace
 
 from kvxfer.instances import Change, Instance, InstanceState, Reserved
+from kvxfer.scheduler import lease_guard
 from kvxfer.scheduler.arrivals import Arrivals
 from kvxfer.scheduler.feed import ChangeFeed
 from kvxfer.scheduler.fleet import Fleet
@@ -147,6 +148,8 @@ class Mirror:
                 self.updates.drop(fields[b"update"].decode())
             case b"end":
                 self._end(fields[b"transfer"].decode(), fields.get(b"reason", b""))
+            case b"spared":
+                lease_guard.say(int(fields[b"leases"]))
             case other:
                 raise LogBroken(f"unknown record {other!r}")
 

@@ -141,11 +141,11 @@ class RedisRegistry(Registry):
             spec.instance_id,
             state.value,
             incarnation,
-            self._lease_micros,
             str(spec.num_blocks),
             spec.http_address,
             spec.role.value,
             encode_spec(spec),
+            spec.labels.get("zone", ""),
         )
         return lease(spec.instance_id, self._policy, answer)
 
@@ -163,7 +163,6 @@ class RedisRegistry(Registry):
             str(epoch),
             "" if state is None else state.value,
             encode_load(load),
-            self._lease_micros,
             encode_sent(load),
         )
         return lease(instance_id, self._policy, answer)
@@ -362,7 +361,7 @@ class RedisRegistry(Registry):
     # --- the registry itself -----------------------------------------------------------------
 
     async def sweep(self) -> None:
-        await self._take("sweep")
+        await self._swept()
 
     async def statistics(self) -> Statistics:
         await self._catch_up()
@@ -377,6 +376,7 @@ class RedisRegistry(Registry):
             open_transfers=self._mirror.open_transfers,
             registrations=counts["registrations"],
             leases_expired=counts["leases_expired"],
+            leases_spared=counts["leases_spared"],
             transfers_opened=counts["transfers_opened"],
             transfers_ended=Counter({end: n for end in TransferEnd if (n := counts[end.value])}),
             updates_ended=Counter(
@@ -397,11 +397,7 @@ class RedisRegistry(Registry):
 
     def _header(self) -> tuple[str, ...]:
         now = "" if self._clock is None else _micros(self._clock.unix())
-        return (now, *self._lengths)
-
-    @property
-    def _lease_micros(self) -> str:
-        return _micros(self._policy.lease_seconds)
+        return (now, *self._lengths, _micros(self._policy.lease_seconds))
 
     async def _take(self, step: Step, *arguments: str | bytes) -> list[bytes]:
         """Takes a step in Redis; raises what it refuses."""
@@ -410,12 +406,21 @@ class RedisRegistry(Registry):
         answer = await self._link.take(step, *arguments)
         return accepted(step, answer, arguments)
 
+    async def _swept(self) -> int:
+        """Ends all that has run out, by as many steps as it takes: each of them is short.
+
+        Returns the log's last record."""
+        while True:
+            with reading("the place in the log"):
+                last, more = await self._take("sweep")
+                position = int(last)
+            if not more:
+                return position
+
     async def _catch_up(self) -> None:
         """Waits until the mirror has all that happened before, where it can be expected to."""
         try:
-            answer = await self._take("sweep")
-            with reading("the place in the log"):
-                (last,) = map(int, answer)
+            last = await self._swept()
             if self._follower.trouble is None:
                 async with asyncio.timeout(self._link.timeout):
                     await self._mirror.reach(last)
