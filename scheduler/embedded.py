@@ -229,13 +229,21 @@ class EmbeddedRegistry(Registry):
         await self._begin()
         return self._fleet.choose(request)
 
-    async def reserve(self, transfer: Transfer, *, seconds: float) -> None:
+    async def opened(self, transfer_id: str) -> Transfer | None:
+        await self._begin()
+        return self._fleet.transfer(transfer_id)
+
+    async def reserve(self, transfer: Transfer, *, seconds: float) -> Transfer:
         now = await self._begin()
+        there = self._fleet.transfer(transfer.transfer_id)
+        if there is not None:
+            return there
         for party, blocks in transfer.sides:
             self._check(party, blocks)
         self._fleet.open(transfer)
         heapq.heappush(self._expiries, (now + seconds, "transfer", transfer.transfer_id, 0))
         self._transfers_opened += 1
+        return transfer
 
     async def transfer(self, transfer_id: str) -> Transfer:
         await self._begin()

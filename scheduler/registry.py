@@ -163,8 +163,14 @@ class Registry(ABC):
         """
 
     @abstractmethod
-    async def reserve(self, transfer: Transfer, *, seconds: float) -> None:
+    async def opened(self, transfer_id: str) -> Transfer | None:
+        """The open transfer of this id, as `choose` sees it, if there is one."""
+
+    @abstractmethod
+    async def reserve(self, transfer: Transfer, *, seconds: float) -> Transfer:
         """Counts a transfer against both of its instances for at most `seconds`.
+
+        Returns it; where one of this id is open already, it returns that one and counts nothing.
 
         Raises StaleEpoch where one of them no longer lives under its epoch, and NoCapacity where
         one is not ready or its blocks are reserved by others.

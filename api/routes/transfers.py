@@ -17,6 +17,7 @@ from kvxfer.errors import (
     NotAggregating,
     PromptTooLong,
     ScorerFailed,
+    TransferExists,
     UnknownTransfer,
 )
 from kvxfer.instances import InstanceId
@@ -44,6 +45,7 @@ _TransferId = Annotated[TransferId, Path(max_length=128, **parameter(TransferId)
     responses=responses(
         InvalidArgument,
         PromptTooLong,
+        TransferExists,
         ScorerFailed,
         NotAggregating,
         NoCapacity,
@@ -56,6 +58,9 @@ async def open_(
 ) -> OpenedTransfer:
     """Reserves the best pair and returns it with a signed ticket for both workers, or the best
     instance that serves the request alone.
+
+    A caller that names the transfer (`transfer_id`) may ask again: while the transfer is open, it
+    gets the same pair and the same ticket.
 
     The reservation ends by DELETE, with `expires_at`, or when one of the two instances is gone.
     """

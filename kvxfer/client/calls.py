@@ -151,6 +151,7 @@ def shake_hands(prefill_id: str, decode_id: str) -> Call[Handshake]:
 
 def open_transfer(
     *,
+    transfer_id: str | None = None,
     request_id: str | None = None,
     model: str | None = None,
     prompt_tokens: int | None = None,
@@ -163,8 +164,10 @@ def open_transfer(
 ) -> Call[OpenedTransfer]:
     """Reserves the best pair, each argument as in `TransferRequest`.
 
-    Raises NoCapacity, whose `details["reasons"]` say what is missing, PromptTooLong, and
-    NotAggregating.
+    It is asked for again where no answer came, if `transfer_id` names it.
+
+    Raises NoCapacity, whose `details["reasons"]` say what is missing, PromptTooLong,
+    NotAggregating, and TransferExists.
     """
     body: dict[str, Any] = {
         "request_id": request_id,
@@ -175,13 +178,17 @@ def open_transfer(
         "explain": explain,
     }
     # Not where they say nothing: a control plane of an earlier version does not know them.
+    if transfer_id is not None:
+        body["transfer_id"] = transfer_id
     if avoid:
         body["avoid"] = list(avoid)
     if weights_version is not None:
         body["weights_version"] = weights_version
     if aggregated:
         body["aggregated"] = True
-    return Call("POST", "/v1/transfers", _reads(OpenedTransfer), body, repeatable=False)
+    return Call(
+        "POST", "/v1/transfers", _reads(OpenedTransfer), body, repeatable=transfer_id is not None
+    )
 
 
 def transfers(

@@ -75,6 +75,7 @@ class Link:
         self.timeout = timeout
         self.clock = clock
         self.trouble: str | None = "not connected yet"
+        self._available = asyncio.Event()
         self._probing: asyncio.Task[None] | None = None
         self._closed = False
         self._told: str | None = None
@@ -111,6 +112,7 @@ class Link:
         finally:
             self._probing = None
         self.trouble = None
+        self._available.set()
         if self._told is not None:
             self._told = None
             _log.warning("the registry in Redis (%s) is there", self.name)
@@ -118,6 +120,7 @@ class Link:
     def _bad(self, trouble: str) -> None:
         """Redis is away, or cannot take what it was asked. Said once until it is back."""
         self.trouble = trouble
+        self._available.clear()
         self.check()
         if trouble != self._told:
             self._told = trouble
@@ -127,6 +130,10 @@ class Link:
                 self.name,
                 trouble,
             )
+
+    async def available(self) -> None:
+        """Returns once Redis is available."""
+        await self._available.wait()
 
     def require(self) -> None:
         """Raises ControlPlaneUnavailable while Redis is unavailable."""

@@ -125,6 +125,12 @@ class Mirror:
         """Every open transfer, the oldest first, without those that Redis has not taken yet."""
         return tuple(t for t in self.fleet.transfers() if t.transfer_id not in self._provisional)
 
+    def opened(self, transfer_id: str) -> Transfer | None:
+        """The open transfer, unless Redis has not taken it yet."""
+        if transfer_id in self._provisional:
+            return None
+        return self.fleet.transfer(transfer_id)
+
     def undo(self, transfer_id: str) -> None:
         """The transfer was not reserved, as far as is known here."""
         if self._provisional.pop(transfer_id, None) is not None:
@@ -183,7 +189,9 @@ class Mirror:
         )
 
     def _open(self, transfer: Transfer) -> None:
-        self._provisional.pop(transfer.transfer_id, None)
+        provisional = self._provisional.pop(transfer.transfer_id, None)
+        if provisional is not None and provisional != transfer:
+            self.fleet.end(transfer.transfer_id)  # another pair was reserved before
         self.fleet.open(transfer)
 
     def _table(self, transfer_id: str) -> None:

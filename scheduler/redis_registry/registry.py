@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
@@ -26,6 +27,7 @@ from kvxfer.instances import (
 from kvxfer.kv.block_table import BlockTable
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, pack
 from kvxfer.scheduler import refusals
+from kvxfer.scheduler.ending import end
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.pairing import Pair
 from kvxfer.scheduler.redis_registry.answers import accepted, lease
@@ -36,6 +38,7 @@ from kvxfer.scheduler.redis_registry.records import (
     decode_instance,
     decode_sent,
     decode_table,
+    decode_transfer,
     decode_update,
     encode_load,
     encode_sent,
@@ -112,6 +115,9 @@ class RedisRegistry(Registry):
         self._mirror = Mirror(feed_capacity=feed_capacity, scorer=scorer)
         self._follower = Follower(self._link, self._mirror)
         self._counts: dict[bytes, bytes] = {}
+        self._name = secrets.token_hex(8)
+        self._abandoned: set[str] = set()
+        self._releasing: asyncio.Task[None] | None = None
         self._sent: dict[str, tuple[Traffic, ...]] = {}
 
     async def open(self) -> None:
@@ -240,19 +246,55 @@ class RedisRegistry(Registry):
         self._require_redis()
         return self._mirror.fleet.choose(request)
 
-    async def reserve(self, transfer: Transfer, *, seconds: float) -> None:
+    async def opened(self, transfer_id: str) -> Transfer | None:
+        return self._mirror.opened(transfer_id)
+
+    async def reserve(self, transfer: Transfer, *, seconds: float) -> Transfer:
         self._require_redis()
+        transfer_id, packed = transfer.transfer_id, encode_transfer(transfer)
+        self._abandoned.discard(transfer_id)
         self._mirror.open(transfer)
         try:
-            await self._take("reserve", encode_transfer(transfer), _micros(seconds))
+            there = await self._take("reserve", packed, _micros(seconds), self._name)
+            if not there:
+                return transfer
+            with reading(f"transfer {transfer_id!r}"):
+                (packed,) = there
+                opened = decode_transfer(packed)
+            if opened != transfer:
+                self._mirror.undo(transfer_id)
+            return opened
         except KvxferError as refused:
-            self._mirror.undo(transfer.transfer_id)
-            if not isinstance(refused, ControlPlaneUnavailable):
+            self._mirror.undo(transfer_id)
+            if isinstance(refused, ControlPlaneUnavailable):
+                self._abandon(transfer_id)
+            else:
                 await self._catch_up()  # so that the next choice knows what stood in the way
             raise
         except BaseException:
-            self._mirror.undo(transfer.transfer_id)
+            self._mirror.undo(transfer_id)
+            self._abandon(transfer_id)
             raise
+
+    def _abandon(self, transfer_id: str) -> None:
+        """Whether it is reserved is unknown, and its caller will not hear of it here."""
+        self._abandoned.add(transfer_id)
+        if self._releasing is None and not self._mirror.feed.closed:
+            self._releasing = asyncio.create_task(self._release_abandoned())
+
+    async def _release_abandoned(self) -> None:
+        """Gives back what calls without an answer may have reserved, once Redis is available."""
+        try:
+            while self._abandoned:
+                await self._link.available()
+                for transfer_id in tuple(self._abandoned):
+                    with suppress(ControlPlaneUnavailable):
+                        await self._take("abandon", transfer_id, self._name)
+                    if self._link.trouble is not None:
+                        break
+                    self._abandoned.discard(transfer_id)
+        finally:
+            self._releasing = None
 
     async def transfer(self, transfer_id: str) -> Transfer:
         await self._catch_up()
@@ -390,6 +432,8 @@ class RedisRegistry(Registry):
     async def close(self) -> None:
         self._mirror.feed.close()
         self._mirror.arrivals.announce_all()
+        if self._releasing is not None:
+            await end(self._releasing)
         await self._follower.stop()
         await self._link.close()
 

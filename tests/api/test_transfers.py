@@ -175,3 +175,19 @@ async def test_open_transfers_are_listed_without_tickets(api):
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "instance_id=a/b"])
 async def test_list_that_cannot_be_meant_is_refused(api, query):
     problem(await api.get(f"/v1/transfers?{query}"), 422, "invalid-argument")
+
+
+async def test_a_named_transfer_is_answered_again_with_the_same_ticket(api):
+    await join(api, "p")
+    await join(api, "d", "decode")
+    body = {"transfer_id": "t-1", "request_id": "r", "prompt_tokens": 40}
+    first, again = [await api.post("/v1/transfers", json=body) for _ in range(2)]
+    assert first.status_code == again.status_code == 201
+    assert first.json() == again.json()
+    refused = await api.post("/v1/transfers", json={**body, "request_id": "s"})
+    told = problem(refused, 409, "transfer-exists")
+    assert (told["transfer_id"], told["request_id"]) == ("t-1", "r")
+    for name in ("", "a b", "x" * 129, "-a"):
+        problem(
+            await api.post("/v1/transfers", json={"transfer_id": name}), 422, "invalid-argument"
+        )

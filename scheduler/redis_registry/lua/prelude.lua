@@ -10,6 +10,7 @@
 -- blocks      hash     id -> the hashes of the blocks it has cached, eight bytes each, the newest last
 -- sent        hash     id -> msgpack of what it sends to whom, where it sends something
 -- transfers   hash     id -> msgpack of the transfer
+-- asked       hash     id of a transfer -> the replica that was asked for it, empty where several were
 -- tables      hash     id of a transfer -> msgpack of its block table
 -- held:ID     set      the transfers of one instance
 -- updates     hash     id -> msgpack of the weight update
@@ -37,7 +38,7 @@ local PREFIX = KEYS[1]
 local INSTANCES, SPECS = PREFIX .. ':instances', PREFIX .. ':specs'
 local BLOCKS, SENT = PREFIX .. ':blocks', PREFIX .. ':sent'
 local TRANSFERS, HELD = PREFIX .. ':transfers', PREFIX .. ':held:'
-local TABLES = PREFIX .. ':tables'
+local TABLES, ASKED = PREFIX .. ':tables', PREFIX .. ':asked'
 local UPDATES, LAPSES = PREFIX .. ':updates', PREFIX .. ':lapses'
 local UPDATING, ENDED = PREFIX .. ':updating', PREFIX .. ':ended'
 local EXPIRIES, COUNTS = PREFIX .. ':expiries', PREFIX .. ':counts'
@@ -157,6 +158,7 @@ local function end_transfer(id, reason)
   end
   redis.call('HDEL', TRANSFERS, id)
   redis.call('HDEL', TABLES, id)
+  redis.call('HDEL', ASKED, id)
   redis.call('ZREM', EXPIRIES, 't' .. id)
   redis.call('HINCRBY', COUNTS, reason, 1)
   append('kind', 'end', 'transfer', id, 'reason', reason)

@@ -1,9 +1,14 @@
--- ARGV: [5] transfer as msgpack, [6] microseconds until it runs out.
+-- ARGV: [5] transfer as msgpack, [6] microseconds until it runs out, [7] the replica that asks.
+-- Returns the transfer that is open under this id already, or nothing.
 local transfer, lasts = cmsgpack.unpack(ARGV[5]), tonumber(ARGV[6])
 local id, sides = transfer.transfer_id, sides_of(transfer)
 
-if transfer_of(id) then
-  return {'ok'} -- asked again, as the answer was lost
+local open = transfer_of(id)
+if open then -- asked again, as the answer was lost
+  if redis.call('HGET', ASKED, id) ~= ARGV[7] then
+    redis.call('HSET', ASKED, id, '')
+  end
+  return {'ok', open}
 end
 for _, side in ipairs(sides) do
   local name, epoch = side.party.instance_id, int(side.party.epoch)
@@ -34,6 +39,7 @@ for _, side in ipairs(sides) do
   redis.call('SADD', HELD .. name, id)
 end
 redis.call('HSET', TRANSFERS, id, ARGV[5])
+redis.call('HSET', ASKED, id, ARGV[7])
 redis.call('ZADD', EXPIRIES, int(now + lasts), 't' .. id)
 redis.call('HINCRBY', COUNTS, 'transfers_opened', 1)
 append('kind', 'open', 'transfer', ARGV[5])
