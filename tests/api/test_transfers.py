@@ -186,7 +186,7 @@ async def test_a_named_transfer_is_answered_again_with_the_same_ticket(api):
     assert first.json() == again.json()
     refused = await api.post("/v1/transfers", json={**body, "request_id": "s"})
     told = problem(refused, 409, "transfer-exists")
-    assert (told["transfer_id"], told["request_id"]) == ("t-1", "r")
+    assert told["transfer_id"] == "t-1"
     for name in ("", "a b", "x" * 129, "-a"):
         problem(
             await api.post("/v1/transfers", json={"transfer_id": name}), 422, "invalid-argument"
