@@ -22,6 +22,7 @@ from kvxfer.cli.serving import (
     listen,
     require_server,
 )
+from kvxfer.scheduler.keyspace import Keyspace
 from kvxfer.scheduler.lease_policy import LeasePolicy
 
 # A full collection walks over the records of the whole fleet while everybody waits: rarer ones
@@ -51,6 +52,7 @@ def serve(
             "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB.",
         ),
     ] = "embedded",
+    keyspace: Keyspace,
     lease: LeasePolicy,
     given: Annotated[
         dict[str, Any],
@@ -137,7 +139,7 @@ def serve(
         **given,
     )
     scorer = None if pairing_policy is None else read_pairing_file(pairing_policy)
-    fleet = make_registry(registry, lease, scorer)
+    fleet = make_registry(registry, lease, scorer, keyspace)
     scaling = None if scaling_policy is None else read_scaling_file(scaling_policy)
     listener = listen(
         host,
@@ -153,7 +155,7 @@ def serve(
             fleet,
             scaling,
             policy_name=str(scaling_policy),
-            leader=make_leader(registry, interval=scaling.interval),
+            leader=make_leader(registry, interval=scaling.interval, keyspace=keyspace),
             backend=make_backend(
                 scaling.backend,
                 fleet,

@@ -15,6 +15,8 @@ from redis.asyncio import Redis
 from redis.asyncio.sentinel import MasterNotFoundError
 from redis.exceptions import (
     BusyLoadingError,
+    MovedError,
+    NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -39,7 +41,7 @@ _BATCH: Final = 64
 _RETRY_SECONDS: Final = 0.1
 _SCANNED: Final = 100
 # What a server answers that is there but cannot serve now; other ResponseErrors are defects.
-_UNABLE: Final = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "NOPERM", "BUSY")
+_UNABLE: Final = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
 
 _log = logging.getLogger("kvxfer.registry")
 
@@ -57,7 +59,8 @@ class Link:
     `trouble` says why Redis is unavailable; None while it is available. A call that fails sets it,
     and only a probe clears it: so one call waits in vain, and the others do not.
 
-    Every key begins with `prefix`. `header` gives what each script takes before its own arguments.
+    Every key begins with `prefix` and a colon. `header` gives what each script takes before its own
+    arguments.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Link:
     @property
     def sweep(self) -> tuple[Any, ...]:
         """What EVAL takes to sweep."""
-        return (script("sweep").text, 1, self.prefix, *self._header())
+        return (script("sweep").text, 1, f"{self.prefix}:", *self._header())
 
     def reader(self, *, block: float) -> Redis:
         """A separate client for reads that block for so many seconds."""
@@ -154,7 +157,7 @@ class Link:
         same, and here it takes less than half the time.
         """
         self.require()
-        given = (self.prefix, *self._header(), *arguments)
+        given = (f"{self.prefix}:", *self._header(), *arguments)
         asked = _Asked(step, given, asyncio.get_running_loop().create_future())
         self._asked.append(asked)
         if self._sender is None:
@@ -258,6 +261,8 @@ def trouble_of(error: Exception) -> str | None:
     """What to say where Redis cannot serve; None where the error is a defect of this program."""
     if isinstance(error, TimeoutError | RedisTimeoutError):
         return "no answer in time"
+    if isinstance(error, MovedError):
+        return f"the keys are at another node of the cluster, {error.host}:{error.port}"
     if isinstance(error, MasterNotFoundError):
         # It shows the whole client of each Sentinel before what that one said.
         return re.sub(r"<.*?>\)>\)> - ", "", str(error))
@@ -265,6 +270,7 @@ def trouble_of(error: Exception) -> str | None:
         error,
         RedisConnectionError
         | BusyLoadingError
+        | NoPermissionError
         | ReadOnlyError
         | OutOfMemoryError
         | TryAgainError

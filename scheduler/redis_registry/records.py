@@ -31,8 +31,8 @@ from kvxfer.unreadable import UNREADABLE
 from kvxfer.weight_updates import WeightUpdate
 
 REMEDY: Final = (
-    "where it lasts, delete what kvxfer keeps there (the keys kvxfer:*), and every worker "
-    "registers again"
+    "where it lasts, delete what kvxfer keeps there (by default the keys kvxfer:*), and every "
+    "worker registers again"
 )
 
 

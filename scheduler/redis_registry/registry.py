@@ -28,6 +28,7 @@ from kvxfer.kv.block_table import BlockTable
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, pack
 from kvxfer.scheduler import refusals
 from kvxfer.scheduler.ending import end
+from kvxfer.scheduler.keyspace import Keyspace
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.pairing import Pair
 from kvxfer.scheduler.redis_registry.answers import accepted, lease
@@ -70,9 +71,8 @@ from kvxfer.weight_updates import (
 )
 
 _FEED_CAPACITY: Final = 10_000
-_LOG_BYTES: Final = 64 << 20
 _WATCH_BATCH: Final = 100
-_PREFIX: Final = "kvxfer"
+_KEYSPACE: Final = Keyspace()
 _TIMEOUT: Final = 1.0
 # How often a step of a weight update is tried that another replica was faster at.
 _ATTEMPTS: Final = 8
@@ -98,16 +98,16 @@ class RedisRegistry(Registry):
         *,
         clock: Clock | None = None,
         feed_capacity: int = _FEED_CAPACITY,
-        log_bytes: int = _LOG_BYTES,
+        keyspace: Keyspace = _KEYSPACE,
         timeout: float = _TIMEOUT,
         scorer: Scorer | None = None,
     ) -> None:
         self._policy = policy or LeasePolicy()
         self._clock = clock
-        self._lengths = (str(log_bytes), str(feed_capacity))
+        self._lengths = (str(keyspace.registry_log_bytes), str(feed_capacity))
         self._link = Link(
             RedisUrl.parse(url),
-            prefix=_PREFIX,
+            prefix=keyspace.registry_prefix,
             header=self._header,
             timeout=timeout,
             clock=clock or SYSTEM_CLOCK,

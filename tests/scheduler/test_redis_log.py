@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvxfer.instances import BlockUpdate, InstanceState, Load, Role, Traffic
+from kvxfer.scheduler.keyspace import Keyspace
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from verify.control_plane import worker
@@ -56,7 +57,12 @@ async def test_what_an_instance_sends_is_read_at_every_replica_until_it_is_gone(
 @pytest.mark.parametrize("record", ["small", "large"])
 async def test_the_log_keeps_below_its_bytes_whatever_its_records_are(empty_redis, record):
     limit = 1 << 18
-    registry = RedisRegistry(empty_redis.url, LeasePolicy(60), timeout=PATIENCE, log_bytes=limit)
+    registry = RedisRegistry(
+        empty_redis.url,
+        LeasePolicy(60),
+        timeout=PATIENCE,
+        keyspace=Keyspace(registry_log_bytes=limit),
+    )
     await registry.open()
     lease = await registry.register(worker("p"), state=READY)
     hashes = 1 if record == "small" else 512

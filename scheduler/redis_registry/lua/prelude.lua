@@ -1,6 +1,6 @@
 -- What every step shares; it is put before each of the other scripts.
 --
--- KEYS[1] begins every key. ARGV: [1] the time in microseconds, empty for that of this server,
+-- KEYS[1] is what every key begins with: one hash tag, one pattern of an ACL. ARGV: [1] the time in microseconds, empty for that of this server,
 -- [2] how many bytes of the log are kept, [3] how many changes, [4] the lease in microseconds; a
 -- step's own arguments follow.
 --
@@ -35,17 +35,17 @@
 -- clock.
 
 local PREFIX = KEYS[1]
-local INSTANCES, SPECS = PREFIX .. ':instances', PREFIX .. ':specs'
-local BLOCKS, SENT = PREFIX .. ':blocks', PREFIX .. ':sent'
-local TRANSFERS, HELD = PREFIX .. ':transfers', PREFIX .. ':held:'
-local TABLES, ASKED = PREFIX .. ':tables', PREFIX .. ':asked'
-local UPDATES, LAPSES = PREFIX .. ':updates', PREFIX .. ':lapses'
-local UPDATING, ENDED = PREFIX .. ':updating', PREFIX .. ':ended'
-local EXPIRIES, COUNTS = PREFIX .. ':expiries', PREFIX .. ':counts'
-local SEQUENCE, CHANGED = PREFIX .. ':sequence', PREFIX .. ':changed'
-local SEEN, UNWELL, ZONES = PREFIX .. ':seen', PREFIX .. ':unwell', PREFIX .. ':zones'
-local LOG, CHANGES = PREFIX .. ':log', PREFIX .. ':changes'
-local PARTS, PART = PREFIX .. ':parts', PREFIX .. ':part'
+local INSTANCES, SPECS = PREFIX .. 'instances', PREFIX .. 'specs'
+local BLOCKS, SENT = PREFIX .. 'blocks', PREFIX .. 'sent'
+local TRANSFERS, HELD = PREFIX .. 'transfers', PREFIX .. 'held:'
+local TABLES, ASKED = PREFIX .. 'tables', PREFIX .. 'asked'
+local UPDATES, LAPSES = PREFIX .. 'updates', PREFIX .. 'lapses'
+local UPDATING, ENDED = PREFIX .. 'updating', PREFIX .. 'ended'
+local EXPIRIES, COUNTS = PREFIX .. 'expiries', PREFIX .. 'counts'
+local SEQUENCE, CHANGED = PREFIX .. 'sequence', PREFIX .. 'changed'
+local SEEN, UNWELL, ZONES = PREFIX .. 'seen', PREFIX .. 'unwell', PREFIX .. 'zones'
+local LOG, CHANGES = PREFIX .. 'log', PREFIX .. 'changes'
+local PARTS, PART = PREFIX .. 'parts', PREFIX .. 'part'
 local LOG_BYTES, CHANGES_LENGTH = tonumber(ARGV[2]), ARGV[3]
 local PART_BYTES = LOG_BYTES / 16
 local LEASE = tonumber(ARGV[4])
