@@ -22,7 +22,7 @@ from kvxfer.weight_updates import Decision, UpdateState
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _METHODS: Final = frozenset(HTTPMethod)
-_NOBODY: Final = Statistics({}, 0, 0, 0, 0, {}, {})
+_NOBODY: Final = Statistics({}, 0, 0, 0, 0, 0, {}, {})
 _ENDS: Final = (UpdateState.COMMITTED, UpdateState.ABORTED)
 # By role.
 _FLEET_LOAD: Final = {
@@ -170,6 +170,13 @@ class Metrics:
             "kvxfer_leases_expired_total",
             "Leases that expired without a heartbeat.",
             samples=lambda: {(): self._fleet.leases_expired},
+        )
+        read(
+            "counter",
+            "kvxfer_leases_spared_total",
+            "Leases extended once, as most of a fleet or of a zone was about to be gone shortly "
+            "after the registry was unavailable.",
+            samples=lambda: {(): self._fleet.leases_spared},
         )
         read(
             "counter",

@@ -61,6 +61,7 @@ class OverviewFeed:
             await registry.transfers(),
             query,
             now=now,
+            sent=await registry.sent(),
             transfers_opened=statistics.transfers_opened,
             updates=await registry.updates(),
             stale_seconds=registry.stale_seconds,

@@ -37,6 +37,7 @@ from kvxfer.errors import (
     StaleEpoch,
     TicketExpired,
     TicketInvalid,
+    TransferExists,
     Unauthenticated,
     UnknownBlockTable,
     UnknownInstance,
@@ -65,6 +66,7 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     WeightUpdateExists: 409,
     WeightUpdateDecided: 409,
     OldVersion: 409,
+    TransferExists: 409,
     BlockTableExists: 409,
     BlockTableMismatch: 409,
     TicketInvalid: 403,
@@ -169,6 +171,11 @@ _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
     NotBuilt: {
         "detail": "this control plane takes no traces: OpenTelemetry is not installed there; "
         "pip install 'kvxfer[otel]'",
+    },
+    TransferExists: {
+        "detail": "transfer '3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a' is open for another request "
+        "('cmpl-7', 1900 prompt tokens of model 'llama-3.2-3b'); take a new transfer_id",
+        "transfer_id": "3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a",
     },
     BlockTableExists: {
         "detail": "transfer '3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a' has another block table already; a "

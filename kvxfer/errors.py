@@ -385,6 +385,12 @@ class UnknownTrace(ControlPlaneError):
     code = "unknown-trace"
 
 
+class TransferExists(ControlPlaneError):
+    """Another request has opened a transfer under this id."""
+
+    code = "transfer-exists"
+
+
 class BlockTableExists(ControlPlaneError):
     """The transfer has a block table already, and it is another one."""
 

@@ -42,6 +42,15 @@ class TransferRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A request that needs a prefill and a decode instance, or one for both. Every member may be
     left out."""
 
+    transfer_id: Annotated[
+        TransferId | None,
+        Meta(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$",
+            examples=["3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a"],
+        ),
+    ] = None
+    """The caller's name for the transfer, so that it may ask again where no answer came: letters,
+    digits and . _ : -, at most 128 characters. The control plane makes one where it is left out."""
     request_id: Annotated[_RequestId | None, Meta(examples=["cmpl-7"])] = None
     """The router's own name for the request; the transfer's id where it is left out."""
     model: Annotated[ModelName | None, Meta(examples=["llama-3.2-3b"])] = None

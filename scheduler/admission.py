@@ -16,7 +16,7 @@ from kvxfer.errors import KvxferError, NoCapacity
 from kvxfer.instances import Instance
 from kvxfer.scheduler import refusals
 from kvxfer.scheduler.registry import Registry
-from kvxfer.scheduler.transfers import open_transfer, try_transfer
+from kvxfer.scheduler.transfers import already_open, open_transfer, try_transfer
 from kvxfer.transfers import NOMINAL_PROMPT_TOKENS, Transfer, TransferRequest
 
 OTHERS: Final = "other"
@@ -111,6 +111,8 @@ class Admission:
         others do, or where too many wait, and then with `retry_after_seconds`.
         """
         line = (request.model, request.weights_version, request.aggregated)
+        if (opened := await already_open(self._registry, request)) is not None:
+            return opened
         if not request.wait_seconds:
             if line in self._lines:
                 raise self._full(line, "others wait, and this request does not")

@@ -6,6 +6,7 @@ from typing import Final
 
 from kvxfer.errors import NotBuilt
 from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.scheduler.keyspace import Keyspace
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.scaling.leader import Leader, OnlyReplica
@@ -19,9 +20,15 @@ _LEADER_SECONDS: Final = 30.0
 # A leader campaigns once per round; one that is late keeps its term.
 _ROUNDS_PER_TERM: Final = 3
 _TIMEOUT: Final = 2.0
+_KEYSPACE: Final = Keyspace()
 
 
-def make_registry(url: str, policy: LeasePolicy, scorer: Scorer | None = None) -> Registry:
+def make_registry(
+    url: str,
+    policy: LeasePolicy,
+    scorer: Scorer | None = None,
+    keyspace: Keyspace = _KEYSPACE,
+) -> Registry:
     """The embedded registry for `embedded`, else the one in Redis.
 
     Raises InvalidArgument and NotBuilt.
@@ -36,10 +43,10 @@ def make_registry(url: str, policy: LeasePolicy, scorer: Scorer | None = None) -
         raise NotBuilt(
             "a registry in Redis needs redis, which is not installed: pip install 'kvxfer[server]'"
         ) from error
-    return RedisRegistry(url, policy, scorer=scorer)
+    return RedisRegistry(url, policy, scorer=scorer, keyspace=keyspace)
 
 
-def make_leader(url: str, *, interval: float) -> Leader:
+def make_leader(url: str, *, interval: float, keyspace: Keyspace = _KEYSPACE) -> Leader:
     """This replica's part in the election of an autoscaler that decides every `interval` seconds.
 
     `url` is one that `make_registry` took.
@@ -52,4 +59,5 @@ def make_leader(url: str, *, interval: float) -> Leader:
     return RedisLeader(
         RedisUrl.parse(url).client(timeout=_TIMEOUT),
         seconds=max(_LEADER_SECONDS, _ROUNDS_PER_TERM * interval),
+        prefix=keyspace.registry_prefix,
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import math
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -24,10 +25,11 @@ from kvxfer.instances import (
     PublishedBlocks,
     Role,
     Snapshot,
+    Traffic,
 )
 from kvxfer.kv.block_table import BlockTable
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, pack
-from kvxfer.scheduler import refusals
+from kvxfer.scheduler import lease_guard, refusals
 from kvxfer.scheduler.arrivals import Arrivals
 from kvxfer.scheduler.embedded_updates import EmbeddedUpdates
 from kvxfer.scheduler.feed import ChangeFeed
@@ -43,6 +45,8 @@ from kvxfer.weight_updates import AnnounceUpdate, Decision, ReportUpdate, Weight
 
 _FEED_CAPACITY: Final = 10_000
 _WATCH_BATCH: Final = 100
+# Removals before others on the event loop have a turn.
+_PORTION: Final = 100
 
 
 @dataclass(slots=True)
@@ -58,7 +62,7 @@ _Expiry: TypeAlias = tuple[float, Literal["instance", "transfer"], str, int]
 
 
 class EmbeddedRegistry(Registry):
-    """Belongs to one event loop. No step awaits in its middle, which makes each one atomic.
+    """Belongs to one event loop. No step awaits after its start, which makes each one atomic.
 
     Change ids and epochs are one ascending number. It starts at the microseconds since the Unix
     epoch, so that both go on ascending when the process restarts.
@@ -80,17 +84,20 @@ class EmbeddedRegistry(Registry):
         self._clock = clock
         self._silence_seconds = silence_seconds
         self._stepped = self._clock.monotonic()
+        # When steps were taken again after a silence, until leases are spared for it.
+        self._unwell_at = -math.inf
         self._feed = ChangeFeed(last_id=int(self._clock.unix() * 1e6), capacity=feed_capacity)
         self.room = Room()
         self._fleet = Fleet(scorer, self.room)
         self._holders: dict[str, _Holder] = {}
+        self._sent: dict[str, tuple[Traffic, ...]] = {}
         self._tables: dict[str, BlockTable] = {}
         self._arrivals = Arrivals()
         self._updates = EmbeddedUpdates(clock)
         # One entry per instance and transfer; a renewed lease is put back when its turn comes.
         self._expiries: list[_Expiry] = []
         self._registrations = 0
-        self._leases_expired = 0
+        self._leases_expired = self._leases_spared = 0
         self._transfers_opened = 0
         self._transfers_ended: Counter[TransferEnd] = Counter()
 
@@ -110,7 +117,7 @@ class EmbeddedRegistry(Registry):
         state: InstanceState = InstanceState.JOINING,
         incarnation: str = "",
     ) -> Lease:
-        now = self._begin()
+        now = await self._begin()
         held = self._fleet.get(spec.instance_id)
         if held is not None:
             holder = self._holders[spec.instance_id]
@@ -141,8 +148,11 @@ class EmbeddedRegistry(Registry):
         state: InstanceState | None = None,
         load: Load | None = None,
     ) -> Lease:
-        now = self._begin()
+        now = await self._begin()
         before = self._living(instance_id, epoch)
+        if load is not None:
+            self._sent[instance_id] = load.sent
+            load = replace(load, sent=())
         after = replace(
             before,
             state=before.state if state is None else before.state.advanced_to(state),
@@ -159,7 +169,7 @@ class EmbeddedRegistry(Registry):
     async def publish_blocks(
         self, instance_id: str, epoch: int, update: BlockUpdate
     ) -> PublishedBlocks:
-        self._begin()
+        await self._begin()
         self._living(instance_id, epoch)
         held = self._fleet.publish(
             instance_id, pack(update.added), pack(update.removed), reset=update.reset
@@ -167,12 +177,12 @@ class EmbeddedRegistry(Registry):
         return PublishedBlocks(held=held, capacity=MAX_HASHES_PER_INSTANCE)
 
     async def deregister(self, instance_id: str, epoch: int) -> None:
-        self._begin()
+        await self._begin()
         self._member(instance_id)
         self._remove(self._living(instance_id, epoch), ChangeCause.DEREGISTERED)
 
     async def drain(self, instance_id: str, *, seconds: float) -> Instance:
-        self._begin()
+        await self._begin()
         before = self._member(instance_id)
         return self._change(
             replace(
@@ -184,23 +194,27 @@ class EmbeddedRegistry(Registry):
         )
 
     async def change_role(self, instance_id: str, role: Role) -> Instance:
-        self._begin()
+        await self._begin()
         before = self._member(instance_id)
         if before.role is role:
             return before
         return self._change(replace(before, role=role), ChangeCause.ROLE_CHANGED)
 
     async def instance(self, instance_id: str) -> Instance:
-        self._begin()
+        await self._begin()
         return self._member(instance_id)
 
     async def instances(self) -> tuple[Instance, ...]:
-        self._begin()
+        await self._begin()
         return self._fleet.snapshot()
+
+    async def sent(self) -> Mapping[str, tuple[Traffic, ...]]:
+        await self._begin()
+        return dict(self._sent)
 
     async def watch(self, after: int | None = None) -> AsyncIterator[Snapshot | Change]:
         while not self._feed.closed:
-            self._begin()
+            await self._begin()
             if after is None or not self._feed.covers(after):
                 snapshot = Snapshot(id=self._feed.last_id, instances=self._fleet.snapshot())
                 after = snapshot.id
@@ -214,34 +228,41 @@ class EmbeddedRegistry(Registry):
     # --- transfers ---------------------------------------------------------------------------
 
     async def choose(self, request: TransferRequest) -> Pair:
-        self._begin()
+        await self._begin()
         return self._fleet.choose(request)
 
     def find(self, request: TransferRequest) -> Pair | None:
-        self._begin()
         return self._fleet.find(request)
 
-    async def reserve(self, transfer: Transfer, *, seconds: float) -> None:
-        now = self._begin()
+    async def opened(self, transfer_id: str) -> Transfer | None:
+        await self._begin()
+        return self._fleet.transfer(transfer_id)
+
+    async def reserve(self, transfer: Transfer, *, seconds: float) -> Transfer:
+        now = await self._begin()
+        there = self._fleet.transfer(transfer.transfer_id)
+        if there is not None:
+            return there
         for party, blocks in transfer.sides:
             self._check(party, blocks)
         self._fleet.open(transfer)
         heapq.heappush(self._expiries, (now + seconds, "transfer", transfer.transfer_id, 0))
         self._transfers_opened += 1
+        return transfer
 
     async def transfer(self, transfer_id: str) -> Transfer:
-        self._begin()
+        await self._begin()
         transfer = self._fleet.transfer(transfer_id)
         if transfer is None:
             raise refusals.unknown_transfer(transfer_id)
         return transfer
 
     async def transfers(self) -> tuple[Transfer, ...]:
-        self._begin()
+        await self._begin()
         return self._fleet.transfers()
 
     async def release(self, transfer_id: str) -> None:
-        self._begin()
+        await self._begin()
         if self._fleet.transfer(transfer_id) is None:
             raise refusals.unknown_transfer(transfer_id)
         self._end_transfer(transfer_id, TransferEnd.RELEASED)
@@ -267,76 +288,112 @@ class EmbeddedRegistry(Registry):
     # --- weight updates ----------------------------------------------------------------------
 
     async def announce_update(self, request: AnnounceUpdate, *, seconds: float) -> UpdateStep:
-        self._begin()
+        await self._begin()
         return self._updates.announce(request, self._fleet.snapshot(), seconds)
 
     async def report_update(self, update_id: str, report: ReportUpdate) -> UpdateStep:
-        self._begin()
+        await self._begin()
         return self._updates.report(update_id, report)
 
     async def decide_update(self, update_id: str, decision: Decision) -> UpdateStep:
-        self._begin()
+        await self._begin()
         return self._updates.decide(update_id, decision)
 
     async def update(self, update_id: str) -> WeightUpdate:
-        self._begin()
+        await self._begin()
         return self._updates.get(update_id)
 
     async def updates(self, model: str | None = None) -> tuple[WeightUpdate, ...]:
-        self._begin()
+        await self._begin()
         return self._updates.all(model)
 
     # --- the registry itself -----------------------------------------------------------------
 
     async def sweep(self) -> None:
-        self._begin()
+        await self._begin()
 
     async def statistics(self) -> Statistics:
-        self._begin()
+        await self._begin()
         return Statistics(
             instances=self._fleet.census(),
             open_transfers=self._fleet.open_transfers,
             registrations=self._registrations,
             leases_expired=self._leases_expired,
+            leases_spared=self._leases_spared,
             transfers_opened=self._transfers_opened,
             transfers_ended=Counter(self._transfers_ended),
             updates_ended=Counter(self._updates.ended),
         )
 
     async def ping(self) -> None:
-        self._begin()
+        await self._begin()
 
     async def close(self) -> None:
         self._feed.close()
         self._arrivals.announce_all()
 
-    def _begin(self) -> float:
-        """The start of every step: what has run out by now is ended. Returns the time."""
-        if self._feed.closed:
-            raise refusals.stopping()
-        now = self._clock.monotonic()
-        silence, self._stepped = now - self._stepped, now
-        if silence > self._silence_seconds:
-            for holder in self._holders.values():
-                holder.deadline += silence
-            self._updates.extend(silence)
-        self._updates.end_lapsed(now)
+    async def _begin(self) -> float:
+        """The start of every step: what has run out by now is ended. Returns the time.
+
+        Others have a turn after each portion; what follows the last one is atomic.
+        """
+        while True:
+            if self._feed.closed:
+                raise refusals.stopping()
+            now = self._clock.monotonic()
+            silence, self._stepped = now - self._stepped, now
+            if silence > self._silence_seconds:
+                for holder in self._holders.values():
+                    holder.deadline += silence
+                self._updates.extend(silence)
+                self._unwell_at = now
+            self._updates.end_lapsed(now)
+            if self._expired(now):
+                return now
+            await asyncio.sleep(0)
+
+    def _expired(self, now: float) -> bool:
+        """Ends a portion of what has run out. Returns whether that was all."""
+        removed, may_spare = 0, True
         while self._expiries and self._expiries[0][0] <= now:
+            if removed >= _PORTION:
+                return False
             _, kind, name, epoch = heapq.heappop(self._expiries)
             if kind == "transfer":
                 if self._fleet.transfer(name) is not None:
                     self._end_transfer(name, TransferEnd.EXPIRED)
+                    removed += 1
                 continue
             instance = self._fleet.get(name)
             if instance is None or instance.epoch != epoch:
                 continue
+            if self._holders[name].deadline <= now and may_spare:
+                may_spare = False
+                self._spare(now)
             deadline = self._holders[name].deadline
             if deadline > now:
                 heapq.heappush(self._expiries, (deadline, kind, name, epoch))
             else:
                 self._leases_expired += 1
+                removed += 1 + instance.reserved.transfers
                 self._remove(instance, ChangeCause.LEASE_EXPIRED)
-        return now
+        return True
+
+    def _spare(self, now: float) -> None:
+        lease = self._policy.lease_seconds
+        if now > self._unwell_at + lease_guard.AFTER * lease:
+            return
+        zones = {each.instance_id: each.labels.get("zone", "") for each in self._fleet.snapshot()}
+        until = now + lease_guard.LATE * lease
+        late = {name: zones[name] for name, held in self._holders.items() if held.deadline <= until}
+        names = lease_guard.spared(late, zones)
+        if not names:
+            return
+        self._unwell_at = -math.inf
+        for name in names:
+            self._holders[name].deadline += lease
+        self._leases_spared += len(names)
+        lease_guard.say(len(names))
 
     def _member(self, instance_id: str) -> Instance:
         instance = self._fleet.get(instance_id)
@@ -370,6 +427,7 @@ class EmbeddedRegistry(Registry):
             self._end_transfer(transfer_id, TransferEnd.INSTANCE_GONE)
         last = self._fleet.remove(instance.instance_id)
         del self._holders[instance.instance_id]
+        self._sent.pop(instance.instance_id, None)
         self._publish(cause, replace(last, state=InstanceState.GONE))
 
     def _end_transfer(self, transfer_id: str, end: TransferEnd) -> None:

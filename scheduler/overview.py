@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias, TypeVar
 
-from kvxfer.instances import Instance, Role
+from kvxfer.instances import Instance, Role, Traffic
 from kvxfer.overview import (
     FabricTraffic,
     InstanceSummary,
@@ -46,28 +46,30 @@ async def look(
     query: OverviewQuery,
     *,
     now: float,
+    sent: Mapping[str, Sequence[Traffic]],
     transfers_opened: int = 0,
     updates: Sequence[WeightUpdate] = (),
     stale_seconds: float | None = None,
     scaling: ScalingSummary | None = None,
 ) -> Overview:
     """The fleet as `query` wants it. `instances` are ordered by id, `transfers` by age, and
-    `updates` with the newest first.
+    `updates` with the newest first; `sent` is what each instance sends.
 
     `now` in seconds since the Unix epoch. Gives way to others on the event loop.
     """
     asked = _filter(query)
     matching: list[Instance] = []
     received = _sums()
+    rates = {name: sum(each.bytes_per_second for each in some) for name, some in sent.items()}
     async for some in _by_turns(instances):
         for instance in some:
-            for traffic in instance.load.sent:
+            for traffic in sent.get(instance.instance_id, ()):
                 received[traffic.to] += traffic.bytes_per_second
         matching += filter(asked, some)
     everything = len(matching) == len(instances)
     ids = None if everything else {each.instance_id for each in matching}
-    level, places, omitted = await _places(matching, received)
-    pairs = await _pairs(instances, ids)
+    level, places, omitted = await _places(matching, received, rates)
+    pairs = await _pairs(instances, sent, ids)
     fabrics = _sums()
     for rate, _, _, fabric in pairs:
         fabrics[fabric] += rate
@@ -89,7 +91,7 @@ async def look(
         places=places,
         places_omitted=omitted,
         offset=query.offset,
-        instances=tuple(_row(each, received, now) for each in page),
+        instances=tuple(_row(each, rates, received, now) for each in page),
         transfers_opened=transfers_opened,
         transfers_open=len(opened),
         transfers=tuple(_transfer(each, now) for each in reversed(opened[-MAX_TRANSFERS:])),
@@ -139,7 +141,7 @@ def _filter(query: OverviewQuery) -> Callable[[Instance], bool]:
 
 
 async def _places(
-    matching: Sequence[Instance], received: Sums
+    matching: Sequence[Instance], received: Sums, rates: Mapping[str, float]
 ) -> tuple[Level, tuple[Place, ...], int]:
     """At the narrowest level that has at most MAX_PLACES of them, and how many were left out."""
     where: list[tuple[str, ...]] = []
@@ -160,7 +162,9 @@ async def _places(
             sums = found[path[:depth]]
             sums[instance.role] += 1
             _add(sums, instance)
-            sums["bytes_per_second"] += received[instance.instance_id] + _sent(instance)
+            sums["bytes_per_second"] += received[instance.instance_id] + rates.get(
+                instance.instance_id, 0
+            )
     paths = sorted(found)
     places = tuple(_place(path, found[path]) for path in paths[:MAX_PLACES])
     return levels[depth - 1], places, len(paths) - len(places)
@@ -221,7 +225,7 @@ async def _roles(matching: Sequence[Instance]) -> tuple[RoleSummary, ...]:
 
 
 async def _pairs(
-    instances: Sequence[Instance], ids: set[str] | None
+    instances: Sequence[Instance], sent: Mapping[str, Sequence[Traffic]], ids: set[str] | None
 ) -> list[tuple[float, str, str, str]]:
     """Rate, prefill, decode and fabric."""
     found = []
@@ -229,13 +233,15 @@ async def _pairs(
         found += [
             (traffic.bytes_per_second, instance.instance_id, traffic.to, traffic.fabric)
             for instance in some
-            for traffic in instance.load.sent
+            for traffic in sent.get(instance.instance_id, ())
             if ids is None or instance.instance_id in ids or traffic.to in ids
         ]
     return found
 
 
-def _row(instance: Instance, received: Sums, now: float) -> InstanceSummary:
+def _row(
+    instance: Instance, rates: Mapping[str, float], received: Sums, now: float
+) -> InstanceSummary:
     zone, rack, host, _ = place_of(instance.labels)
     deadline = instance.drain_deadline
     return InstanceSummary(
@@ -252,7 +258,7 @@ def _row(instance: Instance, received: Sums, now: float) -> InstanceSummary:
         blocks=instance.num_blocks,
         used_blocks=_used(instance),
         weights_version=instance.weights_version,
-        sent_bytes_per_second=_sent(instance),
+        sent_bytes_per_second=rates.get(instance.instance_id, 0),
         received_bytes_per_second=received[instance.instance_id],
         heartbeat_seconds=max(now - instance.heartbeat_at, 0.0),
         drain_seconds=None if deadline is None else max(deadline - now, 0.0),
@@ -292,7 +298,3 @@ def _update(update: WeightUpdate, now: float) -> UpdateSummary:
 def _used(instance: Instance) -> int | None:
     free = instance.load.free_blocks
     return None if free is None else max(instance.num_blocks - free, 0)
-
-
-def _sent(instance: Instance) -> float:
-    return sum(traffic.bytes_per_second for traffic in instance.load.sent)

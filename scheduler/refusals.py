@@ -9,6 +9,7 @@ from kvxfer.errors import (
     NoCapacity,
     OldVersion,
     StaleEpoch,
+    TransferExists,
     UnknownBlockTable,
     UnknownInstance,
     UnknownTransfer,
@@ -16,6 +17,7 @@ from kvxfer.errors import (
     WeightUpdateDecided,
     WeightUpdateExists,
 )
+from kvxfer.transfers import Transfer
 from kvxfer.weight_updates import UpdatePart, WeightUpdate
 
 
@@ -89,6 +91,14 @@ def unknown_transfer(transfer_id: str) -> UnknownTransfer:
         f"no transfer {transfer_id!r} is open: it was released, it expired, or one of its "
         "instances is gone",
         transfer_id=transfer_id,
+    )
+
+
+def transfer_exists(opened: Transfer) -> TransferExists:
+    return TransferExists(
+        f"transfer {opened.transfer_id!r} is open for another request ({opened.request_id!r}, "
+        f"{opened.prompt_tokens} prompt tokens of model {opened.model!r}); take a new transfer_id",
+        transfer_id=opened.transfer_id,
     )
 
 

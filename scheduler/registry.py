@@ -21,6 +21,7 @@ from kvxfer.instances import (
     PublishedBlocks,
     Role,
     Snapshot,
+    Traffic,
 )
 from kvxfer.kv.block_table import BlockTable
 from kvxfer.scheduler.pairing import Pair
@@ -52,6 +53,7 @@ class Statistics:
     open_transfers: int
     registrations: int
     leases_expired: int
+    leases_spared: int
     transfers_opened: int
     transfers_ended: Mapping[TransferEnd, int]
     updates_ended: Mapping[UpdateState, int]
@@ -61,9 +63,12 @@ class Registry(ABC):
     """Instances under leases, and the transfers that are reserved on them.
 
     Each step is atomic. An instance whose lease has run out is gone for every call that follows,
-    and so are its transfers. Where the registry cannot be reached, what changes something raises
-    ControlPlaneUnavailable, and what reads is answered from what was last known, if anything was:
-    `stale_seconds` says so.
+    and so are its transfers; where many run out at once, watchers hear of them one after the other.
+    Time in which no step was taken does not count against a lease. Where most of a fleet or a zone
+    would be gone shortly after such a time, leases are extended once by one lease (lease_guard.py).
+
+    Where the registry cannot be reached, what changes something raises ControlPlaneUnavailable, and
+    what reads is answered from what was last known, if anything was: `stale_seconds` says so.
     """
 
     room: Room
@@ -138,6 +143,11 @@ class Registry(ABC):
         """The live instance. Raises UnknownInstance."""
 
     @abstractmethod
+    async def sent(self) -> Mapping[str, tuple[Traffic, ...]]:
+        """What each instance that sends KV cache said of it last: `Load.sent`, which is left out
+        of instances and changes. What is read may be a moment old."""
+
+    @abstractmethod
     async def instances(self) -> tuple[Instance, ...]:
         """Every live instance, ordered by id."""
 
@@ -161,8 +171,14 @@ class Registry(ABC):
         """As `choose` from what is known here, with None where that has no room."""
 
     @abstractmethod
-    async def reserve(self, transfer: Transfer, *, seconds: float) -> None:
+    async def opened(self, transfer_id: str) -> Transfer | None:
+        """The open transfer of this id, as `choose` sees it, if there is one."""
+
+    @abstractmethod
+    async def reserve(self, transfer: Transfer, *, seconds: float) -> Transfer:
         """Counts a transfer against both of its instances for at most `seconds`.
+
+        Returns it; where one of this id is open already, it returns that one and counts nothing.
 
         Raises StaleEpoch where one of them no longer lives under its epoch, and NoCapacity where
         one is not ready or its blocks are reserved by others.

@@ -7,6 +7,7 @@ from typing import Final
 
 from kvxfer.clock import Clock
 from kvxfer.errors import NoCapacity, StaleEpoch
+from kvxfer.scheduler import refusals
 from kvxfer.scheduler.pairing import Pair
 from kvxfer.scheduler.registry import Registry
 from kvxfer.transfers import Party, Transfer, TransferRequest
@@ -17,9 +18,18 @@ _ATTEMPTS: Final = 8
 async def open_transfer(
     registry: Registry, request: TransferRequest, *, seconds: float, clock: Clock
 ) -> Transfer:
-    """Reserves the best pair for `seconds`. Raises NoCapacity or PromptTooLong."""
+    """Reserves the best pair for `seconds`, or returns what is open under the request's id.
+
+    Raises NoCapacity, PromptTooLong, and TransferExists where another request has the id.
+    """
     for _ in range(_ATTEMPTS):
-        pair = await registry.choose(request)
+        try:
+            pair = await registry.choose(request)
+        except NoCapacity:
+            opened = await already_open(registry, request)
+            if opened is None:
+                raise
+            return opened
         transfer = await _reserved(registry, request, pair, seconds, clock)
         if transfer is not None:
             return transfer
@@ -43,12 +53,20 @@ async def try_transfer(
     return None
 
 
+async def already_open(registry: Registry, request: TransferRequest) -> Transfer | None:
+    """What is open under the request's id. Raises TransferExists where it is of another request."""
+    if request.transfer_id is None:
+        return None
+    opened = await registry.opened(request.transfer_id)
+    return None if opened is None else _of(request, opened, opened.model)
+
+
 async def _reserved(
     registry: Registry, request: TransferRequest, pair: Pair, seconds: float, clock: Clock
 ) -> Transfer | None:
     """None where the fleet has changed between the look at it and the reservation."""
     now = clock.unix()
-    transfer_id = secrets.token_hex(16)
+    transfer_id = request.transfer_id or secrets.token_hex(16)
     transfer = Transfer(
         transfer_id=transfer_id,
         request_id=request.request_id or transfer_id,
@@ -64,7 +82,20 @@ async def _reserved(
         score=pair.score,
     )
     try:
-        await registry.reserve(transfer, seconds=seconds)
+        opened = await registry.reserve(transfer, seconds=seconds)
     except (StaleEpoch, NoCapacity):
         return None
-    return transfer
+    return opened if opened is transfer else _of(request, opened, transfer.model)
+
+
+def _of(request: TransferRequest, opened: Transfer, model: str) -> Transfer:
+    """The transfer, if it is what `request` opened before; `model` is that of its pairs."""
+    same = (
+        opened.request_id == (request.request_id or opened.transfer_id)
+        and opened.prompt_tokens == request.prompt_tokens
+        and (request.model is None or opened.model == model)
+        and (request.or_aggregated or opened.aggregated == request.aggregated)
+    )
+    if not same:
+        raise refusals.transfer_exists(opened)
+    return opened

@@ -17,6 +17,7 @@ from kvxfer.errors import (
     NotAggregating,
     PromptTooLong,
     ScorerFailed,
+    TransferExists,
     UnknownTransfer,
 )
 from kvxfer.instances import InstanceId
@@ -44,6 +45,7 @@ _TransferId = Annotated[TransferId, Path(max_length=128, **parameter(TransferId)
     responses=responses(
         InvalidArgument,
         PromptTooLong,
+        TransferExists,
         ScorerFailed,
         NotAggregating,
         NoCapacity,
@@ -61,7 +63,10 @@ async def open_(
     instance that serves the request alone.
 
     With `wait_seconds` it waits its turn where no pair has room; a caller that disconnects gives it
-    up. The reservation ends by DELETE, with `expires_at`, or when one of the two instances is gone.
+    up. A caller that names the transfer (`transfer_id`) may ask again: while the transfer is open,
+    it gets the same pair and the same ticket.
+
+    The reservation ends by DELETE, with `expires_at`, or when one of the two instances is gone.
     """
     opening = app.admission.open(body)
     if body.wait_seconds:

@@ -22,6 +22,7 @@ from kvxfer.cli.serving import (
     listen,
     require_server,
 )
+from kvxfer.scheduler.keyspace import Keyspace
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.web.listener import ConnectionLimits
 
@@ -52,6 +53,7 @@ def serve(
             "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB.",
         ),
     ] = "embedded",
+    keyspace: Keyspace,
     lease: LeasePolicy,
     given: Annotated[
         dict[str, Any],
@@ -141,7 +143,8 @@ def serve(
         tenants={} if pairing is None else pairing.tenants,
         **given,
     )
-    fleet = make_registry(registry, lease, None if pairing is None else pairing.scorer)
+    scorer = None if pairing is None else pairing.scorer
+    fleet = make_registry(registry, lease, scorer, keyspace)
     scaling = None if scaling_policy is None else read_scaling_file(scaling_policy)
     listener = listen(
         host,
@@ -157,7 +160,7 @@ def serve(
             fleet,
             scaling,
             policy_name=str(scaling_policy),
-            leader=make_leader(registry, interval=scaling.interval),
+            leader=make_leader(registry, interval=scaling.interval, keyspace=keyspace),
             backend=make_backend(
                 scaling.backend,
                 fleet,

@@ -155,6 +155,7 @@ def shake_hands(prefill_id: str, decode_id: str) -> Call[Handshake]:
 
 def open_transfer(
     *,
+    transfer_id: str | None = None,
     request_id: str | None = None,
     model: str | None = None,
     prompt_tokens: int | None = None,
@@ -171,8 +172,10 @@ def open_transfer(
 ) -> Call[OpenedTransfer]:
     """Reserves the best pair, each argument as in `TransferRequest`.
 
-    Raises NoCapacity, whose `details["reasons"]` say what is missing, PromptTooLong, and
-    NotAggregating.
+    It is asked for again where no answer came, if `transfer_id` names it.
+
+    Raises NoCapacity, whose `details["reasons"]` say what is missing, PromptTooLong,
+    NotAggregating, and TransferExists.
     """
     body: dict[str, Any] = {
         "request_id": request_id,
@@ -183,6 +186,8 @@ def open_transfer(
         "explain": explain,
     }
     # Not where they say nothing: a control plane of an earlier version does not know them.
+    if transfer_id is not None:
+        body["transfer_id"] = transfer_id
     if avoid:
         body["avoid"] = list(avoid)
     if weights_version is not None:
@@ -193,8 +198,14 @@ def open_transfer(
         body["or_aggregated"] = True
     if wait_seconds:
         body.update(wait_seconds=wait_seconds, priority=priority, tenant=tenant)
-    read = _reads(OpenedTransfer)
-    return Call("POST", "/v1/transfers", read, body, repeatable=False, wait_seconds=wait_seconds)
+    return Call(
+        "POST",
+        "/v1/transfers",
+        _reads(OpenedTransfer),
+        body,
+        repeatable=transfer_id is not None,
+        wait_seconds=wait_seconds,
+    )
 
 
 def transfers(

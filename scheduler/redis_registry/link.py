@@ -1,4 +1,4 @@
-"""The way to Redis: every call has a deadline, and while Redis is away none is even tried."""
+"""The way to Redis: every call has a deadline, and none is tried while Redis is unavailable."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -15,6 +15,8 @@ from redis.asyncio import Redis
 from redis.asyncio.sentinel import MasterNotFoundError
 from redis.exceptions import (
     BusyLoadingError,
+    MovedError,
+    NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -36,8 +38,10 @@ from kvxfer.scheduler.redis_registry.scripts import Step, script
 from kvxfer.scheduler.redis_registry.url import RedisUrl
 
 _BATCH: Final = 64
+_RETRY_SECONDS: Final = 0.1
+_SCANNED: Final = 100
 # What a server answers that is there but cannot serve now; other ResponseErrors are defects.
-_UNABLE: Final = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "NOPERM", "BUSY")
+_UNABLE: Final = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
 
 _log = logging.getLogger("kvxfer.registry")
 
@@ -50,18 +54,33 @@ class _Asked:
 
 
 class Link:
-    """Belongs to one event loop.
+    """Belongs to one event loop; `check` first.
 
-    `trouble` says why Redis is away; None while it is not. A call that fails sets it, and only
-    the reader of the log (Follower) clears it: so one call waits in vain, and the others do not.
+    `trouble` says why Redis is unavailable; None while it is available. A call that fails sets it,
+    and only a probe clears it: so one call waits in vain, and the others do not.
+
+    Every key begins with `prefix` and a colon. `header` gives what each script takes before its own
+    arguments.
     """
 
-    def __init__(self, url: RedisUrl, *, timeout: float, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        url: RedisUrl,
+        *,
+        prefix: str,
+        header: Callable[[], tuple[str, ...]],
+        timeout: float,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         self.name = url.name
+        self.prefix = prefix
+        self._header = header
         self.timeout = timeout
         self.clock = clock
         self.trouble: str | None = "not connected yet"
-        self._good_at: float | None = None
+        self._available = asyncio.Event()
+        self._probing: asyncio.Task[None] | None = None
+        self._closed = False
         self._told: str | None = None
         self._url = url
         self._client = url.client(timeout=timeout)
@@ -69,28 +88,43 @@ class Link:
         self._sender: asyncio.Task[None] | None = None
 
     @property
-    def silent_seconds(self) -> float:
-        """Since when nothing was heard."""
-        return 0.0 if self._good_at is None else self.clock.monotonic() - self._good_at
+    def sweep(self) -> tuple[Any, ...]:
+        """What EVAL takes to sweep."""
+        return (script("sweep").text, 1, f"{self.prefix}:", *self._header())
 
     def reader(self, *, block: float) -> Redis:
         """A separate client for reads that block for so many seconds."""
         return self._url.client(timeout=block + self.timeout)
 
-    def good(self) -> None:
-        self.trouble = None
-        self._good_at = self.clock.monotonic()
+    def check(self) -> None:
+        """Finds out whether Redis is available, and if not, when it is again."""
+        if self._probing is None and not self._closed:
+            self._probing = asyncio.create_task(self._probe(), name="probe of the registry")
 
-    def back(self) -> None:
-        """Redis is there, and what it holds was loaded."""
-        self.good()
+    async def _probe(self) -> None:
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(self.timeout):
+                        await self._client.eval(*self.sweep)
+                except Exception as error:
+                    self._bad(trouble_of(error) or f"{error}; {REMEDY}")
+                    await asyncio.sleep(_RETRY_SECONDS)
+                else:
+                    break
+        finally:
+            self._probing = None
+        self.trouble = None
+        self._available.set()
         if self._told is not None:
             self._told = None
             _log.warning("the registry in Redis (%s) is there", self.name)
 
-    def bad(self, trouble: str) -> None:
+    def _bad(self, trouble: str) -> None:
         """Redis is away, or cannot take what it was asked. Said once until it is back."""
         self.trouble = trouble
+        self._available.clear()
+        self.check()
         if trouble != self._told:
             self._told = trouble
             _log.warning(
@@ -100,20 +134,31 @@ class Link:
                 trouble,
             )
 
-    def unavailable(self) -> ControlPlaneUnavailable:
+    async def available(self) -> None:
+        """Returns once Redis is available."""
+        await self._available.wait()
+
+    def require(self) -> None:
+        """Raises ControlPlaneUnavailable while Redis is unavailable."""
+        if self.trouble is not None:
+            raise self.unavailable()
+
+    def unavailable(self, trouble: str | None = None) -> ControlPlaneUnavailable:
+        """What to raise for `trouble`, or for that of Redis."""
         return ControlPlaneUnavailable(
-            f"the registry in Redis ({self.name}) cannot be used: {self.trouble}; retry, and "
-            "look at that server if it lasts"
+            f"the registry in Redis ({self.name}) cannot be used: {trouble or self.trouble}; "
+            "retry, and look at that server if it lasts"
         )
 
-    async def take(self, step: Step, prefix: str, *arguments: str | bytes) -> list[bytes]:
+    async def take(self, step: Step, *arguments: str | bytes) -> list[bytes]:
         """Takes one step. Raises ControlPlaneUnavailable; whether it was taken is then unknown.
 
         Steps that are asked for while others are on their way go together: for Redis it is the
         same, and here it takes less than half the time.
         """
-        self._require_good()
-        asked = _Asked(step, (prefix, *arguments), asyncio.get_running_loop().create_future())
+        self.require()
+        given = (f"{self.prefix}:", *self._header(), *arguments)
+        asked = _Asked(step, given, asyncio.get_running_loop().create_future())
         self._asked.append(asked)
         if self._sender is None:
             self._sender = asyncio.create_task(self._send(), name="steps of the registry")
@@ -125,8 +170,19 @@ class Link:
     async def field(self, key: str, name: str) -> bytes | None:
         return cast("bytes | None", await self._read(self._client.hget, key, name))
 
-    async def _read(self, command: Callable[..., Any], *arguments: str) -> Any:
-        self._require_good()
+    async def fields(self, key: str) -> AsyncIterator[tuple[bytes, bytes]]:
+        """All fields of a hash, a few at a time: none that stays is left out."""
+        cursor = 0
+        while True:
+            answer = await self._read(self._client.hscan, key, cursor, None, _SCANNED)
+            cursor, found = answer
+            for field in found.items():
+                yield field
+            if not cursor:
+                return
+
+    async def _read(self, command: Callable[..., Any], *arguments: str | int | None) -> Any:
+        self.require()
         try:
             async with asyncio.timeout(self.timeout):
                 return await command(*arguments)
@@ -134,11 +190,12 @@ class Link:
             raise self._failed(error) from error
 
     async def close(self) -> None:
-        self.trouble = "this control plane is stopping"
-        if self._sender is not None:
-            self._sender.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._sender
+        self._closed, self.trouble = True, "this control plane is stopping"
+        for task in (self._sender, self._probing):
+            if task is not None:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
         await self._client.aclose()
 
     async def _send(self) -> None:
@@ -148,7 +205,7 @@ class Link:
             while self._asked:
                 batch = [self._asked.popleft() for _ in range(min(len(self._asked), _BATCH))]
                 try:
-                    self._require_good()
+                    self.require()
                     async with asyncio.timeout(self.timeout):
                         answers = await self._execute(batch)
                 except Exception as error:
@@ -182,15 +239,11 @@ class Link:
         else:
             future.set_result(answer)
 
-    def _require_good(self) -> None:
-        if self.trouble is not None:
-            raise self.unavailable()
-
     def _failed(self, error: Exception) -> Exception:
         """What to raise for an error of the client."""
         trouble = trouble_of(error)
         if trouble is not None:
-            self.bad(trouble)
+            self._bad(trouble)
         elif isinstance(error, ResponseError):  # a script that came upon what it cannot read
             damaged = ControlPlaneUnavailable(
                 f"the registry in Redis ({self.name}) did not take this step: {error}; {REMEDY}"
@@ -208,6 +261,8 @@ def trouble_of(error: Exception) -> str | None:
     """What to say where Redis cannot serve; None where the error is a defect of this program."""
     if isinstance(error, TimeoutError | RedisTimeoutError):
         return "no answer in time"
+    if isinstance(error, MovedError):
+        return f"the keys are at another node of the cluster, {error.host}:{error.port}"
     if isinstance(error, MasterNotFoundError):
         # It shows the whole client of each Sentinel before what that one said.
         return re.sub(r"<.*?>\)>\)> - ", "", str(error))
@@ -215,6 +270,7 @@ def trouble_of(error: Exception) -> str | None:
         error,
         RedisConnectionError
         | BusyLoadingError
+        | NoPermissionError
         | ReadOnlyError
         | OutOfMemoryError
         | TryAgainError

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec.structs import replace
 
 from kvxfer.instances import Change, Instance, InstanceState
+from kvxfer.scheduler import lease_guard
 from kvxfer.scheduler.arrivals import Arrivals
 from kvxfer.scheduler.feed import ChangeFeed
 from kvxfer.scheduler.fleet import Fleet, counted
@@ -129,6 +130,12 @@ class Mirror:
         """Every open transfer, the oldest first, without those that Redis has not taken yet."""
         return tuple(t for t in self.fleet.transfers() if t.transfer_id not in self._provisional)
 
+    def opened(self, transfer_id: str) -> Transfer | None:
+        """The open transfer, unless Redis has not taken it yet."""
+        if transfer_id in self._provisional:
+            return None
+        return self.fleet.transfer(transfer_id)
+
     def undo(self, transfer_id: str) -> None:
         """The transfer was not reserved, as far as is known here."""
         if self._provisional.pop(transfer_id, None) is not None:
@@ -152,6 +159,8 @@ class Mirror:
                 self.updates.drop(fields[b"update"].decode())
             case b"end":
                 self._end(fields[b"transfer"].decode(), fields.get(b"reason", b""))
+            case b"spared":
+                lease_guard.say(int(fields[b"leases"]))
             case other:
                 raise LogBroken(f"unknown record {other!r}")
 
@@ -186,7 +195,9 @@ class Mirror:
         )
 
     def _open(self, transfer: Transfer) -> None:
-        self._provisional.pop(transfer.transfer_id, None)
+        provisional = self._provisional.pop(transfer.transfer_id, None)
+        if provisional is not None and provisional != transfer:
+            self.fleet.end(transfer.transfer_id)  # another pair was reserved before
         self.fleet.open(transfer)
 
     def _table(self, transfer_id: str) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.instances import (
@@ -21,6 +22,7 @@ from kvxfer.instances import (
     Reserved,
     Role,
     ToldSpec,
+    Traffic,
 )
 from kvxfer.kv.block_table import BlockTable
 from kvxfer.prefix_hashes import HASH_BYTES, unpack
@@ -29,8 +31,8 @@ from kvxfer.unreadable import UNREADABLE
 from kvxfer.weight_updates import WeightUpdate
 
 REMEDY: Final = (
-    "where it lasts, delete what kvxfer keeps there (the keys kvxfer:*), and every worker "
-    "registers again"
+    "where it lasts, delete what kvxfer keeps there (by default the keys kvxfer:*), and every "
+    "worker registers again"
 )
 
 
@@ -65,6 +67,7 @@ _transfer = msgspec.msgpack.Decoder(Transfer)
 _table = msgspec.msgpack.Decoder(BlockTable)
 _update = msgspec.msgpack.Decoder(WeightUpdate)
 _load = msgspec.msgpack.Decoder(Load)
+_sent = msgspec.msgpack.Decoder(tuple[Traffic, ...])
 
 _encode_json = msgspec.json.Encoder().encode
 _encode = msgspec.msgpack.Encoder().encode
@@ -75,11 +78,20 @@ def encode_spec(spec: InstanceSpec) -> bytes:
 
 
 def encode_load(load: Load | None) -> bytes:
-    return b"" if load is None else _encode(load)
+    """Without what it sends, which is kept beside it."""
+    return b"" if load is None else _encode(replace(load, sent=()) if load.sent else load)
 
 
 def decode_load(raw: bytes) -> Load | None:
     return _load.decode(raw) if raw else None
+
+
+def encode_sent(load: Load | None) -> bytes:
+    return _encode(load.sent) if load is not None and load.sent else b""
+
+
+def decode_sent(raw: bytes) -> tuple[Traffic, ...]:
+    return _sent.decode(raw)
 
 
 def hashes(packed: bytes) -> bytes:

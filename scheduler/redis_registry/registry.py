@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -21,10 +22,13 @@ from kvxfer.instances import (
     PublishedBlocks,
     Role,
     Snapshot,
+    Traffic,
 )
 from kvxfer.kv.block_table import BlockTable
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, pack
 from kvxfer.scheduler import refusals
+from kvxfer.scheduler.ending import end
+from kvxfer.scheduler.keyspace import Keyspace
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.pairing import Pair
 from kvxfer.scheduler.redis_registry.answers import accepted, lease
@@ -33,9 +37,12 @@ from kvxfer.scheduler.redis_registry.link import Link
 from kvxfer.scheduler.redis_registry.mirror import Mirror
 from kvxfer.scheduler.redis_registry.records import (
     decode_instance,
+    decode_sent,
     decode_table,
+    decode_transfer,
     decode_update,
     encode_load,
+    encode_sent,
     encode_spec,
     encode_table,
     encode_transfer,
@@ -65,9 +72,8 @@ from kvxfer.weight_updates import (
 )
 
 _FEED_CAPACITY: Final = 10_000
-_LOG_LENGTH: Final = 100_000
 _WATCH_BATCH: Final = 100
-_PREFIX: Final = "kvxfer"
+_KEYSPACE: Final = Keyspace()
 _TIMEOUT: Final = 1.0
 # How often a step of a weight update is tried that another replica was faster at.
 _ATTEMPTS: Final = 8
@@ -79,8 +85,9 @@ class RedisRegistry(Registry):
     A read first asks Redis how far the log is and waits until the mirror is there too, so it sees
     whatever any replica did before. Only `choose` does not wait: `reserve` decides in Redis.
 
-    While Redis is away reads are answered from the mirror as it is (`stale_seconds`), and every
-    other call raises ControlPlaneUnavailable; `timeout` is how long the first one waits for that.
+    While Redis is unavailable, or the mirror is behind, reads are answered from the mirror as it is
+    (`stale_seconds`). Steps need Redis alone: while it is unavailable they raise
+    ControlPlaneUnavailable; `timeout` is how long the first one waits for that.
     Leases end by the clock of Redis, and what waits here waits by that of this machine; `clock`
     takes the place of both in tests.
     """
@@ -92,20 +99,31 @@ class RedisRegistry(Registry):
         *,
         clock: Clock | None = None,
         feed_capacity: int = _FEED_CAPACITY,
-        log_length: int = _LOG_LENGTH,
+        keyspace: Keyspace = _KEYSPACE,
         timeout: float = _TIMEOUT,
         scorer: Scorer | None = None,
     ) -> None:
         self._policy = policy or LeasePolicy()
         self._clock = clock
-        self._lengths = (str(log_length), str(feed_capacity))
-        self._link = Link(RedisUrl.parse(url), timeout=timeout, clock=clock or SYSTEM_CLOCK)
+        self._lengths = (str(keyspace.registry_log_bytes), str(feed_capacity))
+        self._link = Link(
+            RedisUrl.parse(url),
+            prefix=keyspace.registry_prefix,
+            header=self._header,
+            timeout=timeout,
+            clock=clock or SYSTEM_CLOCK,
+        )
         self.room = Room()
         self._mirror = Mirror(feed_capacity=feed_capacity, scorer=scorer, room=self.room)
-        self._follower = Follower(self._link, self._mirror, _PREFIX, self._header)
+        self._follower = Follower(self._link, self._mirror)
         self._counts: dict[bytes, bytes] = {}
+        self._name = secrets.token_hex(8)
+        self._abandoned: set[str] = set()
+        self._releasing: asyncio.Task[None] | None = None
+        self._sent: dict[str, tuple[Traffic, ...]] = {}
 
     async def open(self) -> None:
+        self._link.check()
         self._follower.start()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._link.timeout):
@@ -113,7 +131,9 @@ class RedisRegistry(Registry):
 
     @property
     def stale_seconds(self) -> float | None:
-        return None if self._link.trouble is None else self._link.silent_seconds
+        if self._link.trouble is None and self._follower.trouble is None:
+            return None
+        return self._follower.behind_seconds
 
     # --- instances ---------------------------------------------------------------------------
 
@@ -129,11 +149,11 @@ class RedisRegistry(Registry):
             spec.instance_id,
             state.value,
             incarnation,
-            self._lease_micros,
             str(spec.num_blocks),
             spec.http_address,
             spec.role.value,
             encode_spec(spec),
+            spec.labels.get("zone", ""),
         )
         return lease(spec.instance_id, self._policy, answer)
 
@@ -151,7 +171,7 @@ class RedisRegistry(Registry):
             str(epoch),
             "" if state is None else state.value,
             encode_load(load),
-            self._lease_micros,
+            encode_sent(load),
         )
         return lease(instance_id, self._policy, answer)
 
@@ -193,6 +213,15 @@ class RedisRegistry(Registry):
         await self._catch_up()
         return self._mirror.instances()
 
+    async def sent(self) -> Mapping[str, tuple[Traffic, ...]]:
+        with suppress(ControlPlaneUnavailable):
+            found = {}
+            async for name, packed in self._link.fields(f"{self._link.prefix}:sent"):
+                with reading(f"what instance {name!r} sends"):
+                    found[name.decode()] = decode_sent(packed)
+            self._sent = found
+        return self._sent
+
     async def watch(self, after: int | None = None) -> AsyncIterator[Snapshot | Change]:
         feed = self._mirror.feed
         while not feed.closed:
@@ -212,7 +241,7 @@ class RedisRegistry(Registry):
 
     async def choose(self, request: TransferRequest) -> Pair:
         self._require_redis()
-        pair = self._mirror.fleet.find(request)
+        pair = self._mirror.fleet.find(request) if self._mirror.loaded else None
         if pair is not None:
             return pair
         await self._catch_up()
@@ -223,19 +252,55 @@ class RedisRegistry(Registry):
         self._require_redis()
         return self._mirror.fleet.find(request)
 
-    async def reserve(self, transfer: Transfer, *, seconds: float) -> None:
+    async def opened(self, transfer_id: str) -> Transfer | None:
+        return self._mirror.opened(transfer_id)
+
+    async def reserve(self, transfer: Transfer, *, seconds: float) -> Transfer:
         self._require_redis()
+        transfer_id, packed = transfer.transfer_id, encode_transfer(transfer)
+        self._abandoned.discard(transfer_id)
         self._mirror.open(transfer)
         try:
-            await self._take("reserve", encode_transfer(transfer), _micros(seconds))
+            there = await self._take("reserve", packed, _micros(seconds), self._name)
+            if not there:
+                return transfer
+            with reading(f"transfer {transfer_id!r}"):
+                (packed,) = there
+                opened = decode_transfer(packed)
+            if opened != transfer:
+                self._mirror.undo(transfer_id)
+            return opened
         except KvxferError as refused:
-            self._mirror.undo(transfer.transfer_id)
-            if not isinstance(refused, ControlPlaneUnavailable):
+            self._mirror.undo(transfer_id)
+            if isinstance(refused, ControlPlaneUnavailable):
+                self._abandon(transfer_id)
+            else:
                 await self._catch_up()  # so that the next choice knows what stood in the way
             raise
         except BaseException:
-            self._mirror.undo(transfer.transfer_id)
+            self._mirror.undo(transfer_id)
+            self._abandon(transfer_id)
             raise
+
+    def _abandon(self, transfer_id: str) -> None:
+        """Whether it is reserved is unknown, and its caller will not hear of it here."""
+        self._abandoned.add(transfer_id)
+        if self._releasing is None and not self._mirror.feed.closed:
+            self._releasing = asyncio.create_task(self._release_abandoned())
+
+    async def _release_abandoned(self) -> None:
+        """Gives back what calls without an answer may have reserved, once Redis is available."""
+        try:
+            while self._abandoned:
+                await self._link.available()
+                for transfer_id in tuple(self._abandoned):
+                    with suppress(ControlPlaneUnavailable):
+                        await self._take("abandon", transfer_id, self._name)
+                    if self._link.trouble is not None:
+                        break
+                    self._abandoned.discard(transfer_id)
+        finally:
+            self._releasing = None
 
     async def transfer(self, transfer_id: str) -> Transfer:
         await self._catch_up()
@@ -259,12 +324,12 @@ class RedisRegistry(Registry):
         give_up = clock.monotonic() + wait_seconds
         await self._catch_up()
         while True:
-            self._require_redis()
+            self._require_current()
             if self._mirror.fleet.transfer(transfer_id) is None:
                 raise refusals.unknown_transfer(transfer_id)
             left = give_up - clock.monotonic()
             if transfer_id in self._mirror.tables:
-                packed = await self._link.field(f"{_PREFIX}:tables", transfer_id)
+                packed = await self._link.field(f"{self._link.prefix}:tables", transfer_id)
                 if packed is not None:
                     with reading(f"the block table of transfer {transfer_id!r}"):
                         return decode_table(packed)
@@ -279,7 +344,7 @@ class RedisRegistry(Registry):
     async def announce_update(self, request: AnnounceUpdate, *, seconds: float) -> UpdateStep:
         for _ in range(_ATTEMPTS):
             await self._catch_up()
-            self._require_redis()
+            self._require_current()
             step = announced(
                 request,
                 self._mirror.fleet.snapshot(),
@@ -317,7 +382,7 @@ class RedisRegistry(Registry):
     ) -> UpdateStep:
         for _ in range(_ATTEMPTS):
             self._require_redis()
-            packed = await self._link.field(f"{_PREFIX}:updates", update_id)
+            packed = await self._link.field(f"{self._link.prefix}:updates", update_id)
             if packed is None:
                 raise refusals.unknown_update(update_id)
             with reading(f"weight update {update_id!r}"):
@@ -344,12 +409,12 @@ class RedisRegistry(Registry):
     # --- the registry itself -----------------------------------------------------------------
 
     async def sweep(self) -> None:
-        await self._take("sweep")
+        await self._swept()
 
     async def statistics(self) -> Statistics:
         await self._catch_up()
         with suppress(ControlPlaneUnavailable):
-            self._counts = await self._link.hash(f"{_PREFIX}:counts")
+            self._counts = await self._link.hash(f"{self._link.prefix}:counts")
 
         with reading("what has happened since the registry began"):
             counts = Counter({name.decode(): int(n) for name, n in self._counts.items()})
@@ -359,6 +424,7 @@ class RedisRegistry(Registry):
             open_transfers=self._mirror.open_transfers,
             registrations=counts["registrations"],
             leases_expired=counts["leases_expired"],
+            leases_spared=counts["leases_spared"],
             transfers_opened=counts["transfers_opened"],
             transfers_ended=Counter({end: n for end in TransferEnd if (n := counts[end.value])}),
             updates_ended=Counter(
@@ -372,6 +438,8 @@ class RedisRegistry(Registry):
     async def close(self) -> None:
         self._mirror.feed.close()
         self._mirror.arrivals.announce_all()
+        if self._releasing is not None:
+            await end(self._releasing)
         await self._follower.stop()
         await self._link.close()
 
@@ -379,41 +447,51 @@ class RedisRegistry(Registry):
 
     def _header(self) -> tuple[str, ...]:
         now = "" if self._clock is None else _micros(self._clock.unix())
-        return (now, *self._lengths)
-
-    @property
-    def _lease_micros(self) -> str:
-        return _micros(self._policy.lease_seconds)
+        return (now, *self._lengths, _micros(self._policy.lease_seconds))
 
     async def _take(self, step: Step, *arguments: str | bytes) -> list[bytes]:
         """Takes a step in Redis; raises what it refuses."""
         if self._mirror.feed.closed:
             raise refusals.stopping()
-        answer = await self._link.take(step, _PREFIX, *self._header(), *arguments)
+        answer = await self._link.take(step, *arguments)
         return accepted(step, answer, arguments)
 
-    async def _catch_up(self) -> None:
-        """Waits until the mirror has all that happened before; not while Redis is away."""
-        try:
-            answer = await self._take("sweep")
+    async def _swept(self) -> int:
+        """Ends all that has run out, by as many steps as it takes: each of them is short.
+
+        Returns the log's last record."""
+        while True:
             with reading("the place in the log"):
-                (last,) = map(int, answer)
-            async with asyncio.timeout(self._link.timeout):
-                await self._mirror.reach(last)
+                last, more = await self._take("sweep")
+                position = int(last)
+            if not more:
+                return position
+
+    async def _catch_up(self) -> None:
+        """Waits until the mirror has all that happened before, where it can be expected to."""
+        try:
+            last = await self._swept()
+            if self._follower.trouble is None:
+                async with asyncio.timeout(self._link.timeout):
+                    await self._mirror.reach(last)
         except TimeoutError:
-            self._link.bad("its log arrives too late")
-            self._follower.doubt()
+            self._follower.late()
         except ControlPlaneUnavailable:
             if self._mirror.feed.closed:
                 raise
         if not self._mirror.loaded:
-            raise self._link.unavailable()
+            raise self._link.unavailable(self._link.trouble or self._follower.trouble)
 
     def _require_redis(self) -> None:
         if self._mirror.feed.closed:
             raise refusals.stopping()
-        if self._link.trouble is not None:
-            raise self._link.unavailable()
+        self._link.require()
+
+    def _require_current(self) -> None:
+        """That the mirror has all that happened before the last `_catch_up`."""
+        self._require_redis()
+        if self._follower.trouble is not None:
+            raise self._link.unavailable(self._follower.trouble)
 
 
 def _instance(instance_id: str, answer: list[bytes]) -> Instance:

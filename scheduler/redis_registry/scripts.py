@@ -9,6 +9,7 @@ from importlib.resources import files
 from typing import Final, Literal, TypeAlias
 
 Step: TypeAlias = Literal[
+    "abandon",
     "block_table",
     "blocks",
     "change_role",

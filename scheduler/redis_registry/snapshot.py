@@ -1,13 +1,19 @@
-"""All that Redis holds of a registry, read in one transaction into a mirror."""
+"""All that Redis holds of a registry, read in one transaction into a mirror.
+
+What the instances have cached, which is most of it, follows in portions.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from redis.asyncio import Redis
 
+from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.scheduler.redis_registry.mirror import Mirror
 from kvxfer.scheduler.redis_registry.records import (
     decode_change,
@@ -20,7 +26,32 @@ from kvxfer.scheduler.redis_registry.records import (
 )
 from kvxfer.scheduler.weight_updates import UpdateLedger
 
-_BATCH: Final = 500
+_TURN_SECONDS: Final = 0.005
+
+_log = logging.getLogger("kvxfer.registry")
+
+
+class Turns:
+    """Lets requests be answered while much is decoded: every few milliseconds, however long each
+    part of it takes."""
+
+    def __init__(self) -> None:
+        self._time = asyncio.get_running_loop().time
+        self._began = self._time()
+
+    async def give(self) -> None:
+        """To be awaited after each part."""
+        if self._time() - self._began >= _TURN_SECONDS:
+            await asyncio.sleep(0)
+            self._began = self._time()
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What some instances have cached at the log's record `position`; None is nothing."""
+
+    position: int
+    packed: dict[str, bytes | None]
 
 
 async def read_all(client: Redis, prefix: str) -> list[Any]:
@@ -28,7 +59,7 @@ async def read_all(client: Redis, prefix: str) -> list[Any]:
     async with client.pipeline(transaction=True) as pipeline:
         for key in ("sequence", "changed"):
             pipeline.get(f"{prefix}:{key}")
-        for key in ("instances", "specs", "blocks", "transfers", "updates"):
+        for key in ("instances", "specs", "transfers", "updates"):
             pipeline.hgetall(f"{prefix}:{key}")
         pipeline.hkeys(f"{prefix}:tables")
         pipeline.xrange(f"{prefix}:changes")
@@ -36,26 +67,47 @@ async def read_all(client: Redis, prefix: str) -> list[Any]:
         return answers
 
 
+async def read_blocks(client: Redis, prefix: str, names: Sequence[str]) -> Blocks:
+    """Raises RedisError, and ControlPlaneUnavailable."""
+    async with client.pipeline(transaction=True) as pipeline:
+        pipeline.get(f"{prefix}:sequence")
+        pipeline.hmget(f"{prefix}:blocks", names)
+        sequence, found = await pipeline.execute()
+    with reading("the place in the log"):
+        return Blocks(id_of(sequence or b""), dict(zip(names, found, strict=True)))
+
+
+async def load_blocks(mirror: Mirror, blocks: Blocks) -> None:
+    """Gives the mirror, which is at the same record, what `read_blocks` has read.
+
+    What is damaged is left out: without it prompts are paired less well, and that is all."""
+    turns = Turns()
+    for name, packed in blocks.packed.items():
+        try:
+            with reading(f"what instance {name!r} has cached"):
+                if packed is not None:
+                    mirror.fleet.publish(name, hashes(packed), b"", reset=True)
+        except ControlPlaneUnavailable as damaged:
+            _log.warning("%s", damaged)
+        await turns.give()
+
+
 async def load(mirror: Mirror, answers: Sequence[Any]) -> None:
     """Gives the mirror what `read_all` has read. Raises ControlPlaneUnavailable where something
     is damaged; the mirror stays as it was."""
-    sequence, changed, members, specs, blocks, transfers, updates, tables, entries = answers
-    fleet, changes = mirror.empty_fleet(), []
-    for number, (name, member) in enumerate(members.items()):
+    sequence, changed, members, specs, transfers, updates, tables, entries = answers
+    fleet, changes, turns = mirror.empty_fleet(), [], Turns()
+    for name, member in members.items():
         with reading(f"instance {_text(name)}"):
             fleet.put(decode_instance(name, member, specs[name]))
-        await _give_way(number)
-    for number, (name, packed) in enumerate(blocks.items()):
-        with reading(f"what instance {_text(name)} has cached"):
-            fleet.publish(name.decode(), hashes(packed), b"", reset=True)
-        await _give_way(number)
-    for number, (name, packed) in enumerate(transfers.items()):
+        await turns.give()
+    for name, packed in transfers.items():
         with reading(f"transfer {_text(name)}"):
             transfer = decode_transfer(packed)
             if transfer.transfer_id != name.decode():
                 raise ValueError(f"it is {transfer.transfer_id!r}")
             fleet.open(transfer)
-        await _give_way(number)
+        await turns.give()
     ledger = UpdateLedger()
     for name, packed in updates.items():
         with reading(f"weight update {_text(name)}"):
@@ -63,10 +115,10 @@ async def load(mirror: Mirror, answers: Sequence[Any]) -> None:
             if update.update_id != name.decode():
                 raise ValueError(f"it is {update.update_id!r}")
             ledger.put(update)
-    for number, (entry_id, fields) in enumerate(entries):
+    for entry_id, fields in entries:
         with reading(f"change {_text(entry_id)}"):
             changes.append(decode_change(entry_id, fields))
-        await _give_way(number)
+        await turns.give()
     with reading("the place in the log"):
         position = id_of(sequence or b"")
         floor = id_of((entries[0][1][b"after"] if entries else changed) or b"")
@@ -76,9 +128,3 @@ async def load(mirror: Mirror, answers: Sequence[Any]) -> None:
 
 def _text(name: bytes) -> str:
     return repr(name.decode(errors="backslashreplace"))
-
-
-async def _give_way(number: int) -> None:
-    """Lets requests be answered while much is decoded."""
-    if number % _BATCH == _BATCH - 1:
-        await asyncio.sleep(0)

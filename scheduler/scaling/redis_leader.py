@@ -52,12 +52,11 @@ class RedisLeader(Leader):
     Owns the client.
     """
 
-    def __init__(
-        self, redis: Redis, *, seconds: float = 30.0, prefix: str = "kvxfer:{scaling}"
-    ) -> None:
+    def __init__(self, redis: Redis, *, seconds: float = 30.0, prefix: str = "kvxfer") -> None:
         self._redis = redis
         self._milliseconds = max(round(seconds * 1000), 1)
-        self._lock, self._last = f"{prefix}:leader", f"{prefix}:token"
+        # Of one hash tag: that of the prefix where it has one.
+        self._lock, self._last = (f"{prefix}:{{scaling}}:{key}" for key in ("leader", "token"))
         self._replica = secrets.token_hex(8)
         self._token: int | None = None
         self._campaign: AsyncScript = redis.register_script(_CAMPAIGN)

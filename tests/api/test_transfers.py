@@ -248,3 +248,19 @@ async def test_request_that_cannot_wait_does_not_pass_those_that_do(api, app, fu
 async def test_waits_out_of_bounds_are_refused(api, members):
     body = problem(await api.post("/v1/transfers", json=members), 422, "invalid-argument")
     assert next(iter(members)) in str(body)
+
+
+async def test_a_named_transfer_is_answered_again_with_the_same_ticket(api):
+    await join(api, "p")
+    await join(api, "d", "decode")
+    body = {"transfer_id": "t-1", "request_id": "r", "prompt_tokens": 40}
+    first, again = [await api.post("/v1/transfers", json=body) for _ in range(2)]
+    assert first.status_code == again.status_code == 201
+    assert first.json() == again.json()
+    refused = await api.post("/v1/transfers", json={**body, "request_id": "s"})
+    told = problem(refused, 409, "transfer-exists")
+    assert told["transfer_id"] == "t-1"
+    for name in ("", "a b", "x" * 129, "-a"):
+        problem(
+            await api.post("/v1/transfers", json={"transfer_id": name}), 422, "invalid-argument"
+        )

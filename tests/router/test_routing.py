@@ -446,10 +446,11 @@ async def test_a_pair_that_comes_after_the_client_has_left_goes_back(
 ) -> None:
     reserve, reserved, answer = control_plane.reserve, asyncio.Event(), asyncio.Event()
 
-    async def reserve_slowly(*arguments: Any, **options: Any) -> None:
-        await reserve(*arguments, **options)
+    async def reserve_slowly(*arguments: Any, **options: Any) -> Any:
+        opened = await reserve(*arguments, **options)
         reserved.set()
         await answer.wait()
+        return opened
 
     monkeypatch.setattr(control_plane, "reserve", reserve_slowly)
     fleet = NotedWorkers(network, p1=PREFILLS, d1=DECODES)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from kvxfer.scheduler.ending import end
+from kvxfer.scheduler.keyspace import Keyspace
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from tests.virtual_time import VirtualClock
@@ -22,10 +23,14 @@ async def replica(
     clock: VirtualClock | None = None,
     timeout: float = PATIENCE,
     there: bool = True,
+    prefix: str = "kvxfer",
 ) -> AsyncIterator[RedisRegistry]:
     """With a short timeout only where Redis is to be missed: a busy machine takes its time."""
     url = server if isinstance(server, str) else server.url
-    registry = RedisRegistry(url, LeasePolicy(lease), clock=clock, timeout=timeout)
+    keyspace = Keyspace(prefix)
+    registry = RedisRegistry(
+        url, LeasePolicy(lease), clock=clock, timeout=timeout, keyspace=keyspace
+    )
     opening = asyncio.create_task(registry.open())
     try:
         if there:

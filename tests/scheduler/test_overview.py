@@ -55,7 +55,8 @@ def transfer(number: int, prefill: Instance, decode: Instance) -> Transfer:
 
 async def seen(*instances: Instance, transfers: Any = (), **query: Any) -> Overview:
     ordered = sorted(instances, key=lambda each: each.instance_id)
-    return await look(ordered, transfers, OverviewQuery(**query), now=NOW)
+    sent = {each.instance_id: each.load.sent for each in instances}
+    return await look(ordered, transfers, OverviewQuery(**query), now=NOW, sent=sent)
 
 
 async def test_roles_are_summed_and_what_is_not_measured_is_left_out():
@@ -184,7 +185,13 @@ async def test_a_large_fleet_is_told_in_a_small_answer():
         for n in range(10_000)
     ]
     opened = [transfer(n, fleet[n], fleet[n + 1]) for n in range(1000)]
-    overview = await look(fleet, opened, OverviewQuery(limit=200), now=NOW)
+    overview = await look(
+        fleet,
+        opened,
+        OverviewQuery(limit=200),
+        now=NOW,
+        sent={each.instance_id: each.load.sent for each in fleet},
+    )
     assert (overview.matching, overview.level, len(overview.places)) == (10_000, Level.RACK, 150)
     assert (len(overview.pairs), overview.pairs_omitted) == (MAX_PAIRS, 20_000 - MAX_PAIRS)
     assert overview.pairs[0].bytes_per_second == 10_001
@@ -217,7 +224,7 @@ async def test_updates_are_counted_by_what_their_instances_have():
         instances=parts,
     )
     many = [replace(update, update_id=f"u{number}") for number in range(MAX_UPDATES + 1)]
-    overview = await look((), (), OverviewQuery(), now=NOW, updates=many)
+    overview = await look((), (), OverviewQuery(), now=NOW, sent={}, updates=many)
     assert [u.update_id for u in overview.updates] == [f"u{n}" for n in range(MAX_UPDATES)]
     told = overview.updates[0]
     assert (told.instances, told.staged, told.committed, told.failed) == (6, 3, 2, 2)

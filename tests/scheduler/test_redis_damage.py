@@ -74,11 +74,6 @@ DAMAGE: dict[str, tuple[Callable[[Redis, str], object], str]] = {
         lambda c, t: c.hset("kvxfer:specs", "p", spec(num_blocks=0)),
         r"instance 'p'.*at `\$.num_blocks`",
     ),
-    "hashes": (lambda c, t: c.hset("kvxfer:blocks", "p", b"odd"), "instance 'p' has cached"),
-    "hashes of an unknown instance": (
-        lambda c, t: c.hset("kvxfer:blocks", "q", b"8 bytes."),
-        "instance 'q' has cached",
-    ),
     "transfer": (
         lambda c, t: c.hset("kvxfer:transfers", t, b"\x80"),
         "transfer '.*prompt|transfer",
@@ -140,6 +135,22 @@ async def test_what_is_damaged_is_named_and_no_replica_takes_it_in(
         await eventually(lambda: is_current(registry))
         await filled(registry)
     assert [record for record in caplog.records if record.exc_info] == []
+
+
+async def test_damaged_hashes_of_an_instance_are_named_and_left_out(
+    empty_redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with replica(empty_redis) as registry:
+        await filled(registry)
+        lease = await registry.register(worker("q"), state=READY)
+        await registry.publish_blocks("q", lease.epoch, BlockUpdate(added=(3,)))
+    with empty_redis.client() as client:
+        client.hset("kvxfer:blocks", "p", b"odd")
+    async with replica(empty_redis) as registry:
+        await eventually(lambda: "what instance 'p' has cached in Redis is damaged" in caplog.text)
+        pair = await registry.choose(TransferRequest(prefix_hashes=(3,), prompt_tokens=64))
+        assert pair.prefill.instance_id == "q"
+        assert registry.stale_seconds is None
 
 
 RECORDS: dict[str, dict[str, str]] = {

@@ -21,11 +21,11 @@ class Contended(EmbeddedRegistry):
         super().__init__(clock=VirtualClock())
         self.times = times
 
-    async def reserve(self, transfer: Transfer, *, seconds: float) -> None:
+    async def reserve(self, transfer: Transfer, *, seconds: float) -> Transfer:
         if self.times:
             self.times -= 1
             raise StaleEpoch("re-registered meanwhile") if self.times % 2 else NoCapacity("taken")
-        await super().reserve(transfer, seconds=seconds)
+        return await super().reserve(transfer, seconds=seconds)
 
 
 async def filled(registry: EmbeddedRegistry, *, decodes: int = 1) -> EmbeddedRegistry:

@@ -1,8 +1,8 @@
--- ARGV: [4] id of the transfer, [5] its block table as msgpack. The log says only that there is one:
--- it is as large as the prompt is long, and one replica asks for it.
-local id, packed = ARGV[4], ARGV[5]
+-- ARGV: [5] id of the transfer, [6] its block table as msgpack. The log says only that there is
+-- one: it is as large as the prompt is long, and one replica asks for it.
+local id, packed = ARGV[5], ARGV[6]
 
-if redis.call('HEXISTS', TRANSFERS, id) == 0 then
+if not transfer_of(id) then
   return {'unknown-transfer'}
 end
 local there = redis.call('HGET', TABLES, id)

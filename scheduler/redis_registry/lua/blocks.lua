@@ -1,6 +1,6 @@
--- ARGV: [4] id, [5] epoch, [6] 1 where all that was there before goes, [7] hashes that come, [8] that
--- go, eight bytes each, none twice, [9] how many are kept. Returns how many there are.
-local id, epoch, reset, added, removed = ARGV[4], ARGV[5], ARGV[6], ARGV[7], ARGV[8]
+-- ARGV: [5] id, [6] epoch, [7] 1 where all that was there before goes, [8] hashes that come, [9]
+-- that go, eight bytes each, none twice, [10] how many are kept. Returns how many there are.
+local id, epoch, reset, added, removed = ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9]
 local SIZE = 8
 
 local member = member_of(id)
@@ -25,7 +25,7 @@ for _, gone in ipairs({removed, added}) do
     packed = without(packed, gone:sub(at, at + SIZE - 1))
   end
 end
-packed = (packed .. added):sub(-SIZE * tonumber(ARGV[9]))
+packed = (packed .. added):sub(-SIZE * tonumber(ARGV[10]))
 if packed == '' then
   redis.call('HDEL', BLOCKS, id)
 else

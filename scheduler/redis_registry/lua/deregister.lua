@@ -1,5 +1,5 @@
--- ARGV: [4] id, [5] epoch.
-local id, epoch = ARGV[4], ARGV[5]
+-- ARGV: [5] id, [6] epoch.
+local id, epoch = ARGV[5], ARGV[6]
 
 local member = member_of(id)
 if not member then

@@ -1,5 +1,5 @@
--- ARGV: [4] id, [5] microseconds that it may take. Returns the member and its spec.
-local id, lasts = ARGV[4], tonumber(ARGV[5])
+-- ARGV: [5] id, [6] microseconds that it may take. Returns the member and its spec.
+local id, lasts = ARGV[5], tonumber(ARGV[6])
 
 local member = member_of(id)
 if not member then

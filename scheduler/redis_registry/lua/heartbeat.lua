@@ -1,6 +1,9 @@
--- ARGV: [4] id, [5] epoch, [6] state or empty, [7] msgpack of the load or empty, [8] lease in
--- microseconds. Returns the lease.
-local id, epoch, wanted, load, lease = ARGV[4], ARGV[5], ARGV[6], ARGV[7], tonumber(ARGV[8])
+-- ARGV: [5] id, [6] epoch, [7] state or empty, [8] msgpack of the load or empty, [9] msgpack of
+-- what it sends to whom or empty. Returns the lease.
+--
+-- What it sends goes into no record: it is as long as the fleet is large, and only an overview
+-- asks for it.
+local id, epoch, wanted, load, sent = ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9]
 
 local member = member_of(id)
 if not member or int(member.epoch) ~= epoch then
@@ -10,13 +13,18 @@ member.heartbeat_at = now / 1000000
 if load ~= '' then
   member.load = cmsgpack.unpack(load)
   member.started = 0
+  if sent == '' then
+    redis.call('HDEL', SENT, id)
+  else
+    redis.call('HSET', SENT, id, sent)
+  end
 end
 local moved = wanted ~= '' and ORDER[wanted] > ORDER[member.state]
 if moved then
   member.state = wanted
 end
 save(id, member)
-redis.call('ZADD', EXPIRIES, int(now + lease), 'i' .. id)
+redis.call('ZADD', EXPIRIES, int(now + LEASE), 'i' .. id)
 if moved then
   change('state-changed', id, member)
 else

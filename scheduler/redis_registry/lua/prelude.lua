@@ -1,13 +1,16 @@
 -- What every step shares; it is put before each of the other scripts.
 --
--- KEYS[1] begins every key. ARGV: [1] the time in microseconds, empty for that of this server,
--- [2] and [3] the lengths of the log and of the changes; a step's own arguments follow.
+-- KEYS[1] is what every key begins with: one hash tag, one pattern of an ACL. ARGV: [1] the time in microseconds, empty for that of this server,
+-- [2] how many bytes of the log are kept, [3] how many changes, [4] the lease in microseconds; a
+-- step's own arguments follow.
 --
 -- instances   hash     id -> msgpack of the member: epoch, state, role, incarnation, load, reserved,
 --                      times
 -- specs       hash     id -> what the worker registered, as JSON
 -- blocks      hash     id -> the hashes of the blocks it has cached, eight bytes each, the newest last
+-- sent        hash     id -> msgpack of what it sends to whom, where it sends something
 -- transfers   hash     id -> msgpack of the transfer
+-- asked       hash     id of a transfer -> the replica that was asked for it, empty where several were
 -- tables      hash     id of a transfer -> msgpack of its block table
 -- held:ID     set      the transfers of one instance
 -- updates     hash     id -> msgpack of the weight update
@@ -17,28 +20,38 @@
 -- expiries    sorted   'i' and an instance's id, 't' and a transfer's, or 'w' and a weight update's,
 --                      by the time it runs out
 -- counts      hash     what happened since the registry began
+-- zones       hash     id -> its zone, where it has one
 -- seen        string   when the last step was taken, within 0.1 s
+-- unwell      string   when steps were taken again after a silence, until leases are spared for it
 -- sequence    string   the id of the log's last record
 -- changed     string   the id of the last change
 -- log         stream   every step, for the replicas; a record names the one before it
+-- parts       list     the last record of each full part of the log, a sixteenth of its bytes
+-- part        string   the bytes of the part that is being written
 -- changes     stream   the records of the log that watchers hear of
 --
 -- A key with a TTL would vanish without a record in the log. So leases are deadlines, and the next
--- call ends expired leases. All times are this server's: replicas need no common clock.
+-- calls end expired leases, a portion each. All times are this server's: replicas need no common
+-- clock.
 
 local PREFIX = KEYS[1]
-local INSTANCES, SPECS = PREFIX .. ':instances', PREFIX .. ':specs'
-local BLOCKS = PREFIX .. ':blocks'
-local TRANSFERS, HELD = PREFIX .. ':transfers', PREFIX .. ':held:'
-local TABLES = PREFIX .. ':tables'
-local UPDATES, LAPSES = PREFIX .. ':updates', PREFIX .. ':lapses'
-local UPDATING, ENDED = PREFIX .. ':updating', PREFIX .. ':ended'
-local EXPIRIES, COUNTS = PREFIX .. ':expiries', PREFIX .. ':counts'
-local SEQUENCE, CHANGED = PREFIX .. ':sequence', PREFIX .. ':changed'
-local SEEN = PREFIX .. ':seen'
-local LOG, CHANGES = PREFIX .. ':log', PREFIX .. ':changes'
-local LOG_LENGTH, CHANGES_LENGTH = ARGV[2], ARGV[3]
+local INSTANCES, SPECS = PREFIX .. 'instances', PREFIX .. 'specs'
+local BLOCKS, SENT = PREFIX .. 'blocks', PREFIX .. 'sent'
+local TRANSFERS, HELD = PREFIX .. 'transfers', PREFIX .. 'held:'
+local TABLES, ASKED = PREFIX .. 'tables', PREFIX .. 'asked'
+local UPDATES, LAPSES = PREFIX .. 'updates', PREFIX .. 'lapses'
+local UPDATING, ENDED = PREFIX .. 'updating', PREFIX .. 'ended'
+local EXPIRIES, COUNTS = PREFIX .. 'expiries', PREFIX .. 'counts'
+local SEQUENCE, CHANGED = PREFIX .. 'sequence', PREFIX .. 'changed'
+local SEEN, UNWELL, ZONES = PREFIX .. 'seen', PREFIX .. 'unwell', PREFIX .. 'zones'
+local LOG, CHANGES = PREFIX .. 'log', PREFIX .. 'changes'
+local PARTS, PART = PREFIX .. 'parts', PREFIX .. 'part'
+local LOG_BYTES, CHANGES_LENGTH = tonumber(ARGV[2]), ARGV[3]
+local PART_BYTES = LOG_BYTES / 16
+local LEASE = tonumber(ARGV[4])
 local SILENCE = 1000000 -- every replica takes a step twice a second
+local PORTION = 100 -- removals by one step
+local MASS = 10 -- leases that end at once, at least
 local ORDER = {joining = 1, ready = 2, draining = 3}
 
 local now = tonumber(ARGV[1])
@@ -55,11 +68,27 @@ end
 -- steps to a fail-over.
 local sequence = tonumber(redis.call('GET', SEQUENCE) or '0')
 
+-- The oldest parts go. What a record takes is known to this server alone, up to twice its bytes.
+local function end_part()
+  redis.call('SET', PART, 0)
+  redis.call('RPUSH', PARTS, int(sequence))
+  while redis.call('MEMORY', 'USAGE', LOG, 'SAMPLES', 0) > LOG_BYTES - 2 * PART_BYTES do
+    redis.call('XTRIM', LOG, 'MINID', int(tonumber(redis.call('LPOP', PARTS)) + 1))
+  end
+end
+
 local function append(...)
   local before = int(sequence)
   sequence = math.max(sequence + 1, now)
   redis.call('SET', SEQUENCE, int(sequence))
-  redis.call('XADD', LOG, 'MAXLEN', '~', LOG_LENGTH, int(sequence) .. '-0', 'after', before, ...)
+  redis.call('XADD', LOG, int(sequence) .. '-0', 'after', before, ...)
+  local bytes = 64
+  for _, value in ipairs({...}) do
+    bytes = bytes + #value
+  end
+  if redis.call('INCRBY', PART, bytes) > PART_BYTES then
+    end_part()
+  end
 end
 
 if sequence == 0 then
@@ -67,9 +96,17 @@ if sequence == 0 then
   redis.call('SET', CHANGED, int(sequence))
 end
 
-local function member_of(id)
+local function read_member(id)
   local packed = redis.call('HGET', INSTANCES, id)
   return packed and cmsgpack.unpack(packed)
+end
+
+-- Whether more may have run out than was ended. Then each step looks at what it comes upon.
+local backlog = false
+
+local function ran_out(kind, id)
+  local deadline = backlog and redis.call('ZSCORE', EXPIRIES, kind .. id)
+  return deadline and tonumber(deadline) <= now
 end
 
 local function save(id, member)
@@ -110,7 +147,7 @@ end
 local function end_transfer(id, reason)
   for _, side in ipairs(sides_of(cmsgpack.unpack(redis.call('HGET', TRANSFERS, id)))) do
     local name = side.party.instance_id
-    local member = member_of(name)
+    local member = read_member(name)
     member.reserved.transfers = member.reserved.transfers - 1
     member.reserved.blocks = member.reserved.blocks - side.blocks
     if side.decodes and reason == 'released' then
@@ -121,6 +158,7 @@ local function end_transfer(id, reason)
   end
   redis.call('HDEL', TRANSFERS, id)
   redis.call('HDEL', TABLES, id)
+  redis.call('HDEL', ASKED, id)
   redis.call('ZREM', EXPIRIES, 't' .. id)
   redis.call('HINCRBY', COUNTS, reason, 1)
   append('kind', 'end', 'transfer', id, 'reason', reason)
@@ -130,13 +168,46 @@ local function remove(id, cause)
   for _, transfer in ipairs(redis.call('SMEMBERS', HELD .. id)) do
     end_transfer(transfer, 'instance-gone')
   end
-  local member = member_of(id)
+  local member = read_member(id)
   member.state = 'gone'
   change(cause, id, member)
   redis.call('HDEL', INSTANCES, id)
   redis.call('HDEL', SPECS, id)
   redis.call('HDEL', BLOCKS, id)
+  redis.call('HDEL', SENT, id)
+  redis.call('HDEL', ZONES, id)
   redis.call('ZREM', EXPIRIES, 'i' .. id)
+end
+
+local function expire(id)
+  remove(id, 'lease-expired')
+  redis.call('HINCRBY', COUNTS, 'leases_expired', 1)
+end
+
+-- The member of an instance that lives.
+local function member_of(id)
+  if ran_out('i', id) then
+    expire(id)
+    return nil
+  end
+  return read_member(id)
+end
+
+-- A transfer that is open, as msgpack.
+local function transfer_of(id)
+  local packed = redis.call('HGET', TRANSFERS, id)
+  if packed and ran_out('t', id) then
+    end_transfer(id, 'expired')
+    return nil
+  end
+  if packed and backlog then
+    for _, side in ipairs(sides_of(cmsgpack.unpack(packed))) do
+      if not member_of(side.party.instance_id) then
+        return nil
+      end
+    end
+  end
+  return packed
 end
 
 -- What an update is from now on. `lapsed` is what it becomes when its lease ends, empty where it has
@@ -158,9 +229,77 @@ local function put_update(packed, lapsed, lease)
   append('kind', 'update', 'update', packed)
 end
 
+local function lapse(id)
+  put_update(redis.call('HGET', LAPSES, id), '')
+end
+
 local function drop_update(id)
   redis.call('HDEL', UPDATES, id)
   append('kind', 'no-update', 'update', id)
+end
+
+-- Moves the deadlines of `entries`; ZADD takes so many at once.
+local function put_off(entries, time)
+  for i = 1, #entries, 1000 do
+    local moved = {}
+    for at = i, math.min(i + 999, #entries), 2 do
+      moved[#moved + 1] = int(entries[at + 1] + time)
+      moved[#moved + 1] = entries[at]
+    end
+    redis.call('ZADD', EXPIRIES, unpack(moved))
+  end
+end
+
+-- Shortly after a silence most of the fleet, or of a zone, may be late because of what silenced
+-- this registry: late is a worker that missed a heartbeat. Then these get one more lease, once
+-- (lease_guard.py). Returns whether any did.
+local function spare()
+  local unwell = tonumber(redis.call('GET', UNWELL) or '0')
+  if now > unwell + 2 * LEASE then
+    return false
+  end
+  local late = {}
+  local due = redis.call('ZRANGEBYSCORE', EXPIRIES, '-inf', int(now + LEASE / 2), 'WITHSCORES')
+  for i = 1, #due, 2 do
+    if due[i]:sub(1, 1) == 'i' then
+      late[#late + 1] = due[i]
+      late[#late + 1] = due[i + 1]
+    end
+  end
+  if #late < 2 * MASS then
+    return false
+  end
+  if #late <= redis.call('HLEN', INSTANCES) then
+    local zones, all, missed = {}, {}, {}
+    local known = redis.call('HGETALL', ZONES)
+    for i = 1, #known, 2 do
+      zones['i' .. known[i]] = known[i + 1]
+      all[known[i + 1]] = (all[known[i + 1]] or 0) + 1
+    end
+    for i = 1, #late, 2 do
+      local zone = zones[late[i]]
+      if zone then
+        missed[zone] = (missed[zone] or 0) + 1
+      end
+    end
+    local of_zones = {}
+    for i = 1, #late, 2 do
+      local zone = zones[late[i]]
+      if zone and missed[zone] >= MASS and 2 * missed[zone] > all[zone] then
+        of_zones[#of_zones + 1] = late[i]
+        of_zones[#of_zones + 1] = late[i + 1]
+      end
+    end
+    late = of_zones
+  end
+  if #late == 0 then
+    return false
+  end
+  redis.call('DEL', UNWELL)
+  put_off(late, LEASE)
+  redis.call('HINCRBY', COUNTS, 'leases_spared', #late / 2)
+  append('kind', 'spared', 'leases', int(#late / 2))
+  return true
 end
 
 -- While no step was taken no lease could be renewed: this server or all replicas were down, or its
@@ -168,25 +307,44 @@ end
 local seen = tonumber(redis.call('GET', SEEN) or int(now))
 local silence = now - seen
 if silence > SILENCE then
+  local leases = {}
   local entries = redis.call('ZRANGE', EXPIRIES, 0, -1, 'WITHSCORES')
   for i = 1, #entries, 2 do
     if entries[i]:sub(1, 1) ~= 't' then
-      redis.call('ZADD', EXPIRIES, int(entries[i + 1] + silence), entries[i])
+      leases[#leases + 1] = entries[i]
+      leases[#leases + 1] = entries[i + 1]
     end
   end
+  put_off(leases, silence)
+  redis.call('SET', UNWELL, int(now))
 end
 if silence == 0 or silence > 100000 or silence < 0 then
   redis.call('SET', SEEN, int(now))
 end
 
-for _, entry in ipairs(redis.call('ZRANGEBYSCORE', EXPIRIES, '-inf', int(now))) do
+local removed, may_spare = 0, true
+for _, entry in ipairs(
+  redis.call('ZRANGEBYSCORE', EXPIRIES, '-inf', int(now), 'LIMIT', 0, PORTION)
+) do
   local kind, id = entry:sub(1, 1), entry:sub(2)
+  if kind == 'i' and may_spare then
+    may_spare = false
+    if spare() then
+      backlog = true
+      break
+    end
+  end
   if kind == 'i' then
-    remove(id, 'lease-expired')
-    redis.call('HINCRBY', COUNTS, 'leases_expired', 1)
+    removed = removed + redis.call('SCARD', HELD .. id)
+    expire(id)
   elseif kind == 'w' then
-    put_update(redis.call('HGET', LAPSES, id), '')
+    lapse(id)
   elseif redis.call('HEXISTS', TRANSFERS, id) == 1 then
     end_transfer(id, 'expired')
+  end
+  removed = removed + 1
+  if removed >= PORTION then
+    backlog = true
+    break
   end
 end

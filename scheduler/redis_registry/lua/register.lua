@@ -1,6 +1,6 @@
--- ARGV: [4] id, [5] state, [6] incarnation, [7] lease in microseconds, [8] blocks, [9] HTTP
--- address, [10] role, [11] spec as JSON. Returns the lease, or who holds the id.
-local id, state, incarnation, lease = ARGV[4], ARGV[5], ARGV[6], tonumber(ARGV[7])
+-- ARGV: [5] id, [6] state, [7] incarnation, [8] blocks, [9] HTTP address, [10] role, [11] spec as
+-- JSON, [12] zone or empty. Returns the lease, or who holds the id.
+local id, state, incarnation, zone = ARGV[5], ARGV[6], ARGV[7], ARGV[12]
 
 local holder = member_of(id)
 if holder then
@@ -12,6 +12,9 @@ if holder then
 end
 
 redis.call('HSET', SPECS, id, ARGV[11])
+if zone ~= '' then
+  redis.call('HSET', ZONES, id, zone)
+end
 local member = {
   epoch = math.max(sequence + 1, now), -- the id that `change` gives to the record
   state = state,
@@ -24,7 +27,7 @@ local member = {
   reserved = {transfers = 0, blocks = 0},
 }
 save(id, member)
-redis.call('ZADD', EXPIRIES, int(now + lease), 'i' .. id)
+redis.call('ZADD', EXPIRIES, int(now + LEASE), 'i' .. id)
 redis.call('HINCRBY', COUNTS, 'registrations', 1)
 change('registered', id, member)
 return lease_of(member)

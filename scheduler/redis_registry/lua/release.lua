@@ -1,6 +1,6 @@
--- ARGV: [4] id of the transfer.
-if redis.call('HEXISTS', TRANSFERS, ARGV[4]) == 0 then
+-- ARGV: [5] id of the transfer.
+if not transfer_of(ARGV[5]) then
   return {'unknown-transfer'}
 end
-end_transfer(ARGV[4], 'released')
+end_transfer(ARGV[5], 'released')
 return {'ok'}

@@ -1,9 +1,14 @@
--- ARGV: [4] transfer as msgpack, [5] microseconds until it runs out.
-local transfer, lasts = cmsgpack.unpack(ARGV[4]), tonumber(ARGV[5])
+-- ARGV: [5] transfer as msgpack, [6] microseconds until it runs out, [7] the replica that asks.
+-- Returns the transfer that is open under this id already, or nothing.
+local transfer, lasts = cmsgpack.unpack(ARGV[5]), tonumber(ARGV[6])
 local id, sides = transfer.transfer_id, sides_of(transfer)
 
-if redis.call('HEXISTS', TRANSFERS, id) == 1 then
-  return {'ok'} -- asked again, as the answer was lost
+local open = transfer_of(id)
+if open then -- asked again, as the answer was lost
+  if redis.call('HGET', ASKED, id) ~= ARGV[7] then
+    redis.call('HSET', ASKED, id, '')
+  end
+  return {'ok', open}
 end
 for _, side in ipairs(sides) do
   local name, epoch = side.party.instance_id, int(side.party.epoch)
@@ -13,6 +18,12 @@ for _, side in ipairs(sides) do
   end
   if member.state ~= 'ready' then
     return {'not-ready', name, member.state}
+  end
+  if backlog and side.blocks > member.num_blocks - member.reserved.blocks then
+    for _, held in ipairs(redis.call('SMEMBERS', HELD .. name)) do
+      transfer_of(held) -- ends it where it has run out
+    end
+    member = member_of(name)
   end
   local unreserved = member.num_blocks - member.reserved.blocks
   if side.blocks > unreserved then
@@ -27,8 +38,9 @@ for _, side in ipairs(sides) do
   save(name, member)
   redis.call('SADD', HELD .. name, id)
 end
-redis.call('HSET', TRANSFERS, id, ARGV[4])
+redis.call('HSET', TRANSFERS, id, ARGV[5])
+redis.call('HSET', ASKED, id, ARGV[7])
 redis.call('ZADD', EXPIRIES, int(now + lasts), 't' .. id)
 redis.call('HINCRBY', COUNTS, 'transfers_opened', 1)
-append('kind', 'open', 'transfer', ARGV[4])
+append('kind', 'open', 'transfer', ARGV[5])
 return {'ok'}

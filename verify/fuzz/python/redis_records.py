@@ -21,7 +21,7 @@ from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import records
 from kvxfer.scheduler.redis_registry.answers import accepted, lease
 from kvxfer.scheduler.redis_registry.mirror import LogBroken, Mirror
-from kvxfer.scheduler.redis_registry.snapshot import load
+from kvxfer.scheduler.redis_registry.snapshot import Blocks, load, load_blocks
 from kvxfer.scheduler.room import Room
 from kvxfer.scheduler.scaling.redis_leader import _token
 from kvxfer.transfers import Party, Transfer, TransferRequest
@@ -31,7 +31,7 @@ from verify.fuzz.python.choices import Choices
 DECODERS = {
     "scheduler/redis_registry/records.py": None,
     "scheduler/redis_registry/answers.py": None,
-    "scheduler/redis_registry/snapshot.py": ["load", "_text"],
+    "scheduler/redis_registry/snapshot.py": ["load", "load_blocks", "_text"],
     "scheduler/redis_registry/mirror.py": ["Mirror.apply", "Mirror._*", "Mirror.instance"],
     "scheduler/scaling/redis_leader.py": ["_token"],
 }
@@ -129,7 +129,9 @@ async def _follow(choices: Choices) -> None:
 
 async def _load(mirror: Mirror, choices: Choices) -> None:
     with suppress(ControlPlaneUnavailable):
-        await load(mirror, _everything(choices))
+        everything, blocks = _everything(choices)
+        await load(mirror, everything)
+        await load_blocks(mirror, Blocks(mirror.position, blocks))
 
 
 def _look(mirror: Mirror) -> None:
@@ -147,11 +149,13 @@ def _look(mirror: Mirror) -> None:
 # --- what stands in Redis
 
 
-def _everything(choices: Choices) -> Sequence[object]:
+def _everything(choices: Choices) -> tuple[Sequence[object], dict[str, bytes | None]]:
     names = [_name(choices) for _ in range(choices.below(4))]
     members = {name: _member(choices) for name in names}
     specs = {name: _spec(choices, name) for name in names if choices.byte() != 0xFF}
-    blocks = {_name(choices): _hashes(choices) for _ in range(choices.below(3))}
+    blocks: dict[str, bytes | None] = {
+        _name(choices).decode(errors="replace"): _hashes(choices) for _ in range(choices.below(3))
+    }
     transfers: dict[bytes, bytes] = {}
     for _ in range(choices.below(3)):
         transfer = _transfer(choices)
@@ -160,7 +164,7 @@ def _everything(choices: Choices) -> Sequence[object]:
     position = choices.one_of((b"5", b"5", b"5", None, b"x"))
     tables = [_name(choices)]
     updates = {choices.one_of((b"t", b"u")): _update(choices) for _ in range(choices.below(3))}
-    return position, b"0", members, specs, blocks, transfers, updates, tables, changes
+    return (position, b"0", members, specs, transfers, updates, tables, changes), blocks
 
 
 def _record(choices: Choices, after: int, kind: int) -> tuple[bytes, dict[bytes, bytes]]:
