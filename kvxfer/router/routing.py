@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -52,6 +53,8 @@ _TRIED_ELSEWHERE: Final = frozenset(
 )
 # Before the control plane is asked again that did not answer: full jitter below this.
 _PAUSE_SECONDS: Final = 0.2
+# A request does not wait for less.
+_LEAST_SECONDS: Final = 0.01
 # Beside a wait for a pair, for the way to the control plane and back.
 _ANSWER_SECONDS: Final = 5.0
 # The longest before a worker that has failed a request is asked again.
@@ -182,15 +185,18 @@ class Router:
     async def _pair_before(
         self, give_up: float, asked: Asked, attempts: _Attempts
     ) -> OpenedTransfer:
+        """Asks for one transfer, by the same name again where an answer was lost."""
         said: NoCapacity | ControlPlaneUnavailable | None = attempts.no_room
+        transfer_id = secrets.token_hex(16)
         while True:
             try:
-                transfer = await self._ask(give_up, asked, attempts)
+                transfer = await self._ask(transfer_id, give_up, asked, attempts)
             except NotAggregating as error:
                 raise asked.not_by_a_pair(error) from None
             except NoCapacity as error:
                 # Where too many wait it would be refused again.
-                if "retry_after_seconds" in error.details or self._clock.monotonic() >= give_up:
+                left = give_up - self._clock.monotonic()
+                if "retry_after_seconds" in error.details or left < _LEAST_SECONDS:
                     raise
                 said = error
             except ControlPlaneUnavailable as error:
@@ -198,6 +204,7 @@ class Router:
                 said = error if said is None or not error.hurried else said
                 pause = random.uniform(0, _PAUSE_SECONDS)  # noqa: S311 (no secret)
                 if self._clock.monotonic() + pause > give_up:
+                    self._background(self._release_now(transfer_id))  # it may be open
                     raise said from said.__cause__
                 await asyncio.sleep(pause)
             else:
@@ -206,13 +213,16 @@ class Router:
                     self._prompts.served(asked.model, transfer)
                 return transfer
 
-    async def _ask(self, give_up: float, asked: Asked, attempts: _Attempts) -> OpenedTransfer:
+    async def _ask(
+        self, transfer_id: str, give_up: float, asked: Asked, attempts: _Attempts
+    ) -> OpenedTransfer:
         """Lets the control plane keep the request waiting for its turn where others of its model
         wait, or where it has refused it."""
 
         def call(wait: float = 0.0) -> Call[OpenedTransfer]:
             left = max(give_up - self._clock.monotonic(), 0.0)
             return calls.open_transfer(
+                transfer_id=transfer_id,
                 request_id=asked.request_id,
                 model=asked.model,
                 prompt_tokens=asked.prompt_tokens,
@@ -229,14 +239,14 @@ class Router:
         async with self._turns:
             if not self._queued[asked.model]:
                 try:
-                    return await self._open(call())
+                    return await self._open(call(), transfer_id)
                 except NoCapacity:
                     if asked.model is not None:
                         await self.models.require(asked.model)
-                    if self._clock.monotonic() >= give_up:
+                    if give_up - self._clock.monotonic() < _LEAST_SECONDS:
                         raise
         with self._queuing(asked.model):
-            return await self._open(call(MAX_WAIT_SECONDS))
+            return await self._open(call(MAX_WAIT_SECONDS), transfer_id)
 
     @contextmanager
     def _queuing(self, model: str | None) -> Iterator[None]:
@@ -248,22 +258,27 @@ class Router:
             if not self._queued[model]:
                 del self._queued[model]
 
-    async def _open(self, call: Call[OpenedTransfer]) -> OpenedTransfer:
+    async def _open(self, call: Call[OpenedTransfer], transfer_id: str) -> OpenedTransfer:
         """Where the client leaves meanwhile, what was opened is given back."""
         opening = asyncio.create_task(self._control_plane.send(call))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            self._background(self._release_opened(opening))
+            if call.wait_seconds:
+                opening.cancel()  # the control plane sees that, and the place is free
+            self._background(self._release_opened(opening, transfer_id))
             raise
 
     def _release(self, transfer: OpenedTransfer) -> None:
         """Gives a reservation back without making the request wait for it."""
         self._background(self._release_now(transfer.transfer_id))
 
-    async def _release_opened(self, opening: asyncio.Task[OpenedTransfer]) -> None:
-        with contextlib.suppress(KvxferError):
-            await self._release_now((await opening).transfer_id)
+    async def _release_opened(
+        self, opening: asyncio.Task[OpenedTransfer], transfer_id: str
+    ) -> None:
+        await asyncio.wait([opening])
+        if opening.cancelled() or not isinstance(opening.exception(), NoCapacity):
+            await self._release_now(transfer_id)
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

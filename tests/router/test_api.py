@@ -346,8 +346,8 @@ async def test_a_control_plane_that_stalls_while_a_request_waits_is_named(
     network.apps["control-plane"] = stalls
     async with network.routed(capacity_seconds=5) as client:
         answer = await client.post(COMPLETIONS, json=ASKED)
+        assert clock.monotonic() - came == pytest.approx(10, abs=0.2)
     error_of(answer, 503, "control-plane-unavailable")
-    assert clock.monotonic() - came <= 10
 
 
 async def test_a_request_waits_in_one_call_as_long_as_it_may(network, control_plane, clock) -> None:
@@ -361,7 +361,7 @@ async def test_a_request_waits_in_one_call_as_long_as_it_may(network, control_pl
     network.apps["control-plane"], came = notes, clock.monotonic()
     async with network.routed(capacity_seconds=5) as client:
         error = error_of(await client.post(COMPLETIONS, json=ASKED), 503, "no-capacity")
-    assert clock.monotonic() - came == pytest.approx(5)
+        assert clock.monotonic() - came == pytest.approx(5)
     assert len(asked) == 2
     assert "no instance of model 'llama' is registered" in error["message"]
 
