@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import ssl
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -18,9 +19,41 @@ ENVIRONMENT: Final = "KVXFER_CONTROL_PLANE"
 DEFAULT_URL: Final = "http://127.0.0.1:8080"
 
 
-def control_plane_url(url: str | None) -> str:
-    """The one that is given, else that of the environment, else the usual one on this host."""
-    return (url or os.environ.get(ENVIRONMENT) or DEFAULT_URL).rstrip("/")
+class Addresses:
+    """The URLs of a control plane's replicas: those that are given, separated by commas, else those
+    of the environment, else the usual one on this host.
+
+    One is asked until it does not answer, then the next. Raises InvalidArgument.
+    """
+
+    def __init__(self, urls: str | None) -> None:
+        given = urls or os.environ.get(ENVIRONMENT) or DEFAULT_URL
+        self.all = tuple(url.strip().rstrip("/") for url in given.split(","))
+        for url in self.all:
+            try:
+                named = url.startswith(("http://", "https://")) and bool(httpx2.URL(url).host)
+            except httpx2.InvalidURL as error:
+                raise InvalidArgument(_not_a_url(url, f" ({error})")) from error
+            if not named:
+                raise InvalidArgument(_not_a_url(url))
+        # Clients that start together do not all ask the first.
+        self._asked = random.randrange(len(self.all))  # noqa: S311 (no secret)
+
+    @property
+    def current(self) -> str:
+        return self.all[self._asked]
+
+    def turn_from(self, url: str) -> None:
+        """`url` did not answer."""
+        if url == self.current:
+            self._asked = (self._asked + 1) % len(self.all)
+
+
+def _not_a_url(url: str, why: str = "") -> str:
+    return (
+        f"the control plane's URL is {url!r}{why}; write it as http://HOST:PORT, several with "
+        "commas between them"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

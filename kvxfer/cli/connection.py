@@ -29,7 +29,7 @@ class ControlPlane:
             rich_help_panel=_PANEL,
         ),
     ] = None
-    """URL of `kvxfer serve`."""
+    """URL of `kvxfer serve`; of several replicas with commas between them."""
     token_file: Annotated[
         Path | None, typer.Option(envvar="KVXFER_TOKEN_FILE", rich_help_panel=_PANEL)
     ] = None

@@ -22,8 +22,8 @@ from kvxfer.client.retries import policy
 from kvxfer.client.watch import PATH as WATCH_PATH
 from kvxfer.client.watch import SILENCE_SECONDS, WatchReader
 from kvxfer.clock import SYSTEM_CLOCK, Clock
-from kvxfer.control_plane import Credentials, control_plane_url
-from kvxfer.errors import ControlPlaneUnavailable, InvalidArgument
+from kvxfer.control_plane import Addresses, Credentials
+from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.instances import Change, Snapshot
 from kvxfer.tracing.span import HEADER, current
 
@@ -90,12 +90,13 @@ class _Attempts(Generic[T]):
     """The attempts of one call. `timeout` bounds each, and all have to end before `give_up`."""
 
     def __init__(
-        self, call: Call[T], *, timeout: float, give_up: float, url: str, clock: Clock
+        self, call: Call[T], *, timeout: float, give_up: float, addresses: Addresses, clock: Clock
     ) -> None:
         self.call = call
         self._timeout = timeout + call.wait_seconds
         self._give_up = give_up
-        self._url = url
+        self._addresses = addresses
+        self._url = addresses.current
         self._clock = clock
         self._hurried = False
         self._refused: Failed | None = None
@@ -103,8 +104,15 @@ class _Attempts(Generic[T]):
     def seconds(self) -> float:
         """How long each step of an attempt that begins now may take."""
         left = max(self._give_up - self._clock.monotonic(), _LEAST_TIMEOUT)
+        if len(self._addresses.all) > 1 and not self.call.wait_seconds:
+            left /= 2  # the rest is for another replica
         self._hurried = left < self._timeout / 2
         return min(self._timeout, left)
+
+    def url(self) -> str:
+        """What an attempt that begins now asks."""
+        self._url = self._addresses.current
+        return self._url
 
     def read(self, response: httpx2.Response) -> Answer[T]:
         """Raises Failed."""
@@ -112,6 +120,8 @@ class _Attempts(Generic[T]):
             return read(response, self.call, self._url)
         except Failed as refused:
             self._refused = refused
+            if isinstance(refused.error, ControlPlaneUnavailable):
+                self._addresses.turn_from(self._url)
             raise
 
     def unanswered(self, error: httpx2.RequestError) -> Failed:
@@ -120,6 +130,8 @@ class _Attempts(Generic[T]):
         Where the deadline left it less than half of the timeout, silence says little: if the
         attempt before was answered, that answer is the error.
         """
+        if not isinstance(error, httpx2.PoolTimeout):
+            self._addresses.turn_from(self._url)
         hurried = self._hurried and isinstance(error, httpx2.TimeoutException)
         if hurried and self._refused is not None:
             return self._refused
@@ -140,17 +152,12 @@ class _Client:
         clock: Clock,
     ) -> None:
         self._clock = clock
-        self.url = control_plane_url(url)
-        if not self.url.startswith(("http://", "https://")):
-            raise InvalidArgument(
-                f"the control plane's URL is {self.url!r}; write it as http://HOST:PORT"
-            )
+        self._addresses = Addresses(url)
         self._timeout = timeout
         self._deadline = deadline
         credentials = credentials or Credentials.from_environment()
-        secured = transport is None and self.url.startswith("https://")
+        secured = transport is None and any(u.startswith("https://") for u in self._addresses.all)
         self._options: dict[str, Any] = {
-            "base_url": self.url,
             "timeout": timeout,
             "limits": _LIMITS,
             "transport": transport,
@@ -160,41 +167,39 @@ class _Client:
             "verify": credentials.tls() if secured else False,
         }
 
-    def _open(self, kind: Callable[..., T]) -> T:
-        try:
-            return kind(**self._options)
-        except httpx2.InvalidURL as error:
-            raise InvalidArgument(
-                f"the control plane's URL is {self.url!r} ({error}); write it as http://HOST:PORT"
-            ) from error
+    @property
+    def url(self) -> str:
+        """Of the replica that is asked now."""
+        return self._addresses.current
 
     def _attempts(self, call: Call[T], seconds: float) -> _Attempts[T]:
         return _Attempts(
             call,
             timeout=self._timeout,
             give_up=self._clock.monotonic() + (seconds or self._timeout),
-            url=self.url,
+            addresses=self._addresses,
             clock=self._clock,
         )
 
-    def _request(self, call: Call[Any], seconds: float) -> dict[str, Any]:
+    def _request(self, attempts: _Attempts[Any]) -> dict[str, Any]:
+        call = attempts.call
         traced = current.get()
         headers = {} if traced is None else {HEADER: traced.traceparent}
         if call.known is not None:
             headers["If-None-Match"] = call.known[0]
         return {
             "method": call.method,
-            "url": call.path,
+            "url": attempts.url() + call.path,
             "params": dict(call.params) or None,
             "json": call.body,
             "headers": headers or None,
-            "timeout": seconds,
+            "timeout": attempts.seconds(),
         }
 
     def _watch_options(self, reader: WatchReader) -> dict[str, Any]:
         return {
             "method": "GET",
-            "url": WATCH_PATH,
+            "url": self.url + WATCH_PATH,
             "headers": reader.connect(),
             "timeout": httpx2.Timeout(self._timeout, read=SILENCE_SECONDS),
         }
@@ -239,9 +244,9 @@ class ControlPlaneClient(_Client):
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         super().__init__(url, credentials, timeout, deadline, transport, clock)
-        self._http = self._open(httpx2.AsyncClient)
+        self._http = httpx2.AsyncClient(**self._options)
         # Their connections are not gone through for every other call.
-        self._waiting = self._open(httpx2.AsyncClient)
+        self._waiting = httpx2.AsyncClient(**self._options)
         self._turns = asyncio.Semaphore(MAX_CALLS)
 
     async def __aenter__(self) -> Self:
@@ -291,7 +296,7 @@ class ControlPlaneClient(_Client):
         call = attempts.call
         try:
             async with self._turn(call, attempts.seconds()) as http:
-                response = await http.request(**self._request(call, attempts.seconds()))
+                response = await http.request(**self._request(attempts))
         except httpx2.RequestError as error:
             raise attempts.unanswered(error) from error
         return attempts.read(response)
@@ -332,8 +337,10 @@ class ControlPlaneClient(_Client):
                         for item in reader.feed(chunk):
                             yield item
             except (httpx2.RequestError, ControlPlaneUnavailable) as error:
+                asked = self.url
+                self._addresses.turn_from(asked)
                 if not reader.connected:
-                    raise _as_unavailable(error, self.url) from error
+                    raise _as_unavailable(error, asked) from error
             await asyncio.sleep(reader.pause_seconds())
 
 
@@ -351,7 +358,7 @@ class SyncControlPlaneClient(_Client):
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         super().__init__(url, credentials, timeout, deadline, transport, clock)
-        self._http = self._open(httpx2.Client)
+        self._http = httpx2.Client(**self._options)
 
     def __enter__(self) -> Self:
         return self
@@ -397,7 +404,7 @@ class SyncControlPlaneClient(_Client):
 
     def _attempt(self, attempts: _Attempts[T]) -> Answer[T]:
         try:
-            response = self._http.request(**self._request(attempts.call, attempts.seconds()))
+            response = self._http.request(**self._request(attempts))
         except httpx2.RequestError as error:
             raise attempts.unanswered(error) from error
         return attempts.read(response)
@@ -414,8 +421,10 @@ class SyncControlPlaneClient(_Client):
                     for chunk in response.iter_bytes():
                         yield from reader.feed(chunk)
             except (httpx2.RequestError, ControlPlaneUnavailable) as error:
+                asked = self.url
+                self._addresses.turn_from(asked)
                 if not reader.connected:
-                    raise _as_unavailable(error, self.url) from error
+                    raise _as_unavailable(error, asked) from error
             self._clock.sleep(reader.pause_seconds())
 
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from kvxfer.control_plane import Credentials, control_plane_url
+from kvxfer.control_plane import Addresses, Credentials
 from kvxfer.errors import InvalidArgument, NotBuilt
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def start_tracing(
     from kvxfer.tracing.tracer import Tracer, provider_of
 
     options: dict[str, Any] = {}
-    if _origin(url) == _origin(control_plane_url(control_plane)):
+    if _origin(url) in map(_origin, Addresses(control_plane).all):
         options = _with_credentials(credentials or Credentials.from_environment())
     provider = provider_of(resource(service, instance_id))
     delay = None if "OTEL_BSP_SCHEDULE_DELAY" in os.environ else _DELAY_MS

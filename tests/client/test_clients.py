@@ -354,7 +354,7 @@ async def test_defect_of_the_control_plane_is_told_with_its_request_id():
 
 async def test_members_that_a_later_control_plane_adds_are_ignored(client):
     await client.register(worker("p"))
-    raw = (await client._http.get("/v1/instances/p")).content
+    raw = (await client._http.get(f"{client.url}/v1/instances/p")).content
     async with answering(200, raw[:-1] + b',"weights_version":7}') as later:
         assert (await later.instance("p")).instance_id == "p"
 
