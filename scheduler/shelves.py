@@ -26,9 +26,6 @@ Shelf: TypeAlias = tuple[int, Role, tuple[str, ...] | Order]
 
 ORDERS: Final[tuple[Order, ...]] = ("room", "size")
 
-# A search wants so many of a shelf.
-_FEW: Final = 16
-
 
 class Entry(Struct, frozen=True):
     """An instance and what the index goes by."""
@@ -206,4 +203,4 @@ def _census(entry: Entry | None) -> tuple[int, Role, InstanceState] | None:
 
 def _few(some: int, of: int) -> bool:
     """Whether it is less work to look at all of them than along the others for a few of them."""
-    return some * some <= _FEW * of
+    return 4 * some * some <= of
