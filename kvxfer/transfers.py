@@ -32,7 +32,7 @@ _Costs: TypeAlias = Annotated[
 ]
 
 
-class TransferRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TransferRequest(Record, frozen=True, kw_only=True):
     """A request that needs a prefill and a decode instance, or one for both. Every member may be
     left out."""
 
@@ -60,7 +60,7 @@ class TransferRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
     answer names it on both sides, and has no ticket."""
 
 
-class HandshakeRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HandshakeRequest(Record, frozen=True, kw_only=True):
     """The pair to compare."""
 
     prefill_id: InstanceId
