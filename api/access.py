@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar, cast
 
@@ -13,6 +14,7 @@ from kvxfer.api.problems import responses
 from kvxfer.api.settings import Settings
 from kvxfer.clock import Clock
 from kvxfer.errors import BodyTooLarge, Forbidden, RateLimited, Unauthenticated
+from kvxfer.record_schema import ignored
 from kvxfer.web.rate_limit import RateLimiter, wrong_tokens
 from kvxfer.web.request_log import CALLER_KEY
 from kvxfer.web.tokens import ANONYMOUS, Caller, Scope
@@ -24,6 +26,11 @@ _SCOPES: Final = "__kvxfer_scopes__"
 _UNCOUNTED: Final = "__kvxfer_uncounted__"
 _PUBLIC: Final[frozenset[Scope]] = frozenset()
 _BODY_METHODS: Final = {"POST", "PUT", "PATCH"}
+
+IGNORED_HEADER: Final = "Kvxfer-Ignored"
+"""Names the members of the body that this version does not know."""
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MOST_NAMED: Final = 16
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -152,6 +159,16 @@ class GuardedRoute(APIRoute):
         async def guarded(request: Request) -> Response:
             guard: Guard = request.app.state.guard
             request.scope[_ADMITTED_KEY] = guard.admit(request, self)
-            return await answer(request)
+            left_out: set[str] = set()
+            ignored.set(left_out)  # every request has its own context
+            response = await answer(request)
+            if left_out and (names := _names(left_out)):
+                response.headers[IGNORED_HEADER] = names
+            return response
 
         return guarded
+
+
+def _names(members: set[str]) -> str:
+    """Those that can stand in a header, so many of them."""
+    return ", ".join(sorted(filter(_NAME.fullmatch, members))[:_MOST_NAMED])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta, field
@@ -13,7 +12,7 @@ from kvxfer.kv_versions import UNTOLD, VERSIONS
 from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE
-from kvxfer.record import HexInt, Record
+from kvxfer.record import HexInt, Record, Word
 
 InstanceId: TypeAlias = Annotated[
     str,
@@ -60,7 +59,7 @@ _Label: TypeAlias = Annotated[str, Meta(max_length=256)]
 _KvVersion: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
-class Role(StrEnum):
+class Role(Word):
     """The side of a transfer that an instance takes."""
 
     PREFILL = "prefill"
@@ -71,7 +70,7 @@ class Role(StrEnum):
         return self is side or self is Role.BOTH
 
 
-class InstanceState(StrEnum):
+class InstanceState(Word):
     """Where an instance is in its life; it only ever moves forward."""
 
     JOINING = "joining"  # registered, not yet able to take transfers
@@ -80,7 +79,9 @@ class InstanceState(StrEnum):
     GONE = "gone"  # deregistered, or its lease expired
 
     def advanced_to(self, wanted: InstanceState) -> InstanceState:
-        """The later of the two states."""
+        """The later of the two states; this one if the other is not known."""
+        if not wanted.known:
+            return self
         order = list(InstanceState)
         return max(self, wanted, key=order.index)
 
@@ -320,20 +321,20 @@ class PublishedBlocks(Record, frozen=True, kw_only=True):
     """How many it keeps: the newest."""
 
 
-class DrainRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DrainRequest(Record, frozen=True, kw_only=True):
     """How long an instance may take to finish what it has."""
 
     deadline_seconds: Annotated[float, Meta(ge=0, le=7 * 24 * 3600)] = 60.0
     """After that the worker leaves all the same."""
 
 
-class RoleChange(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RoleChange(Record, frozen=True, kw_only=True):
     """The side that an instance takes from now on."""
 
     role: Role
 
 
-class ChangeCause(StrEnum):
+class ChangeCause(Word):
     """Why an instance changed."""
 
     REGISTERED = "registered"

@@ -9,7 +9,10 @@ record that is made in Python is not checked, but for what its `__post_init__` r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from enum import StrEnum
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
@@ -17,6 +20,8 @@ import msgspec
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
     from pydantic_core import CoreSchema
+
+T = TypeVar("T")
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +32,39 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         from kvxfer.record_schema import record_schema
 
         return record_schema(cls, handler)
+
+
+class Word(StrEnum):
+    """Words that a later version may have more of: lenient() decoding reads those as `unknown`,
+    which is none of the members. All other decoding refuses them."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Word | None:  # noqa: ARG003
+        return _unknown(cls) if _lenient.get() else None
+
+    @property
+    def known(self) -> bool:
+        """Whether this version has the word."""
+        return self.name in type(self).__members__
+
+
+@cache
+def _unknown(cls: type[Word]) -> Word:
+    word = str.__new__(cls, "unknown")
+    word._name_, word._value_ = "UNKNOWN", "unknown"
+    return word
+
+
+_lenient: Final = ContextVar("lenient", default=False)
+
+
+def lenient(content: bytes, kind: type[T]) -> T:
+    """What a newer version may have said, as far as this one knows it. Raises UNREADABLE."""
+    before = _lenient.set(True)
+    try:
+        return msgspec.json.decode(content, type=kind)
+    finally:
+        _lenient.reset(before)
 
 
 def at_api(**bounds: Any) -> msgspec.Meta:

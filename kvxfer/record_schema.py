@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from enum import Enum
 from functools import reduce
 from operator import or_
@@ -33,6 +34,9 @@ from kvxfer.docstrings import docstrings
 _BOUNDS: Final = ("ge", "gt", "le", "lt", "multiple_of", "pattern", "min_length", "max_length")
 _SAYS: Final = ("description", "examples")
 _PLAIN: Final[dict[Any, object]] = {bool: False, int: 1, float: 1.0}
+
+ignored: Final[ContextVar[set[str] | None]] = ContextVar("ignored", default=None)
+"""Takes the names of members that were left out of records."""
 
 
 class _Member(NamedTuple):
@@ -74,6 +78,9 @@ def record_schema(cls: type, handler: GetCoreSchemaHandler) -> CoreSchema:
             return value
         given = check(value)
         given.pop(tag_field, None)
+        left_out = ignored.get()
+        if left_out is not None and isinstance(value, Mapping):
+            left_out.update(str(name) for name in value.keys() - fields.keys())
         return cls(**given)
 
     return core_schema.no_info_wrap_validator_function(

@@ -38,7 +38,7 @@ _Costs: TypeAlias = Annotated[
 ]
 
 
-class TransferRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TransferRequest(Record, frozen=True, kw_only=True):
     """A request that needs a prefill and a decode instance, or one for both. Every member may be
     left out."""
 
@@ -86,7 +86,7 @@ class TransferRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
     policy. Those without a weight are one."""
 
 
-class HandshakeRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HandshakeRequest(Record, frozen=True, kw_only=True):
     """The pair to compare."""
 
     prefill_id: InstanceId

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from kvxfer.instances import Epoch, InstanceId, ModelName, UnixTime
 from kvxfer.model_identity import WeightsVersion
-from kvxfer.record import Record
+from kvxfer.record import Record, Word
 
 UpdateId: TypeAlias = Annotated[
     str,
@@ -37,7 +37,7 @@ _Text: TypeAlias = Annotated[
 ]
 
 
-class UpdatePolicy(StrEnum):
+class UpdatePolicy(Word):
     """What becomes of requests that run when an instance applies an update."""
 
     DRAIN = "drain"  # they end with the weights that they began with
@@ -45,7 +45,7 @@ class UpdatePolicy(StrEnum):
     KEEP = "keep"  # they go on with the new weights
 
 
-class UpdateState(StrEnum):
+class UpdateState(Word):
     """Where an update is in its life."""
 
     STAGING = "staging"  # weights are sent; all instances serve what they served
@@ -54,7 +54,7 @@ class UpdateState(StrEnum):
     ABORTED = "aborted"
 
 
-class PartState(StrEnum):
+class PartState(Word):
     """Where an instance is in an update; it only ever moves forward."""
 
     RECEIVING = "receiving"
@@ -83,7 +83,7 @@ class UpdateError(Record, frozen=True, kw_only=True):
     message: _Text = ""
 
 
-class AnnounceUpdate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AnnounceUpdate(Record, frozen=True, kw_only=True):
     """An update that a training job begins."""
 
     update_id: UpdateId | None = None
@@ -113,7 +113,7 @@ class UpdatePart(Record, frozen=True, kw_only=True):
     error: UpdateError | None = None
 
 
-class PartReport(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PartReport(Record, frozen=True, kw_only=True):
     """News of one instance. What is left out stays as it was."""
 
     instance_id: InstanceId
@@ -125,7 +125,7 @@ class PartReport(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     error: UpdateError | None = None
 
 
-class ReportUpdate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ReportUpdate(Record, frozen=True, kw_only=True):
     """What the coordinator tells of an update. What is left out stays as it was; with nothing in
     it, it only renews the lease."""
 
@@ -136,7 +136,7 @@ class ReportUpdate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
     instances: Annotated[tuple[PartReport, ...], Meta(max_length=_MAX_INSTANCES)] = ()
 
 
-class DecideUpdate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DecideUpdate(Record, frozen=True, kw_only=True):
     """What the sender would decide."""
 
     decision: Decision

@@ -97,7 +97,7 @@ def _roles(roles: Iterable[RoleSummary]) -> Table:
         if not (role.ready or others) and role.role == "both":
             continue
         table.add_row(
-            Text(role.role, _ROLE_STYLES[role.role]),
+            Text(role.role, _ROLE_STYLES.get(role.role, "")),
             ", ".join([str(role.ready), *others]),
             _bar(role.used_blocks, role.blocks),
             f"{role.running} + {role.waiting}",
@@ -160,7 +160,7 @@ def _instances(overview: Overview, rows: int) -> Table:
     for each in shown:
         table.add_row(
             each.instance_id,
-            Text(each.role, _ROLE_STYLES[each.role]),
+            Text(each.role, _ROLE_STYLES.get(each.role, "")),
             _state(each),
             "/".join(filter(None, (each.zone, each.rack, each.host))),
             "?" if each.used_blocks is None else _bar(each.used_blocks, each.blocks),
@@ -180,7 +180,7 @@ def _instances(overview: Overview, rows: int) -> Table:
 def _state(instance: InstanceSummary) -> Text:
     left = instance.drain_seconds
     words = instance.state if left is None else f"{instance.state} {left:.0f} s"
-    return Text(words, _STATE_STYLES[instance.state])
+    return Text(words, _STATE_STYLES.get(instance.state, ""))
 
 
 def _bar(used: int, blocks: int) -> Text:

@@ -26,6 +26,7 @@ from kvxfer.instances import (
 from kvxfer.kv.block_table import BlockTable
 from kvxfer.overview import Overview, OverviewQuery
 from kvxfer.prefix_hashes import as_text
+from kvxfer.record import lenient
 from kvxfer.scaling import ScalePlan
 from kvxfer.traces import Trace
 from kvxfer.transfers import Handshake, OpenedTransfer, Transfer, TransferList
@@ -329,7 +330,7 @@ def ready() -> Call[None]:
 
 
 def _reads(answer: type[A]) -> Callable[[bytes], A]:
-    return lambda content: msgspec.json.decode(content, type=answer)
+    return lambda content: lenient(content, answer)
 
 
 def _nothing(_content: bytes) -> None:

@@ -301,7 +301,7 @@ class Registration:
         self._state = self._state.advanced_to(lease.state)
         if lease.drain_seconds is not None:
             self._drain_deadline = self._clock.monotonic() + lease.drain_seconds
-        if lease.role is not self._spec.role:
+        if lease.role.known and lease.role is not self._spec.role:
             self._spec = replace(self._spec, role=lease.role)
             if self._on_role is not None:
                 self._on_role(lease.role)

@@ -6,12 +6,11 @@ import random
 from collections.abc import Iterator
 from typing import Final
 
-import msgspec
-
 from kvxfer.client.answers import unreadable
 from kvxfer.errors import ProtocolError
 from kvxfer.event_stream import EventParser, ServerSentEvent
 from kvxfer.instances import Change, Snapshot
+from kvxfer.record import lenient
 from kvxfer.unreadable import UNREADABLE
 
 PATH: Final = "/v1/instances/watch"
@@ -57,6 +56,6 @@ class WatchReader:
         if kind is None:
             return None  # one that a later control plane sends
         try:
-            return msgspec.json.decode(event.data.encode(), type=kind)
+            return lenient(event.data.encode(), kind)
         except UNREADABLE as error:
             raise unreadable(self._url, error) from error
