@@ -52,7 +52,7 @@ class Follower:
         self._told: str | None = None
         # A record that Redis has, so that a read from before it cannot be empty.
         self._promised = 0
-        # The instances of which is yet to be read what they have cached, and what was read last.
+        # The instances whose cached blocks are yet to be read, and those that were read last.
         self._without_blocks: list[str] = []
         self._blocks: Blocks | None = None
 
