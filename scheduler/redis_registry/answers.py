@@ -45,7 +45,7 @@ def _refusal(said: str, about: list[str], arguments: Sequence[str | bytes]) -> C
         case "held", [http_address, epoch, micros]:
             return refusals.held(
                 *(str(arguments[0]), http_address, int(epoch), int(micros) / 1e6),
-                registering=str(arguments[5]),
+                registering=str(arguments[4]),
             )
         case "stale", [name, epoch, living]:
             return refusals.stale_epoch(name, int(epoch), int(living) if living else None)

@@ -52,7 +52,7 @@ class Follower:
         self._told: str | None = None
         # A record that Redis has, so that a read from before it cannot be empty.
         self._promised = 0
-        # The instances whose cached blocks are yet to be read, and what was read last.
+        # The instances whose cached blocks are yet to be read, and those that were read last.
         self._without_blocks: list[str] = []
         self._blocks: Blocks | None = None
 
@@ -106,7 +106,9 @@ class Follower:
     async def _load(self) -> None:
         """Loads all but what the instances have cached, which follows in portions."""
         await self._client.eval(*self._link.sweep)
+        self._link.good()
         await load(self._mirror, await read_all(self._client, self._link.prefix))
+        self._current()
         self._without_blocks = [each.instance_id for each in self._mirror.fleet.snapshot()]
         self._blocks = None
         self._promised = 0
@@ -120,6 +122,8 @@ class Follower:
         answer: Any = await self._client.xread(
             {f"{self._link.prefix}:log": f"{self._mirror.position}-0"}, count=_BATCH, block=block
         )
+        if not answer or len(answer[0][1]) < _BATCH:
+            self._current()  # a call that needs these records waits until they are applied
         turns = Turns()
         for _, entries in answer:
             for entry_id, fields in entries:
@@ -128,8 +132,6 @@ class Follower:
                 await turns.give()
         if not answer:
             await self._check_end()
-        if not answer or len(answer[0][1]) < _BATCH:
-            self._current()
 
     async def _load_blocks(self) -> None:
         """Takes what was read of the instances' blocks once the mirror is where that was read."""

@@ -57,7 +57,7 @@ class Link:
     """Belongs to one event loop; `check` first.
 
     `trouble` says why Redis is unavailable; None while it is available. A call that fails sets it,
-    and only a probe clears it: so one call waits in vain, and the others do not.
+    and only a sweep that is taken clears it: so one call waits in vain, and the others do not.
 
     Every key begins with `prefix` and a colon. `header` gives what each script takes before its own
     arguments.
@@ -114,6 +114,12 @@ class Link:
                     break
         finally:
             self._probing = None
+        self.good()
+
+    def good(self) -> None:
+        """Redis has just taken a sweep."""
+        if self._closed:
+            return
         self.trouble = None
         self._available.set()
         if self._told is not None:

@@ -127,3 +127,13 @@ def test_options_of_the_transfer_engine_reach_the_workers() -> None:
     for release in (reference, of_vllm):
         for check in CHECKS.values():
             assert list(check(release)) == []
+
+
+def test_the_chart_s_redis_refuses_steps_before_its_pod_is_killed() -> None:
+    release = render({"registry": {"kind": "bundled"}})
+    [redis] = [one for one in release.containers() if one.component == "registry"]
+    told = dict(zip(redis.arguments[::2], redis.arguments[1::2], strict=True))
+    assert told["--maxmemory-policy"] == "noeviction"
+    assert int(told["--maxmemory"].removesuffix("mb")) < int(
+        redis.spec["resources"]["limits"]["memory"].removesuffix("Mi")
+    )
