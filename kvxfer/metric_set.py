@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -90,7 +90,10 @@ class MetricSet(Collector):
         self._registry.register(_Read(collect))
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._registry.collect()
+        """Without the times at which counters and histograms began: a series more for each."""
+        for metric in self._registry.collect():
+            metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
+            yield metric
 
     def describe(self) -> list[Metric]:
         """Nothing is read before the first scrape."""
@@ -98,7 +101,7 @@ class MetricSet(Collector):
 
     def render(self) -> bytes:
         """The Prometheus text format."""
-        return generate_latest(self._registry)
+        return generate_latest(cast(CollectorRegistry, self))
 
     def _note(self, family: Family) -> Family:
         self.families.append(family)

@@ -42,6 +42,7 @@ async def test_metrics_follow_the_fleet(api, clock):
     assert later["kvxfer_leases_expired_total", ()] == 3
     assert later["kvxfer_transfers_ended_total", (("reason", "instance-gone"),)] == 1
     assert not [name for name, _ in later if name == "kvxfer_instances"]
+    assert not [name for name, _ in later if name.endswith("_created")], "no series beside each"
 
 
 async def test_the_time_of_a_request_is_until_its_answer_begins(api, registry, monkeypatch):
