@@ -108,6 +108,6 @@ def files_for(connections: int) -> int:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        _log.warning("at most %d connections: raise `ulimit -n` from %d", soft // 2, soft)
+        _log.info("at most %d connections: raise `ulimit -n` from %d", soft // 2, soft)
         return soft // 2
     return connections
