@@ -49,11 +49,11 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One request that is computed, or was handed over to decode since its last heartbeat."""
     waiting: float = 1.0
     """One request that is queued. Of requests that prefill computes or has queued, as many do not
-    count as it has open transfers: their tokens do."""
+    count as it has open transfers: these do."""
+    reserved: float = 1.0
+    """One transfer that was opened and not released: it is on its way, or under way."""
     tokens: float = 0.5
     """1,000 tokens that prefill has to compute for its open transfers."""
-    reserved: float = 1.0
-    """One transfer to decode that was opened and not released."""
     occupancy: float = 0.0
     """A KV cache that is full; one that is half full costs half. With 0 it only decides between
     pairs of equal cost."""
@@ -86,7 +86,7 @@ class WeightedScorer(Scorer):
             "running": weights.running * (running + instance.started),
             "waiting": weights.waiting * waiting,
             "tokens": weights.tokens * instance.prefilling.tokens / 1000,
-            "reserved": weights.reserved * (instance.reserved.transfers - told),
+            "reserved": weights.reserved * instance.reserved.transfers,
             "occupancy": weights.occupancy * occupancy(instance),
         }
 
@@ -109,7 +109,7 @@ class WeightedScorer(Scorer):
             running = max(running - max(prefilling.transfers - load.waiting, 0), 0)
         cost = weights.running * (running + instance.started) + weights.waiting * waiting
         cost += weights.tokens * prefilling.tokens / 1000
-        cost += weights.reserved * (instance.reserved.transfers - prefilling.transfers)
+        cost += weights.reserved * instance.reserved.transfers
         return cost + weights.occupancy * occupancy(instance) if weights.occupancy else cost
 
 

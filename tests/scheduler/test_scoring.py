@@ -120,13 +120,13 @@ def test_request_that_asks_is_told_why():
     ("running", "waiting", "transfers", "tokens", "cost"),
     [
         (2, 1, 0, 0, 3.0),
-        # the requests of its open transfers count by their tokens alone
-        (1, 1, 2, 200, 0.1),
-        (0, 1, 1, 100_000, 50.0),
+        # the requests of its open transfers count once, and by their tokens
+        (1, 1, 2, 200, 2 + 0.1),
+        (0, 1, 1, 100_000, 1 + 50.0),
         # and those that it has of elsewhere as before
-        (2, 3, 4, 8_000, 1 + 4.0),
-        # a transfer that has not reached it yet
-        (0, 0, 3, 6_000, 3.0),
+        (2, 3, 4, 8_000, 1 + 4 + 4.0),
+        # transfers that have not reached it yet, of prompts that it has cached
+        (0, 0, 3, 0, 3.0),
     ],
 )
 def test_prefill_counts_the_tokens_of_its_open_transfers(running, waiting, transfers, tokens, cost):
