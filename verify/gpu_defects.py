@@ -288,6 +288,7 @@ def main() -> int:
             status.update(f"{number} of {len(DEFECTS)}: {defect.name}")
             found = caught_by(defect)
             missed += found is None
+            console.print(f"{number} of {len(DEFECTS)}: {defect.name}: {found or 'MISSED'}")
             table.add_row(defect.name, found or "MISSED")
     Console(width=120).print(table)
     print(f"proved: {len(DEFECTS) - missed} of {len(DEFECTS)} defects are caught")
