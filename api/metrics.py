@@ -42,8 +42,7 @@ class Metrics:
         self._fleet = _NOBODY
         self._load: dict[str, Samples] = {}
         self._versions: list[int] = []
-        self.waiting: Mapping[str, int] = {}
-        """Of each tenant; to be set before `render`."""
+        self._waiting: Mapping[str, int] = {}
         self._read_fleet()
         self._read_load()
         self.requests = metrics.counter(
@@ -65,7 +64,7 @@ class Metrics:
             "kvxfer_transfers_waiting",
             "Requests that wait at this replica for a pair with room.",
             "tenant",
-            samples=lambda: {(tenant,): count for tenant, count in self.waiting.items()},
+            samples=lambda: {(tenant,): count for tenant, count in self._waiting.items()},
         )
         self.watchers = metrics.gauge("kvxfer_watchers", "Watches that are open now.")
         self._stale = metrics.gauge(
@@ -132,9 +131,15 @@ class Metrics:
         self.scale_failures.labels(code).inc()
 
     def render(
-        self, fleet: Statistics, instances: Iterable[Instance], stale_seconds: float | None
+        self,
+        fleet: Statistics,
+        instances: Iterable[Instance],
+        stale_seconds: float | None,
+        waiting: Mapping[str, int],
     ) -> bytes:
-        """The exposition in the Prometheus text format, with the fleet as it is now."""
+        """The exposition in the Prometheus text format, with the fleet as it is now. `waiting` has
+        the requests of each tenant that wait here for a pair."""
+        self._waiting = waiting
         self._fleet = fleet
         live = list(instances)
         self._load = _load(live)

@@ -58,10 +58,10 @@ async def readyz(app: ControlPlaneDep) -> Readiness:
 @allow(Scope.MONITOR, Scope.ADMIN)
 async def metrics(app: ControlPlaneDep) -> Response:
     """Metrics in the Prometheus text format."""
-    app.metrics.waiting = app.admission.waiting
     exposition = app.metrics.render(
         await app.registry.statistics(),
         await app.registry.instances(),
         app.registry.stale_seconds,
+        app.admission.waiting,
     )
     return Response(exposition, media_type=CONTENT_TYPE)

@@ -230,7 +230,7 @@ class Router:
                 tokens_per_hash=asked.prefix.tokens_per_hash,
                 avoid=attempts.avoid,
                 aggregated=bool(asked.alone),
-                or_aggregated=self._settings.aggregate and not asked.alone,
+                or_aggregated=not self._settings.pairs_only and not asked.alone,
                 wait_seconds=min(left, wait),
                 priority=asked.priority if self._settings.priorities else 0,
                 tenant=asked.tenant,

@@ -67,9 +67,9 @@ class RouterSettings:
     """A client that takes no token for so long is given up, and its request with it."""
     stop_seconds: Annotated[int, Meta(ge=0)] = 30
     """Told to stop, it lets requests under way go on for so long."""
-    aggregate: bool = True
-    """Whether one worker serves a request where no pair could: there is no ready prefill worker, no
-    ready decode worker, or one of both roles is all there is."""
+    pairs_only: bool = False
+    """Where no pair of ready workers could serve a request (no prefill worker, no decode worker, or
+    one of both roles is all there is), it is a 503, and not one worker's."""
     priorities: bool = False
     """Whether `priority` of a client's request, vLLM's, also says who waits for a pair."""
     max_requests: Annotated[int, Meta(ge=1)] = 1024

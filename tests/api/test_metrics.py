@@ -85,7 +85,7 @@ async def test_applications_do_not_share_their_metrics(api):
     registry = EmbeddedRegistry()
     other = create_app(Settings(cluster_key=CLUSTER_KEY), registry)
     rendered = other.state.control_plane.metrics.render(
-        await registry.statistics(), (), None
+        await registry.statistics(), (), None, {}
     ).decode()
     assert "/v1/instances" not in rendered
 

@@ -214,55 +214,6 @@ async def test_a_fleet_that_serves_pairs_only_says_what_it_cannot(
     assert not workers.asked
 
 
-@pytest.mark.parametrize("path", ASKED)
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("gone", "left"), [("p", "d"), ("d", "p")])
-async def test_where_there_are_no_pairs_one_worker_serves_the_request(
-    network: Network, workers: Workers, path: str, stream: bool, gone: str, left: str
-) -> None:
-    async with network.client() as operator:
-        await operator.drain(gone)
-    async with network.routed() as client:
-        answer = await client.post(path, json={**ASKED[path], "stream": stream})
-        metrics = (await client.get("/metrics")).text
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["kvxfer-unpaired"] == "no pair"
-    assert workers.names == left
-    assert workers.body(left) == {**ASKED[path], "stream": stream}, "as to an aggregated server"
-    assert "kvxfer_router_unpaired_total 1.0" in metrics
-
-
-async def test_a_pair_that_comes_while_one_worker_is_tried_is_taken(
-    network: Network, workers: Workers
-) -> None:
-    """The answer's header is of the attempt that it came of."""
-    async with network.client() as operator:
-        await operator.drain("p")
-
-    async def fails(body: dict[str, Any], reply: Reply) -> None:
-        workers.decodes = DECODES
-        await network.join("p2", Role.PREFILL, PREFILLS)
-        await reply.begin(500, JSON)
-        await reply.write(b'{"error": {"message": "it fell over"}}')
-
-    workers.decodes = fails
-    answer = await ask(network, COMPLETIONS)
-    assert answer.status_code == 200
-    assert "kvxfer-unpaired" not in answer.headers
-
-
-async def test_an_operator_may_forbid_that_one_worker_serves(
-    network: Network, workers: Workers
-) -> None:
-    async with network.client() as operator:
-        await operator.drain("p")
-    async with network.routed(aggregate=False, capacity_seconds=1) as client:
-        answer = await client.post(COMPLETIONS, json=ASKED[COMPLETIONS])
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no-capacity")
-    assert "no prefill instance of model 'llama' is ready (1 draining)" in answer.text
-    assert not workers.asked
-
-
 @pytest.mark.parametrize(("content", "lacks"), [(b"[1]", "body"), (b"{}", "prompt")])
 async def test_a_body_without_a_prompt_is_no_work_for_one_worker(
     network: Network, control_plane: EmbeddedRegistry, content: bytes, lacks: str
