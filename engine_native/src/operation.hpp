@@ -90,9 +90,9 @@ struct Operation {
   // How many immediates these writes carry.
   std::uint64_t immediates(const WriteRange& range) const {
     if (!imm || !range.counted) return 0;
-    std::uint64_t count = 0;
-    for (std::size_t i = 0; i < range.count; ++i) count += 1 - writes[range.first + i].grouped;
-    return count;
+    // GCC 12 turns a sum of them into vectors, built on the stack: 2 ns a write.
+    const auto part = writes.subspan(range.first, range.count);
+    return static_cast<std::uint64_t>(std::ranges::count(part, 0u, &WireWrite::grouped));
   }
   // What a batch of these writes says where the receiver places the bytes, which lets into a grant
   // what names its immediate. So do uncounted writes, each as if a later one counted for it, too.
