@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
+from typing import Final
 
 from kvxfer.instances import BlockUpdate
-from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE
+from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, MAX_HASHES_PER_UPDATE
+
+# What every control plane keeps, also one that has not said how many.
+_LEAST: Final = 1024
 
 
 class CachedBlocks:
-    """The newest 1,024 hashes (kvxfer.prefix_hashes). Belongs to one event loop.
+    """The newest hashes (kvxfer.prefix_hashes), at most `limit`, and no more than the control plane
+    keeps. Belongs to one event loop.
 
     The engine calls `add` and `remove`; `Registration` publishes with each heartbeat.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = MAX_HASHES_PER_INSTANCE) -> None:
+        self.limit = limit
+        self._kept = _LEAST
         self._held: dict[int, None] = {}
+        # What is to be told: in it come only hashes that are held, and those that were told.
         self._added: dict[int, None] = {}
         self._removed: dict[int, None] = {}
         # The registration that the changes above follow; 0 where all has to be told.
@@ -24,42 +33,62 @@ class CachedBlocks:
     def add(self, hashes: Iterable[int]) -> None:
         """Blocks are in the cache, or were used again: they are the newest now."""
         for number in hashes:
-            for known in (self._held, self._added):
-                known.pop(number, None)
-                known[number] = None
-                if len(known) > MAX_HASHES_PER_INSTANCE:
-                    del known[next(iter(known))]
-            self._removed.pop(number, None)
+            if number in self._held:
+                del self._held[number]
+            elif number in self._removed:
+                del self._removed[number]
+            else:
+                self._added[number] = None
+            self._held[number] = None
+        self._trim()
 
     def remove(self, hashes: Iterable[int]) -> None:
         """Blocks were evicted."""
         for number in hashes:
-            self._held.pop(number, None)
-            self._added.pop(number, None)
-            self._removed[number] = None
-        if len(self._removed) > MAX_HASHES_PER_INSTANCE:
-            self._removed.clear()
-            self.lost()
+            if number in self._held:
+                self._drop(number)
 
     def clear(self) -> None:
         """Nothing is in the cache any more."""
         self._held.clear()
-        self._added.clear()
         self.lost()
 
     def take(self, epoch: int) -> BlockUpdate | None:
-        """What to publish under this epoch; None where nothing changed. Call `lost` if it fails."""
-        if epoch != self._epoch:
-            update = BlockUpdate(added=tuple(self._held), reset=True)
-        elif self._added or self._removed:
-            update = BlockUpdate(added=tuple(self._added), removed=tuple(self._removed))
-        else:
+        """What to publish under this epoch; None where nothing changed. Call `lost` if it fails.
+
+        One update has 1,024 hashes at most, the newest first: the rest has its turn later.
+        """
+        reset = epoch != self._epoch
+        if reset:
+            self._epoch = epoch
+            self._added = dict(self._held)
+            self._removed.clear()
+        elif not self._added and not self._removed:
             return None
-        self._added.clear()
-        self._removed.clear()
-        self._epoch = epoch
-        return update
+        newest = tuple(islice(reversed(self._added), MAX_HASHES_PER_UPDATE))[::-1]
+        gone = tuple(islice(self._removed, MAX_HASHES_PER_UPDATE))
+        for number in newest:
+            del self._added[number]
+        for number in gone:
+            del self._removed[number]
+        return BlockUpdate(added=newest, removed=gone, reset=reset)
 
     def lost(self) -> None:
         """The last update may be lost, so the next one has everything."""
         self._epoch = 0
+
+    def kept(self, capacity: int) -> None:
+        """The control plane keeps so many hashes."""
+        self._kept = capacity
+        self._trim()
+
+    def _trim(self) -> None:
+        while len(self._held) > min(self.limit, self._kept):
+            self._drop(next(iter(self._held)))
+
+    def _drop(self, number: int) -> None:
+        del self._held[number]
+        if number in self._added:
+            del self._added[number]
+        else:
+            self._removed[number] = None

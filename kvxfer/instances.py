@@ -11,7 +11,7 @@ from kvxfer.addresses import BOOTSTRAP_FORM, ENGINE_FORM, HTTP_FORM, require_add
 from kvxfer.kv_versions import UNTOLD, VERSIONS
 from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
-from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE
+from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, MAX_HASHES_PER_UPDATE
 from kvxfer.record import HexInt, Record, Word
 
 InstanceId: TypeAlias = Annotated[
@@ -299,11 +299,10 @@ class Lease(Record, frozen=True, kw_only=True):
 class BlockUpdate(Record, frozen=True, kw_only=True):
     """What changed about the KV blocks that an instance has cached. It may be sent again."""
 
-    added: Annotated[tuple[BlockHash, ...], Meta(max_length=MAX_HASHES_PER_INSTANCE)] = ()
-    """The newest last. Hashes that were there already count as new."""
-    removed: Annotated[tuple[BlockHash, ...], Meta(max_length=MAX_HASHES_PER_INSTANCE)] = ()
+    added: Annotated[tuple[BlockHash, ...], Meta(max_length=MAX_HASHES_PER_UPDATE)] = ()
+    removed: Annotated[tuple[BlockHash, ...], Meta(max_length=MAX_HASHES_PER_UPDATE)] = ()
     reset: bool = False
-    """Whether `added` is all there is."""
+    """Whether all that was there before is gone."""
 
 
 class PublishBlocks(BlockUpdate, frozen=True, kw_only=True):
@@ -317,8 +316,8 @@ class PublishedBlocks(Record, frozen=True, kw_only=True):
 
     held: Annotated[int, Meta(examples=[417])]
     """How many hashes of the instance the control plane has now."""
-    capacity: Annotated[int, Meta(examples=[1024])]
-    """How many it keeps: the newest."""
+    capacity: Annotated[int, Meta(examples=[MAX_HASHES_PER_INSTANCE])]
+    """How many it keeps. Of one that has more it forgets those before the last update."""
 
 
 class DrainRequest(Record, frozen=True, kw_only=True):

@@ -8,12 +8,18 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 MAX_HASHES_PER_REQUEST: Final = 256
-MAX_HASHES_PER_INSTANCE: Final = 1024
-"""The newest ones stay."""
+MAX_HASHES_PER_UPDATE: Final = 1024
+MAX_HASHES_PER_INSTANCE: Final = 32 * 1024
+"""A cache of two million tokens at 64 a hash."""
 TOKENS_PER_HASH: Final = 64
 """Of the hashes that kvxfer's own connectors and router make, whatever the size of a KV block."""
 
-HASH_BYTES: Final = 8
+KEPT_BITS: Final = 44
+"""Of a hash, its last ones: all that the registry keeps. In a fleet of 10,000 caches of 450,000
+tokens, one of 250,000 hashes that are in none of them is then taken for one that is."""
+
+HASH_BYTES: Final = 6
+LINK_BYTES: Final = 8
 
 
 def chain_hashes(tokens: Sequence[int], tokens_per_hash: int, *, salt: str = "") -> tuple[int, ...]:
@@ -33,13 +39,13 @@ def chain_hashes(tokens: Sequence[int], tokens_per_hash: int, *, salt: str = "")
 
 def seed(salt: str) -> bytes:
     """The link of a chain that is before its first block."""
-    return hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES).digest()
+    return hashlib.blake2b(salt.encode(), digest_size=LINK_BYTES).digest()
 
 
 def following(link: bytes, block: Sequence[int]) -> bytes:
     """The link of the next block."""
     content = link + struct.pack(f"<{len(block)}q", *block)
-    return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
+    return hashlib.blake2b(content, digest_size=LINK_BYTES).digest()
 
 
 def hash_of(link: bytes) -> int:
@@ -81,10 +87,11 @@ def from_text(texts: Iterable[str]) -> tuple[int, ...]:
 
 
 def pack(hashes: Iterable[int]) -> bytes:
-    """Eight bytes each, without those that come twice."""
-    distinct = tuple(dict.fromkeys(hashes))
-    return struct.pack(f">{len(distinct)}Q", *distinct)
+    """Six bytes each, as much as is kept of them."""
+    kept = (1 << KEPT_BITS) - 1
+    return b"".join((number & kept).to_bytes(HASH_BYTES, "big") for number in hashes)
 
 
 def unpack(packed: bytes) -> tuple[int, ...]:
-    return struct.unpack(f">{len(packed) // HASH_BYTES}Q", packed)
+    ends = range(HASH_BYTES, len(packed) + 1, HASH_BYTES)
+    return tuple(int.from_bytes(packed[end - HASH_BYTES : end], "big") for end in ends)

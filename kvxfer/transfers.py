@@ -132,6 +132,8 @@ class Score(Record, frozen=True, kw_only=True):
     """0 on one NUMA node, 1 on one host, 2 in one rack, 3 in one zone, 4 beyond."""
     prefix_tokens: int
     """Tokens of the prompt that prefill is taken to have in its cache."""
+    decode_prefix_tokens: int = 0
+    """The same of decode."""
 
 
 class Transfer(Record, frozen=True, kw_only=True):

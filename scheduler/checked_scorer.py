@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from kvxfer.errors import ScorerFailed
@@ -34,6 +34,9 @@ class CheckedScorer(Scorer):
     ) -> Mapping[str, float]:
         return self._scorer.pair_parts(distance, fabric_steps, prefix_tokens)
 
+    def decode_parts(self, prefix_tokens: int) -> Mapping[str, float]:
+        return self._scorer.decode_parts(prefix_tokens)
+
     def load(self, instance: Instance) -> float:
         """Infinite where there is none; the log then says why, once for each cause."""
         try:
@@ -52,17 +55,27 @@ class CheckedScorer(Scorer):
 
     def pair(self, distance: int, fabric_steps: int, prefix_tokens: int) -> float:
         """Raises ScorerFailed."""
+        return self._finite(
+            lambda: self._scorer.pair(distance, fabric_steps, prefix_tokens),
+            f"a pair of distance {distance}, with {fabric_steps} fabric steps and {prefix_tokens} "
+            "cached tokens",
+        )
+
+    def decode(self, prefix_tokens: int) -> float:
+        """Raises ScorerFailed."""
+        return self._finite(
+            lambda: self._scorer.decode(prefix_tokens), f"decode with {prefix_tokens} cached tokens"
+        )
+
+    def _finite(self, ask: Callable[[], float], what: str) -> float:
         try:
-            cost = self._scorer.pair(distance, fabric_steps, prefix_tokens)
+            cost = ask()
             trouble = None if math.isfinite(cost) else f"the cost is {cost}"
         except Exception as error:
             trouble = f"{type(error).__name__}: {error}"
         if trouble is None:
             return cost
-        raise ScorerFailed(
-            f"the scorer {self._name} cannot weigh a pair of distance {distance}, with "
-            f"{fabric_steps} fabric steps and {prefix_tokens} cached tokens ({trouble}); {_REMEDY}"
-        )
+        raise ScorerFailed(f"the scorer {self._name} cannot weigh {what} ({trouble}); {_REMEDY}")
 
     def nothing_to_choose(self) -> ScorerFailed:
         """The error where every pair has an instance that cannot be weighed."""

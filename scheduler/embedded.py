@@ -238,7 +238,9 @@ class EmbeddedRegistry(Registry):
         await self._begin()
         return self._fleet.transfer(transfer_id)
 
-    async def reserve(self, transfer: Transfer, *, seconds: float) -> Transfer:
+    async def reserve(
+        self, transfer: Transfer, *, seconds: float, prefix_hashes: tuple[int, ...] = ()
+    ) -> Transfer:
         now = await self._begin()
         there = self._fleet.transfer(transfer.transfer_id)
         if there is not None:
@@ -246,6 +248,7 @@ class EmbeddedRegistry(Registry):
         for party, blocks in transfer.sides:
             self._check(party, blocks)
         self._fleet.open(transfer)
+        self._fleet.sent(transfer, prefix_hashes)
         heapq.heappush(self._expiries, (now + seconds, "transfer", transfer.transfer_id, 0))
         self._transfers_opened += 1
         return transfer

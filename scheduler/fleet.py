@@ -72,10 +72,16 @@ class Fleet:
         self._transfers[transfer.transfer_id] = transfer
         self._count(transfer, 1)
 
+    def sent(self, transfer: Transfer, prefix_hashes: tuple[int, ...]) -> None:
+        """The prompt is on its way, unless the transfer has ended already."""
+        if transfer.transfer_id in self._transfers:
+            self._index.sent(transfer, prefix_hashes)
+
     def end(self, transfer_id: str, *, released: bool = False) -> Transfer:
         """Gives back what a transfer reserved; one that was released is started on decode."""
         transfer = self._transfers.pop(transfer_id)
         self._count(transfer, -1)
+        self._index.ended(transfer_id)
         decode = self._instances.get(transfer.decode.instance_id)
         if released and decode is not None and decode.epoch == transfer.decode.epoch:
             self.put(replace(decode, started=decode.started + 1))

@@ -24,10 +24,11 @@ from kvxfer.scheduler.pairing import (
     kind_of,
     mismatch_of,
 )
-from kvxfer.scheduler.prefix_index import PrefixIndex
+from kvxfer.scheduler.prefix_index import Level, PrefixIndex
 from kvxfer.scheduler.refusing import Refusing
 from kvxfer.scheduler.room import Room
 from kvxfer.scheduler.scoring import Scorer, WeightedScorer, available_blocks, occupancy
+from kvxfer.scheduler.sent_prompts import SentPrompts
 from kvxfer.scheduler.shelves import (
     Entry,
     LoadKey,
@@ -39,7 +40,7 @@ from kvxfer.scheduler.shelves import (
     stands,
 )
 from kvxfer.scheduler.topology import LABELS, distance, place_of
-from kvxfer.transfers import Score, TransferRequest
+from kvxfer.transfers import Score, Transfer, TransferRequest
 
 # How many of the least loaded prefill instances a choice looks at.
 _PREFILLS: Final = 16
@@ -63,8 +64,9 @@ class _Search(Struct):
     """Of each kind the instances that serve the request; None where all do."""
     avoid: dict[Role, frozenset[str]]
     """Of each side; in the last resort of none."""
-    depths: dict[str, int] = {}
-    """How many of the request's hashes lead to the deepest one that a prefill instance has."""
+    depths: dict[Role, dict[str, int]] = {}
+    """Of each side: how many of the request's hashes lead to the deepest one that an instance
+    has."""
     heads: dict[Shelf, list[LoadKey]] = {}
     few: dict[tuple[int, Role], dict[Shelf, list[LoadKey]] | None] = {}
     """The shelves of those that fit, of a kind and side where these are few."""
@@ -87,7 +89,7 @@ class PairIndex:
             self._scorer = CheckedScorer(self._scorer)
         # A scorer's numbers follow from its arguments alone.
         self._apart = lru_cache(_APART_KEPT)(self._costs)
-        self._prefixes = PrefixIndex()
+        self._prefixes, self._sent = PrefixIndex(), SentPrompts()
         self._shelves = Shelves()
         self._entries = self._shelves.entries
         self._kinds: dict[Kind, int] = {}
@@ -103,9 +105,11 @@ class PairIndex:
         before = self._entries.get(instance.instance_id)
         if before is not None and before.instance.epoch == instance.epoch:
             kind, place = before.kind, before.place
+            if instance.heartbeat_at != before.instance.heartbeat_at:
+                self._sent.beat(instance.instance_id)
         else:
             kind, place = self._number(kind_of(instance)), place_of(instance.labels)
-            self._prefixes.remove(instance.instance_id)
+            self._uncache(instance.instance_id)
         load = self._scorer.load(instance), occupancy(instance), instance.instance_id
         entry = Entry(instance, kind, place, load, available_blocks(instance))
         self._shelves.put(entry)
@@ -117,12 +121,26 @@ class PairIndex:
             self._room.tell(instance)
 
     def remove(self, instance_id: str) -> None:
-        self._prefixes.remove(instance_id)
+        self._uncache(instance_id)
         self._forget(self._shelves.remove(instance_id).kind)
 
     def publish(self, instance_id: str, added: bytes, removed: bytes, *, reset: bool) -> int:
         """As PrefixIndex.publish, for an instance that is here."""
         return self._prefixes.publish(instance_id, added, removed, reset=reset)
+
+    def sent(self, transfer: Transfer, hashes: tuple[int, ...]) -> None:
+        """The prompt of a transfer that was opened here is on its way to both instances."""
+        sides = (party.instance_id for party, _ in transfer.sides)
+        here = [name for name in sides if name in self._entries]
+        if hashes and here:
+            self._sent.open(transfer.transfer_id, here, hashes)
+
+    def ended(self, transfer_id: str) -> None:
+        self._sent.end(transfer_id)
+
+    def _uncache(self, instance_id: str) -> None:
+        self._prefixes.remove(instance_id)
+        self._sent.remove(instance_id)
 
     def choose(self, request: TransferRequest) -> Pair:
         """The pair of least cost of two ready instances with one model and layouts that map.
@@ -137,10 +155,10 @@ class PairIndex:
 
         Looks at the 16 least loaded prefill instances of each kind and at those that have most of
         the prompt's prefix (PrefixIndex.longest), and for each at the least loaded decode instance
-        of its NUMA node, host, rack, zone and of all. Raises PromptTooLong where the prompt fits
-        into no cache at all, NoCapacity with the `reasons` where there is no pair, NotAggregating
-        where none serves requests alone, and ScorerFailed where there is no pair whose cost is a
-        number.
+        of its NUMA node, host, rack, zone and of all, and at those that have most. Raises
+        PromptTooLong where the prompt fits into no cache at all, NoCapacity with the `reasons`
+        where there is no pair, NotAggregating where none serves requests alone, and ScorerFailed
+        where there is no pair whose cost is a number.
         """
         pair = self.find(request)
         if pair is None:
@@ -192,7 +210,8 @@ class PairIndex:
         kinds = [(kind, number) for kind, number in self._kinds.items() if kind.serves(request)]
         search = self._search(request, kinds, avoid)
         if request.prefix_hashes:
-            search.depths = self._depths_of(search)
+            levels = self._prefixes.levels(request.prefix_hashes, self._sent)
+            search.depths = {side: self._depths_of(search, side, levels) for side in SIDES}
         weights = (
             self._least_weight(search, ours, theirs, steps)
             for (ours, theirs), steps in self._matches.items()
@@ -209,7 +228,7 @@ class PairIndex:
             decode,
             blocks_for(prefill, request),
             blocks_for(decode, request),
-            self._tokens(search, prefill.instance_id),
+            self._tokens(search, Role.PREFILL, prefill.instance_id),
             score=self._score(search, *best[2:]) if request.explain else None,
         )
 
@@ -254,47 +273,55 @@ class PairIndex:
     def _score(self, search: _Search, prefill_id: str, decode_id: str) -> Score:
         prefill, decode = self._entries[prefill_id], self._entries[decode_id]
         steps = self._matches[prefill.kind, decode.kind]
-        apart, tokens = distance(prefill.place, decode.place), self._tokens(search, prefill_id)
+        apart = distance(prefill.place, decode.place)
+        tokens = self._tokens(search, Role.PREFILL, prefill_id)
+        at_decode = self._tokens(search, Role.DECODE, decode_id)
         scorer = self._scorer
+        loads = prefill.load[0] + decode.load[0]
         return Score(
-            cost=prefill.load[0] + decode.load[0] + scorer.pair(apart, steps, tokens),
+            cost=loads + scorer.pair(apart, steps, tokens) + scorer.decode(at_decode),
             prefill=dict(scorer.load_parts(prefill.instance)),
-            decode=dict(scorer.load_parts(decode.instance)),
+            decode={**scorer.load_parts(decode.instance), **scorer.decode_parts(at_decode)},
             pair=dict(scorer.pair_parts(apart, steps, tokens)),
             distance=apart,
             prefix_tokens=tokens,
+            decode_prefix_tokens=at_decode,
         )
 
-    def _depths_of(self, search: _Search) -> dict[str, int]:
-        """What the least loaded prefill instances, and those that have most, have of the prefix."""
-        kinds = sorted({ours for ours, _ in self._matches if ours in search.needs})
+    def _depths_of(self, search: _Search, side: Role, levels: list[Level]) -> dict[str, int]:
+        """What the least loaded instances of a side, and those that have most, have of the
+        prefix."""
+        if not levels:
+            return {}
+        matching = {pair[SIDES.index(side)] for pair in self._matches}
+        kinds = sorted(matching.intersection(search.needs))
 
         def least_loaded(count: int) -> Iterator[str]:
             for kind in kinds:
-                fitting = self._fitting(search, (kind, Role.PREFILL, ()))
+                fitting = self._fitting(search, (kind, side, ()))
                 yield from (name for _, _, name in islice(fitting, count))
 
         def takes_part(name: str) -> bool:
             entry = self._entries[name]
             need, among = search.needs.get(entry.kind), search.among.get(entry.kind)
             return (
-                name not in search.avoid[Role.PREFILL]
-                and stands(entry, entry.kind, Role.PREFILL)
+                name not in search.avoid[side]
+                and stands(entry, entry.kind, side)
                 and need is not None
                 and entry.available >= need
                 and (among is None or name in among)
             )
 
         return self._prefixes.longest(
-            search.request.prefix_hashes,
+            levels,
             asked=list(least_loaded(_PREFILLS)),
             least_loaded=lambda: least_loaded(_SIFTED),
             takes_part=takes_part,
         )
 
-    def _tokens(self, search: _Search, name: str) -> int:
+    def _tokens(self, search: _Search, side: Role, name: str) -> int:
         """Tokens of the prompt that an instance is taken to have in its cache."""
-        depth, request = search.depths.get(name, 0), search.request
+        depth, request = search.depths.get(side, {}).get(name, 0), search.request
         if not depth:
             return 0
         each = request.tokens_per_hash or self._entries[name].instance.layout.block_size
@@ -309,15 +336,16 @@ class PairIndex:
         """The prefill instances to look at, by what a pair with them costs at least but for the
         load of decode, then by use and id."""
         loads = islice(self._fitting(search, (ours, Role.PREFILL, ())), _PREFILLS)
-        if not search.depths:
+        depths = search.depths.get(Role.PREFILL)
+        if not depths:
             apart = self._apart(steps, 0)
             return ((load[0] + apart[0], load, apart) for load in loads)
         least = {load[2]: load for load in loads}
-        cached = (self._entries[name] for name in search.depths if name not in least)
+        cached = (self._entries[name] for name in depths if name not in least)
         least.update((entry.load[2], entry.load) for entry in cached if entry.kind == ours)
         found = []
         for load in least.values():
-            apart = self._apart(steps, self._tokens(search, load[2]))
+            apart = self._apart(steps, self._tokens(search, Role.PREFILL, load[2]))
             found.append((load[0] + apart[0], load, apart))
         found.sort(key=lambda item: (item[0], *item[1][1:]))
         return found
@@ -327,7 +355,10 @@ class PairIndex:
         everywhere = self._heads(search, (theirs, Role.DECODE, ()))
         if not everywhere:
             return None
-        least = everywhere[0]
+        cached = self._cached_decodes(search, theirs)
+        candidates = everywhere[:1] + cached
+        # What decode adds at least.
+        least = min(load[0] for load in candidates), min(load[1] for load in candidates)
         best: _Weight | None = None
         for floor, (load, used, name), apart in self._prefills(search, ours, steps):
             # No pair with this prefill instance, or one that comes after it, can weigh less.
@@ -340,14 +371,31 @@ class PairIndex:
                 heads = self._heads(search, (theirs, Role.DECODE, place[:depth]))
                 nearest = len(LABELS) - depth + 1
                 decode = next((head for head in heads if head[2] != name), None)
-                if decode is None:
-                    continue
-                steps_apart = distance(place, self._entries[decode[2]].place)
-                cost = load + decode[0] + apart[steps_apart]
-                weight = (cost, used + decode[1], name, decode[2])
-                if best is None or weight < best:
-                    best = weight
+                if decode is not None:
+                    best = self._lesser(best, (load, used, name), decode, apart)
+            for decode in cached:
+                if decode[2] != name:
+                    best = self._lesser(best, (load, used, name), decode, apart)
         return best
+
+    def _lesser(
+        self, best: _Weight | None, prefill: LoadKey, decode: LoadKey, apart: _Apart
+    ) -> _Weight:
+        steps = distance(self._entries[prefill[2]].place, self._entries[decode[2]].place)
+        cost, used = prefill[0] + decode[0] + apart[steps], prefill[1] + decode[1]
+        weight = (cost, used, prefill[2], decode[2])
+        return weight if best is None else min(best, weight)
+
+    def _cached_decodes(self, search: _Search, kind: int) -> list[LoadKey]:
+        """The decode instances that have some of the prompt's prefix, by their loads less what that
+        is worth."""
+        found = []
+        for name in search.depths.get(Role.DECODE, ()):
+            entry = self._entries[name]
+            if entry.kind == kind:
+                worth = self._scorer.decode(self._tokens(search, Role.DECODE, name))
+                found.append((entry.load[0] + worth, *entry.load[1:]))
+        return found
 
     def _heads(self, search: _Search, shelf: Shelf) -> list[LoadKey]:
         """The first two that fit: two, as the first may be the prefill instance itself."""

@@ -2,81 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
-from kvxfer.prefix_hashes import HASH_BYTES, MAX_HASHES_PER_INSTANCE, pack, unpack
+from kvxfer.prefix_hashes import KEPT_BITS, MAX_HASHES_PER_INSTANCE, unpack
+from kvxfer.scheduler.sent_prompts import SentPrompts
 
-# An update of more hashes than these is compared as a whole.
-_FEW_HASHES: Final = 64
+# An entry is what of a hash its shard does not say, and the number of an instance that has it.
+_SHARD_BITS: Final = 12
+_WITHIN: Final = KEPT_BITS - _SHARD_BITS
+_NUMBER_BITS: Final = 64 - _WITHIN
+_NUMBER: Final = (1 << _NUMBER_BITS) - 1
+_ENTRY: Final = (1 << 64) - 1
+_KEPT: Final = (1 << KEPT_BITS) - 1
+# Entries that each update looks at for those of instances that are gone.
+_SWEPT: Final = 1024
 # A hash with more holders than these is not searched holder by holder.
 _FEW: Final = 64
 # How many instances are found by their blocks, beside those that are asked for by name.
 _ENOUGH: Final = 16
 
 
+class Level(NamedTuple):
+    """A hash of a prompt that some instances have: how far down it is, their entries, and the
+    instances that are about to have it."""
+
+    depth: int
+    shard: array[int]
+    first: int
+    last: int
+    sent: Collection[str]
+
+    @property
+    def entries(self) -> int:
+        return self.last - self.first + len(self.sent)
+
+    def numbers(self) -> Iterator[int]:
+        return (entry & _NUMBER for entry in self.shard[self.first : self.last])
+
+    def has(self, number: int) -> bool:
+        if self.first == self.last:
+            return False
+        entry = self.shard[self.first] & ~_NUMBER | number
+        at = bisect_left(self.shard, entry, self.first, self.last)
+        return at < self.last and self.shard[at] == entry
+
+
 class PrefixIndex:
-    """Belongs to one event loop. Per instance the newest 1,024 hashes, about 100 bytes each."""
+    """Belongs to one event loop. Sorted arrays, which take 8 bytes for each hash of each instance
+    and what arrays keep spare, a sixteenth. Those of an instance that is gone are found no more,
+    and taken out a portion with each update."""
 
     def __init__(self) -> None:
-        self._packed: dict[str, bytes] = {}
-        # Most hashes have one holder, who then needs no set.
-        self._holders: dict[int, str | set[str]] = {}
+        self._shards = [array("Q") for _ in range(1 << _SHARD_BITS)]
+        self._numbers: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._held: dict[str, int] = {}
+        self._last = 0
+        # Numbers of instances that are gone, those of them that the pass takes out which is under
+        # way, and how many shards it has seen.
+        self._gone: set[int] = set()
+        self._leaving: frozenset[int] = frozenset()
+        self._seen = 0
 
     def publish(self, instance_id: str, added: bytes, removed: bytes, *, reset: bool) -> int:
-        """Takes packed hashes in and out, all others out where `reset`; none of them twice.
+        """Takes packed hashes in and out, all others out where `reset`. Where there would be more
+        than are kept, what was there before is forgotten.
 
         Returns how many it has.
         """
-        before = self._packed.get(instance_id, b"")
-        if not reset and len(added) + len(removed) <= _FEW_HASHES * HASH_BYTES:
-            after = self._step(instance_id, before, added, removed)
-        else:
-            after = merged(before, added, removed, reset=reset)
-            had, has = set(unpack(before)), set(unpack(after))
-            for number in had - has:
-                self._drop(number, instance_id)
-            for number in has - had:
-                self._add(number, instance_id)
-        if after:
-            self._packed[instance_id] = after
-        else:
-            self._packed.pop(instance_id, None)
-        return len(after) // HASH_BYTES
-
-    def _step(self, instance_id: str, packed: bytes, added: bytes, removed: bytes) -> bytes:
-        """`merged`, and its holders, without a look at the hashes that stay."""
-        for hashes, comes in ((removed, False), (added, True)):
-            for start in range(0, len(hashes), HASH_BYTES):
-                one = hashes[start : start + HASH_BYTES]
-                at = _find(packed, one)
-                if at >= 0:
-                    packed = packed[:at] + packed[at + HASH_BYTES :]
-                if comes and at < 0:
-                    self._add(int.from_bytes(one, "big"), instance_id)
-                elif at >= 0 and not comes:
-                    self._drop(int.from_bytes(one, "big"), instance_id)
-        packed += added
-        surplus = max(0, len(packed) - MAX_HASHES_PER_INSTANCE * HASH_BYTES)
-        for number in unpack(packed[:surplus]):
-            self._drop(number, instance_id)
-        return packed[surplus:]
+        self._sweep()
+        if reset:
+            self.remove(instance_id)
+        number = self._number(instance_id)
+        held = self._held.get(instance_id, 0)
+        for word in unpack(removed):
+            held -= self._take_out(word, number)
+        for word in unpack(added):
+            held += self._put_in(word, number)
+        if held > MAX_HASHES_PER_INSTANCE:
+            return self.publish(instance_id, added, b"", reset=True)
+        self._held[instance_id] = held
+        return held
 
     def remove(self, instance_id: str) -> None:
         """The instance is gone, or registered anew."""
-        for number in unpack(self._packed.pop(instance_id, b"")):
-            self._drop(number, instance_id)
+        number = self._numbers.pop(instance_id, None)
+        if number is not None:
+            del self._names[number], self._held[instance_id]
+            self._gone.add(number)
+
+    def levels(self, hashes: Sequence[int], sent: SentPrompts) -> list[Level]:
+        """Of a prompt's hashes those that instances have, or will have, the deepest first; until an
+        update."""
+        found = []
+        for depth in range(len(hashes), 0, -1):
+            word = hashes[depth - 1] & _KEPT
+            shard = self._shards[word >> _WITHIN]
+            entry = (word << _NUMBER_BITS) & _ENTRY
+            first = last = bisect_left(shard, entry)
+            if first < len(shard) and shard[first] <= entry | _NUMBER:
+                last = bisect_left(shard, entry + _NUMBER + 1, first)
+            soon = sent.holders(hashes[depth - 1])
+            if first < last or soon:
+                found.append(Level(depth, shard, first, last, soon))
+        return found
+
+    def holders(self, level: Level) -> set[str]:
+        """All instances that have it, or will."""
+        names = {self._names.get(number) for number in level.numbers()}
+        return {name for name in names if name is not None}.union(level.sent)
 
     def longest(
         self,
-        hashes: Sequence[int],
+        levels: Iterable[Level],
         *,
-        asked: Sequence[str],
+        asked: Collection[str],
         least_loaded: Callable[[], Iterable[str]],
         takes_part: Callable[[str], bool],
     ) -> dict[str, int]:
-        """For instances that have some of `hashes`, how far down the deepest one of them is.
+        """For instances that have some of these hashes, how far down the deepest one of them is.
 
         Chain hashes name all that is before them, so the deepest one counts, also where those
         before it were not published. All of `asked` are found, and about 16 others that
@@ -84,28 +132,25 @@ class PrefixIndex:
         the ones among `least_loaded` are found.
         """
         found: dict[str, int] = {}
-        waiting, passed = set(asked), set[str]()
+        waiting, passed = dict.fromkeys(asked), set[str]()
         others, sifted = 0, False
-        for depth in range(len(hashes), 0, -1):
-            holders = self._holders.get(hashes[depth - 1])
-            if holders is None:
-                continue
-            if isinstance(holders, str):
-                holders = {holders}
-            for name in [name for name in waiting if name in holders]:
-                waiting.remove(name)
-                found[name] = depth
+        for level in levels:
+            few = level.entries <= _FEW
+            holders = self.holders(level) if few else set()
+            for name in [n for n in waiting if (n in holders if few else self._has(level, n))]:
+                del waiting[name]
+                found[name] = level.depth
             if others < _ENOUGH:
                 new: Iterable[str] = ()
-                if len(holders) <= _FEW:
+                if few:
                     new = [name for name in holders if name not in found and name not in passed]
                 elif not sifted:
                     sifted = True
-                    among = (n for n in least_loaded() if n in holders and n not in found)
+                    among = (n for n in least_loaded() if n not in found and self._has(level, n))
                     new = list(islice(among, _ENOUGH))
                 for name in new:
                     if takes_part(name):
-                        found[name] = depth
+                        found[name] = level.depth
                         others += 1
                     else:
                         passed.add(name)
@@ -113,36 +158,52 @@ class PrefixIndex:
                 break
         return found
 
-    def _add(self, number: int, instance_id: str) -> None:
-        holders = self._holders.setdefault(number, instance_id)
-        if isinstance(holders, set):
-            holders.add(instance_id)
-        elif holders != instance_id:
-            self._holders[number] = {holders, instance_id}
+    def _has(self, level: Level, name: str) -> bool:
+        number = self._numbers.get(name)
+        return name in level.sent or (number is not None and level.has(number))
 
-    def _drop(self, number: int, instance_id: str) -> None:
-        holders = self._holders[number]
-        if isinstance(holders, str):
-            del self._holders[number]
-            return
-        holders.remove(instance_id)
-        if len(holders) == 1:
-            self._holders[number] = holders.pop()
+    def _put_in(self, word: int, number: int) -> int:
+        """How many are there more than before."""
+        shard, entry = self._place(word, number)
+        at = bisect_left(shard, entry)
+        if at < len(shard) and shard[at] == entry:
+            return 0
+        shard.insert(at, entry)
+        return 1
 
+    def _take_out(self, word: int, number: int) -> int:
+        """How many are there less than before."""
+        shard, entry = self._place(word, number)
+        at = bisect_left(shard, entry)
+        if at == len(shard) or shard[at] != entry:
+            return 0
+        del shard[at]
+        return 1
 
-def _find(packed: bytes, one: bytes) -> int:
-    """Where a hash begins among others; -1 where it is not there."""
-    at = packed.find(one)
-    while at % HASH_BYTES and at >= 0:
-        at = packed.find(one, at + 1)
-    return at
+    def _place(self, word: int, number: int) -> tuple[array[int], int]:
+        entry = (word << _NUMBER_BITS) & _ENTRY | number
+        return self._shards[word >> _WITHIN], entry
 
+    def _number(self, instance_id: str) -> int:
+        number = self._numbers.get(instance_id)
+        if number is None:
+            number = self._last = self._last + 1
+            self._numbers[instance_id] = number
+            self._names[number] = instance_id
+        return number
 
-def merged(held: bytes, added: bytes, removed: bytes, *, reset: bool) -> bytes:
-    """The packed hashes after a step, the newest last; blocks.lua in Redis does the same."""
-    kept = {} if reset else dict.fromkeys(unpack(held))
-    new = unpack(added)
-    for number in (*unpack(removed), *new):
-        kept.pop(number, None)
-    kept.update(dict.fromkeys(new))
-    return pack(kept)[-MAX_HASHES_PER_INSTANCE * HASH_BYTES :]
+    def _sweep(self) -> None:
+        """Goes on with the pass that takes out what instances had that are gone."""
+        looked_at = 0
+        while self._gone and looked_at < _SWEPT:
+            if self._seen == 0:
+                self._leaving = frozenset(self._gone)
+            shard = self._shards[self._seen]
+            if any(entry & _NUMBER in self._leaving for entry in shard):
+                kept = (entry for entry in shard if entry & _NUMBER not in self._leaving)
+                self._shards[self._seen] = array("Q", kept)
+            looked_at += 1 + len(shard)
+            self._seen += 1
+            if self._seen == len(self._shards):
+                self._seen = 0
+                self._gone -= self._leaving

@@ -175,8 +175,11 @@ class Registry(ABC):
         """The open transfer of this id, as `choose` sees it, if there is one."""
 
     @abstractmethod
-    async def reserve(self, transfer: Transfer, *, seconds: float) -> Transfer:
-        """Counts a transfer against both of its instances for at most `seconds`.
+    async def reserve(
+        self, transfer: Transfer, *, seconds: float, prefix_hashes: tuple[int, ...] = ()
+    ) -> Transfer:
+        """Counts a transfer against both of its instances for at most `seconds`. Its prompt, which
+        has these hashes, is on its way to them: `find` and `choose` take it for cached there.
 
         Returns it; where one of this id is open already, it returns that one and counts nothing.
 

@@ -33,6 +33,11 @@ class Scorer(ABC):
         and, with a negative part, how many tokens of the prompt prefill has in its cache.
         """
 
+    def decode_parts(self, _prefix_tokens: int) -> Mapping[str, float]:
+        """What speaks against decode with so many tokens of the prompt in its cache: parts that are
+        0 or negative, and 0 without any."""
+        return {}
+
     def load(self, instance: Instance) -> float:
         """The sum of `load_parts`; asked once per heartbeat."""
         return sum(self.load_parts(instance).values())
@@ -40,6 +45,10 @@ class Scorer(ABC):
     def pair(self, distance: int, fabric_steps: int, prefix_tokens: int) -> float:
         """The sum of `pair_parts`; asked some dozen times per request."""
         return sum(self.pair_parts(distance, fabric_steps, prefix_tokens).values())
+
+    def decode(self, prefix_tokens: int) -> float:
+        """The sum of `decode_parts`."""
+        return sum(self.decode_parts(prefix_tokens).values())
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,6 +73,9 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     prefix: float = 0.5
     """1,000 tokens of the prompt that prefill has in its cache make a pair cheaper by this much:
     a request in a queue is taken to be one of 2,000 tokens."""
+    decode_prefix: float = 0.05
+    """1,000 tokens of the prompt that decode has in its cache: they are not moved, which takes a
+    tenth of the time to compute them."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -99,6 +111,9 @@ class WeightedScorer(Scorer):
             "fabric": weights.fabric * fabric_steps,
             "prefix": -weights.prefix * prefix_tokens / 1000,
         }
+
+    def decode_parts(self, prefix_tokens: int) -> Mapping[str, float]:
+        return {"decode_prefix": -self.weights.decode_prefix * prefix_tokens / 1000}
 
     def load(self, instance: Instance) -> float:
         # What load_parts adds up to, without the dict: this is asked for every heartbeat.

@@ -82,7 +82,9 @@ async def _reserved(
         score=pair.score,
     )
     try:
-        opened = await registry.reserve(transfer, seconds=seconds)
+        opened = await registry.reserve(
+            transfer, seconds=seconds, prefix_hashes=request.prefix_hashes
+        )
     except (StaleEpoch, NoCapacity):
         return None
     return opened if opened is transfer else _of(request, opened, transfer.model)

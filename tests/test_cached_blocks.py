@@ -8,8 +8,9 @@ from kvxfer.cached_blocks import CachedBlocks
 from kvxfer.client import Registration
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.instances import BlockUpdate, InstanceState, Role
-from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, chain_hashes, pack, unpack
-from kvxfer.scheduler.prefix_index import merged
+from kvxfer.prefix_hashes import chain_hashes, pack
+from kvxfer.scheduler.prefix_index import PrefixIndex
+from kvxfer.scheduler.sent_prompts import SentPrompts
 from kvxfer.transfers import TransferRequest
 from tests.virtual_time import passes
 from verify.control_plane import worker
@@ -24,7 +25,7 @@ def test_only_news_are_told_to_one_registration_and_all_to_the_next():
     assert cached.take(7) is None
     cached.add([4, 1])
     cached.remove([2, 4])
-    assert cached.take(7) == BlockUpdate(added=(1,), removed=(2, 4))
+    assert cached.take(7) == BlockUpdate(removed=(2,)), "4 came and went, 1 is known"
     assert cached.take(8) == BlockUpdate(added=(3, 1), reset=True)
 
 
@@ -38,66 +39,78 @@ def test_all_is_told_after_an_update_was_lost():
     assert cached.take(7) == BlockUpdate(added=(2,), reset=True)
 
 
-def test_what_is_to_be_told_stays_bounded_however_long_nobody_asks():
-    cached = CachedBlocks()
-    cached.add([1])
-    cached.take(7)
+def test_of_what_is_held_the_newest_are_told_and_no_more_than_the_control_plane_keeps():
+    cached = CachedBlocks(limit=3000)
     cached.add(range(5000))
-    cached.remove(range(3000))
+    assert cached.take(7) == BlockUpdate(added=tuple(range(5000 - 1024, 5000)), reset=True)
+    assert cached.take(7) is None, "an old control plane keeps 1,024"
+    cached.kept(32768)
+    cached.add(range(5000, 8000))
     assert cached.take(7) == BlockUpdate(
-        added=tuple(range(5000 - MAX_HASHES_PER_INSTANCE, 5000)), reset=True
+        added=tuple(range(8000 - 1024, 8000)), removed=tuple(range(5000 - 1024, 5000))
     )
+    assert cached.take(7) == BlockUpdate(added=tuple(range(8000 - 2048, 8000 - 1024)))
+    assert cached.take(7) == BlockUpdate(added=tuple(range(5000, 8000 - 2048)))
+    assert cached.take(7) is None
+    cached.kept(10)
+    assert cached.take(7) == BlockUpdate(removed=tuple(range(5000, 5000 + 1024)))
 
 
 def test_control_plane_has_what_the_worker_has_after_any_history(seed):
     source = random.Random(seed)
-    cached, there, epoch = CachedBlocks(), b"", 1
+    cached, index, epoch = CachedBlocks(1500), PrefixIndex(), 1
+    cached.kept(32768)
+    mirror = dict[int, None]()
     for _ in range(300):
-        cached.add(source.sample(range(2000), source.randrange(60)))
-        cached.remove(source.sample(range(2000), source.randrange(60)))
+        added, removed = (source.sample(range(9000), source.randrange(most)) for most in (600, 60))
+        cached.add(added)
+        cached.remove(removed)
+        for number in added:
+            mirror.pop(number, None)
+            mirror[number] = None
+        mirror = dict.fromkeys(list(mirror)[-1500:])
+        for number in removed:
+            mirror.pop(number, None)
         if source.random() < 0.1:
-            epoch, there = epoch + 1, b""
+            epoch += 1
         update = cached.take(epoch)
         if update is None:
             continue
         if source.random() < 0.1:
             cached.lost()
             continue
-        there = merged(there, pack(update.added), pack(update.removed), reset=update.reset)
-    cached.lost()
-    last = cached.take(epoch)
-    assert last is not None
-    kept = merged(there, pack(last.added), b"", reset=True)
-    assert unpack(kept) == last.added
+        index.publish("p", pack(update.added), pack(update.removed), reset=update.reset)
+    while (update := cached.take(epoch)) is not None:
+        index.publish("p", pack(update.added), pack(update.removed), reset=update.reset)
+    levels = index.levels(range(9000), SentPrompts())
+    assert {level.depth - 1 for level in levels if index.holders(level)} == set(mirror)
 
 
 async def test_registration_publishes_with_its_heartbeats(network, clock):
     cached = CachedBlocks()
     async with (
-        network.control_plane(lease_seconds=60),
+        network.control_plane(lease_seconds=60) as registry,
         network.client() as client,
         Registration(client, worker("q"), cached=cached, clock=clock) as registration,
     ):
         for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
             await client.register(worker(name, role), state=InstanceState.READY)
 
-        async def opened() -> tuple[str, int]:
-            transfer = await client.open_transfer(prefix_hashes=HASHES, explain=True)
-            await client.release_transfer(transfer.transfer_id)
-            assert transfer.score is not None
-            return transfer.prefill.instance_id, transfer.score.prefix_tokens
+        async def chosen() -> tuple[str, int]:
+            pair = await registry.choose(TransferRequest(prefix_hashes=HASHES))
+            return pair.prefill.instance_id, pair.cached_tokens
 
-        assert await opened() == ("p", 0)
+        assert await chosen() == ("p", 0)
         cached.add(HASHES)
-        assert await opened() == ("p", 0)
+        assert await chosen() == ("p", 0)
         await passes(20)
-        assert await opened() == ("q", 160)
+        assert await chosen() == ("q", 160)
         cached.remove(HASHES[4:])
         await registration.heartbeat()
-        assert await opened() == ("q", 64)
+        assert await chosen() == ("q", 64)
         await client.deregister("q", registration.epoch)
         await registration.heartbeat()
-        assert await opened() == ("q", 64), "all is told to the new registration"
+        assert await chosen() == ("q", 64), "all is told to the new registration"
 
 
 async def test_update_that_did_not_arrive_is_made_up_for(network, clock, monkeypatch):
@@ -120,6 +133,5 @@ async def test_update_that_did_not_arrive_is_made_up_for(network, clock, monkeyp
             assert registration.registered
         await registration.heartbeat()
         await client.register(worker("d", Role.DECODE), state=InstanceState.READY)
-        pair = await registry.choose(TransferRequest(prefix_hashes=HASHES, explain=True))
-        assert pair.score is not None
-        assert pair.score.prefix_tokens == 64
+        pair = await registry.choose(TransferRequest(prefix_hashes=HASHES))
+        assert pair.cached_tokens == 64

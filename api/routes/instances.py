@@ -166,8 +166,9 @@ async def publish_blocks(
 ) -> PublishedBlocks:
     """Says which prefixes a worker has in its KV cache, so that prompts with one of them go to it.
 
-    The newest 1,024 hashes are kept. They go with the lease: after a new registration send all
-    of them with `reset`. This renews no lease.
+    At most 32,768 hashes are kept: of an instance that has more, those before the last update are
+    forgotten. They go with the lease: after a new registration send all of them, the first with
+    `reset`. This renews no lease.
     """
     return await app.registry.publish_blocks(instance_id, body.epoch, body)
 

@@ -269,15 +269,17 @@ class Registration:
         await self._register(self._step_seconds)
 
     async def _publish_cached(self) -> None:
-        update = None if self._cached is None else self._cached.take(self._epoch)
-        if self._cached is None or update is None:
+        cached = self._cached
+        update = None if cached is None else cached.take(self._epoch)
+        if cached is None or update is None:
             return
         call = calls.publish_blocks(self.instance_id, self._epoch, update)
         try:
-            await self._client.send(call.within(self._step_seconds))
+            published = await self._client.send(call.within(self._step_seconds))
         except BaseException:
-            self._cached.lost()
+            cached.lost()
             raise
+        cached.kept(published.capacity)
 
     async def _register(self, seconds: float) -> None:
         # A lease begins as joining or ready; what comes after is said by a heartbeat.

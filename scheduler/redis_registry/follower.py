@@ -26,8 +26,8 @@ from kvxfer.scheduler.redis_registry.snapshot import (
 _BLOCK_SECONDS: Final = 0.5
 _RETRY_SECONDS: Final = 0.1
 _BATCH: Final = 500
-# Of what instances have cached, so many are read at once: at most 160 KB.
-_BLOCKS_BATCH: Final = 20
+# What so many instances have cached is read at once: at most 1.3 MB.
+_BLOCKS_BATCH: Final = 8
 
 _log = logging.getLogger("kvxfer.registry")
 
@@ -138,7 +138,7 @@ class Follower:
         blocks = self._blocks
         if blocks is not None and blocks.position <= self._mirror.position:
             await load_blocks(self._mirror, blocks)
-            del self._without_blocks[-len(blocks.packed) :]
+            del self._without_blocks[-len(blocks.parts) :]
             self._blocks = None
 
     async def _check_end(self) -> None:

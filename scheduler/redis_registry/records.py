@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -25,10 +25,13 @@ from kvxfer.instances import (
     Traffic,
 )
 from kvxfer.kv.block_table import BlockTable
-from kvxfer.prefix_hashes import HASH_BYTES, unpack
+from kvxfer.prefix_hashes import HASH_BYTES, KEPT_BITS
 from kvxfer.transfers import Transfer
 from kvxfer.unreadable import UNREADABLE
 from kvxfer.weight_updates import WeightUpdate
+
+# Of what an instance has cached, by the first digit of its hashes.
+PARTS: Final = 1 << (KEPT_BITS - 8 * (HASH_BYTES - 1))
 
 REMEDY: Final = (
     "where it lasts, delete what kvxfer keeps there (by default the keys kvxfer:*), and every "
@@ -95,10 +98,28 @@ def decode_sent(raw: bytes) -> tuple[Traffic, ...]:
 
 
 def hashes(packed: bytes) -> bytes:
-    """Hashes of blocks, whole and none of them twice."""
-    if len(set(unpack(packed))) * HASH_BYTES != len(packed):
-        raise ValueError("a hash is there twice")
+    """Hashes of blocks, whole."""
+    if len(packed) % HASH_BYTES or max(packed[::HASH_BYTES], default=0) >= PARTS:
+        raise ValueError("it is not made of hashes")
     return packed
+
+
+def fields_of(instance_id: str) -> list[str]:
+    """Where the hashes of an instance's blocks are, by their first digit."""
+    return [f"{instance_id}:{part:x}" for part in range(PARTS)]
+
+
+def joined(parts: Sequence[bytes | None]) -> bytes:
+    """The hashes that these fields have."""
+    size = HASH_BYTES - 1
+    whole = bytearray()
+    for part, field in enumerate(parts):
+        packed = field or b""
+        if len(packed) % size:
+            raise ValueError("it is not made of hashes")
+        for at in range(0, len(packed), size):
+            whole += bytes((part,)) + packed[at : at + size]
+    return bytes(whole)
 
 
 def encode_transfer(transfer: Transfer) -> bytes:

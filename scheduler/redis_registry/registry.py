@@ -255,7 +255,9 @@ class RedisRegistry(Registry):
     async def opened(self, transfer_id: str) -> Transfer | None:
         return self._mirror.opened(transfer_id)
 
-    async def reserve(self, transfer: Transfer, *, seconds: float) -> Transfer:
+    async def reserve(
+        self, transfer: Transfer, *, seconds: float, prefix_hashes: tuple[int, ...] = ()
+    ) -> Transfer:
         self._require_redis()
         transfer_id, packed = transfer.transfer_id, encode_transfer(transfer)
         self._abandoned.discard(transfer_id)
@@ -263,6 +265,7 @@ class RedisRegistry(Registry):
         try:
             there = await self._take("reserve", packed, _micros(seconds), self._name)
             if not there:
+                self._mirror.fleet.sent(transfer, prefix_hashes)
                 return transfer
             with reading(f"transfer {transfer_id!r}"):
                 (packed,) = there

@@ -14,19 +14,23 @@ from typing import Any, Final
 from redis.asyncio import Redis
 
 from kvxfer.errors import ControlPlaneUnavailable
+from kvxfer.prefix_hashes import HASH_BYTES
 from kvxfer.scheduler.redis_registry.mirror import Mirror
 from kvxfer.scheduler.redis_registry.records import (
     decode_change,
     decode_instance,
     decode_transfer,
     decode_update,
-    hashes,
+    fields_of,
     id_of,
+    joined,
     reading,
 )
 from kvxfer.scheduler.weight_updates import UpdateLedger
 
 _TURN_SECONDS: Final = 0.005
+# Bytes of hashes, a millisecond's work.
+_AT_ONCE: Final = 1000 * HASH_BYTES
 
 _log = logging.getLogger("kvxfer.registry")
 
@@ -48,10 +52,10 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What some instances have cached at the log's record `position`; None is nothing."""
+    """What some instances have cached at the log's record `position`, as Redis has it."""
 
     position: int
-    packed: dict[str, bytes | None]
+    parts: dict[str, Sequence[bytes | None]]
 
 
 async def read_all(client: Redis, prefix: str) -> list[Any]:
@@ -71,8 +75,9 @@ async def read_blocks(client: Redis, prefix: str, names: Sequence[str]) -> Block
     """Raises RedisError, and ControlPlaneUnavailable."""
     async with client.pipeline(transaction=True) as pipeline:
         pipeline.get(f"{prefix}:sequence")
-        pipeline.hmget(f"{prefix}:blocks", names)
-        sequence, found = await pipeline.execute()
+        for name in names:
+            pipeline.hmget(f"{prefix}:blocks", fields_of(name))
+        sequence, *found = await pipeline.execute()
     with reading("the place in the log"):
         return Blocks(id_of(sequence or b""), dict(zip(names, found, strict=True)))
 
@@ -82,14 +87,16 @@ async def load_blocks(mirror: Mirror, blocks: Blocks) -> None:
 
     What is damaged is left out: without it prompts are paired less well, and that is all."""
     turns = Turns()
-    for name, packed in blocks.packed.items():
+    for name, parts in blocks.parts.items():
         try:
             with reading(f"what instance {name!r} has cached"):
-                if packed is not None:
-                    mirror.fleet.publish(name, hashes(packed), b"", reset=True)
+                packed = joined(parts)
+                for start in range(0, len(packed), _AT_ONCE):
+                    portion = packed[start : start + _AT_ONCE]
+                    mirror.fleet.publish(name, portion, b"", reset=start == 0)
+                    await turns.give()
         except ControlPlaneUnavailable as damaged:
             _log.warning("%s", damaged)
-        await turns.give()
 
 
 async def load(mirror: Mirror, answers: Sequence[Any]) -> None:

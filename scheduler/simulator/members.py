@@ -232,4 +232,5 @@ class Members:
             )
         immediately(self.registry.heartbeat(worker.name, worker.epoch, load=load))
         if isinstance(worker, PrefillWorker) and (update := worker.published.take(worker.epoch)):
-            immediately(self.registry.publish_blocks(worker.name, worker.epoch, update))
+            told = immediately(self.registry.publish_blocks(worker.name, worker.epoch, update))
+            worker.published.kept(told.capacity)

@@ -388,7 +388,7 @@ async def test_published_blocks_draw_prompts_and_the_answer_says_why(api):
     blocks = ["000000000000000a", "ffffffffffffffff"]
     body = {"epoch": lease["epoch"], "added": blocks}
     answer = await api.post("/v1/instances/q/blocks", json=body)
-    assert (answer.status_code, answer.json()) == (200, {"held": 2, "capacity": 1024})
+    assert (answer.status_code, answer.json()) == (200, {"held": 2, "capacity": 32768})
     request = {"prefix_hashes": blocks, "explain": True}
     opened = (await api.post("/v1/transfers", json=request)).json()
     assert opened["prefill"]["instance_id"] == "q"
@@ -407,6 +407,7 @@ async def test_published_blocks_draw_prompts_and_the_answer_says_why(api):
             "tokens": 0.0,
             "reserved": 0.0,
             "occupancy": 0.0,
+            "decode_prefix": 0.0,
         },
         "pair": {"distance": 0.0, "fabric": 0.0, "prefix": -0.016},
         "distance": 0,

@@ -8,10 +8,11 @@ import pytest
 from msgspec.structs import replace
 
 from kvxfer.instances import InstanceState, Load
-from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, chain_hashes, pack, unpack
+from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, chain_hashes, pack
 from kvxfer.scheduler.pair_index import PairIndex
-from kvxfer.scheduler.prefix_index import PrefixIndex, merged
-from kvxfer.transfers import TransferRequest
+from kvxfer.scheduler.prefix_index import PrefixIndex
+from kvxfer.scheduler.sent_prompts import SentPrompts
+from kvxfer.transfers import Party, Transfer, TransferRequest
 
 from .test_pairing import instance
 
@@ -75,7 +76,7 @@ def busy(name: str, requests: int, **spec: object):
             0,
         ),
         ([busy("p", 0), busy("q", 0, model="qwen")], {"q": A}, {"prefix_hashes": A}, "p", 0),
-        # what decode has cached is no matter
+        # what decode has cached is nothing that prefill has
         ([busy("p", 0), busy("q", 1)], {"d": A}, {"prefix_hashes": A}, "p", 0),
     ],
 )
@@ -121,14 +122,91 @@ def test_blocks_go_with_the_instance_and_with_its_registration():
     assert index.choose(request).prefill.instance_id == "p"
 
 
-def test_newest_hashes_stay():
-    full = merged(b"", pack(range(MAX_HASHES_PER_INSTANCE)), b"", reset=False)
-    assert unpack(full) == tuple(range(MAX_HASHES_PER_INSTANCE))
-    again = merged(full, pack([0, 5000]), pack([7]), reset=False)
-    rest = [n for n in range(1, MAX_HASHES_PER_INSTANCE) if n != 7]
-    assert unpack(again) == (*rest, 0, 5000), "0 came again, 7 went, so all others have room"
-    assert unpack(merged(again, pack([5001]), b"", reset=False))[0] == 2
-    assert unpack(merged(again, pack([1]), b"", reset=True)) == (1,)
+@pytest.mark.parametrize(("running", "expected"), [(0, "e"), (1, "d")])
+def test_what_decode_has_cached_decides_between_decodes_of_equal_load(running, expected):
+    load = Load(running=running)
+    index = PairIndex([busy("p", 0), D, instance("e", "decode", load=load)])
+    index.publish("e", pack(A), b"", reset=False)
+    pair = index.choose(TransferRequest(prefix_hashes=A, explain=True))
+    assert pair.decode.instance_id == expected
+    assert pair.score is not None
+    cached = 2000 if expected == "e" else 0
+    assert pair.score.decode_prefix_tokens == cached
+    assert pair.score.decode["decode_prefix"] == pytest.approx(-0.05 * cached / 1000)
+
+
+def test_more_hashes_than_are_kept_forget_those_before():
+    index = PrefixIndex()
+    for start in range(0, MAX_HASHES_PER_INSTANCE, 1024):
+        held = index.publish("p", pack(range(start, start + 1024)), b"", reset=False)
+        assert held == start + 1024
+    assert index.publish("p", pack([3, 70_000, 70_001]), b"", reset=False) == 3
+    assert depths(index, [2, 3, 70_001]) == {"p": 3}
+    assert depths(index, [1, 2]) == {}
+
+
+def depths(index: PrefixIndex, hashes: list[int], sent: SentPrompts | None = None):
+    levels = index.levels(hashes, sent or SentPrompts())
+    return index.longest(levels, asked=(), least_loaded=list, takes_part=lambda _: True)
+
+
+def test_what_the_gone_had_is_taken_out_as_others_publish():
+    index = PrefixIndex()
+    index.publish("p", pack(range(1000)), b"", reset=False)
+    index.remove("p")
+    assert depths(index, [7]) == {}
+    for number in range(10):
+        index.publish("q", pack([5000 + number]), b"", reset=False)
+    assert not index.levels(range(1000), SentPrompts())
+    assert index.publish("p", pack([7]), b"", reset=False) == 1
+    assert depths(index, [7]) == {"p": 1}
+
+
+def test_prompt_counts_from_its_transfer_until_the_second_heartbeat_after_it():
+    sent, index = SentPrompts(), PrefixIndex()
+    sent.open("t", ["p", "d"], (1, 2))
+    sent.open("u", ["p"], (1,))
+    for _ in range(3):
+        sent.beat("p")
+    assert depths(index, [1, 2], sent) == {"p": 2, "d": 2}
+    sent.end("t")
+    sent.beat("p")
+    assert depths(index, [1, 2], sent) == {"p": 2, "d": 2}
+    sent.beat("p")
+    assert depths(index, [1, 2], sent) == {"p": 1, "d": 2}
+    sent.remove("d")
+    sent.remove("p")
+    assert depths(index, [1, 2], sent) == {}
+    sent.end("u")  # it is not known any more
+
+
+def test_of_very_many_prompts_the_newest_count():
+    sent = SentPrompts()
+    for number in range(400):
+        sent.open(f"t{number}", ["p"], tuple(range(1000 * number, 1000 * number + 256)))
+    assert not sent.holders(0)
+    assert sent.holders(399_000)
+
+
+def test_next_request_goes_where_its_prefix_was_sent():
+    index = PairIndex([busy("p", 0), busy("q", 0), D])
+    request = TransferRequest(prefix_hashes=A)
+    first = index.choose(request)
+    assert first.prefill.instance_id == "p"
+    parties = {"prefill": Party.of(first.prefill), "decode": Party.of(first.decode)}
+    transfer = Transfer(
+        **parties,
+        transfer_id="t",
+        request_id="r",
+        model="m",
+        prompt_tokens=None,
+        prefill_blocks=0,
+        decode_blocks=0,
+        created_at=0.0,
+        expires_at=1.0,
+    )
+    index.sent(transfer, A)
+    assert index.choose(request).cached_tokens == 2000
 
 
 def test_longest_is_what_the_slow_way_finds_after_any_history(seed):
@@ -153,7 +231,10 @@ def test_longest_is_what_the_slow_way_finds_after_any_history(seed):
         hashes = source.sample(range(40), 10)
         asked = source.sample(sorted(held), min(3, len(held)))
         found = index.longest(
-            hashes, asked=asked, least_loaded=lambda: iter(held), takes_part=lambda _: True
+            index.levels(hashes, SentPrompts()),
+            asked=asked,
+            least_loaded=lambda: iter(held),
+            takes_part=lambda _: True,
         )
         depths = {
             name: max(depth for depth in range(1, 11) if hashes[depth - 1] in has)
@@ -167,25 +248,6 @@ def test_longest_is_what_the_slow_way_finds_after_any_history(seed):
             sorted((d for n, d in found.items() if n not in asked), reverse=True)[:16]
             == (others[:16])
         )
-
-
-def test_small_and_large_updates_come_to_the_same(seed):
-    """Against `merged`, with hashes whose bytes are found across the border of two others."""
-    source = random.Random(seed)
-    index, held = PrefixIndex(), {"p": b"", "q": b""}
-    known = [256**n for n in range(8)] + [source.getrandbits(64) for _ in range(1500)]
-    for _ in range(300):
-        name, count = source.choice("pq"), source.choice([1, 8, 30, 200])
-        added = pack(source.sample(known, count))
-        removed = pack(source.sample(known, source.randrange(count)))
-        held[name] = merged(held[name], added, removed, reset=False)
-        has = index.publish(name, added, removed, reset=False)
-        assert has == len(unpack(held[name])) <= MAX_HASHES_PER_INSTANCE
-        asked = source.choice(known)
-        found = index.longest(
-            [asked], asked=["p", "q"], least_loaded=list, takes_part=lambda _: False
-        )
-        assert set(found) == {name for name, packed in held.items() if asked in unpack(packed)}
 
 
 def test_chain_hashes_name_the_prefix_before_them():

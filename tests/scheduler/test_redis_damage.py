@@ -145,7 +145,7 @@ async def test_damaged_hashes_of_an_instance_are_named_and_left_out(
         lease = await registry.register(worker("q"), state=READY)
         await registry.publish_blocks("q", lease.epoch, BlockUpdate(added=(3,)))
     with empty_redis.client() as client:
-        client.hset("kvxfer:blocks", "p", b"odd")
+        client.hset("kvxfer:blocks", "p:0", b"odd")
     async with replica(empty_redis) as registry:
         await eventually(lambda: "what instance 'p' has cached in Redis is damaged" in caplog.text)
         pair = await registry.choose(TransferRequest(prefix_hashes=(3,), prompt_tokens=64))

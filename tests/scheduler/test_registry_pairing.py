@@ -68,14 +68,17 @@ async def test_same_update_again_changes_nothing(fleet):
     assert await choose(fleet.registry) == ("q", 160)
 
 
-async def test_only_the_newest_blocks_are_kept(fleet):
+async def test_more_blocks_than_are_kept_forget_those_before(fleet):
     epochs = await join_three(fleet)
     await fleet.registry.publish_blocks("q", epochs["q"], update(HASHES[:2]))
-    others = tuple(range(MAX_HASHES_PER_INSTANCE - 1))
-    held = await fleet.registry.publish_blocks("q", epochs["q"], update(others))
+    for start in range(0, MAX_HASHES_PER_INSTANCE, 1024):
+        others = tuple(range(start, min(start + 1024, MAX_HASHES_PER_INSTANCE - 2)))
+        held = await fleet.registry.publish_blocks("q", epochs["q"], update(others))
     assert held.held == MAX_HASHES_PER_INSTANCE
-    assert await choose(fleet.registry) == ("q", 32), "the second is still there"
-    await fleet.registry.publish_blocks("q", epochs["q"], update((5000,)))
+    assert await choose(fleet.registry) == ("q", 32)
+    more = update((1, 50_000, 50_000), HASHES[:1])
+    assert (await fleet.registry.publish_blocks("q", epochs["q"], more)).held == held.held
+    assert (await fleet.registry.publish_blocks("q", epochs["q"], update((50_001,)))).held == 1
     assert await choose(fleet.registry) == ("p", 0)
 
 

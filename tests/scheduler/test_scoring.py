@@ -108,7 +108,14 @@ def test_request_that_asks_is_told_why():
     assert pair.score == Score(
         cost=4.0,
         prefill={"running": 2.0, "waiting": 0.0, "tokens": 0.0, "reserved": 0.0, "occupancy": 0.0},
-        decode={"running": 1.0, "waiting": 0.0, "tokens": 0.0, "reserved": 0.0, "occupancy": 0.0},
+        decode={
+            "running": 1.0,
+            "waiting": 0.0,
+            "tokens": 0.0,
+            "reserved": 0.0,
+            "occupancy": 0.0,
+            "decode_prefix": 0.0,
+        },
         pair={"distance": 1.0, "fabric": 0.0, "prefix": 0.0},
         distance=1,
         prefix_tokens=0,
@@ -289,6 +296,7 @@ def test_no_pair_costs_less_than_the_chosen_one_whatever_the_weights(seed):
                 fabric_steps(kind_of(prefill), kind_of(decode)),
                 depths[prefill.instance_id] * 100,
             )
+            + scorer.decode(depths[decode.instance_id] * 100)
             for prefill, decode in product(fleet.values(), fleet.values())
             if prefill is not decode
             and prefill.role in ("prefill", "both")

@@ -21,7 +21,7 @@ class Contended(EmbeddedRegistry):
         super().__init__(clock=VirtualClock())
         self.times = times
 
-    async def reserve(self, transfer: Transfer, *, seconds: float) -> Transfer:
+    async def reserve(self, transfer: Transfer, *, seconds: float, **_: object) -> Transfer:
         if self.times:
             self.times -= 1
             raise StaleEpoch("re-registered meanwhile") if self.times % 2 else NoCapacity("taken")

@@ -30,6 +30,7 @@ from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.load_meter import LoadMeter
 from kvxfer.loop_thread import START_SECONDS, LoopThread
 from kvxfer.model_identity import ModelIdentity
+from kvxfer.prefix_hashes import TOKENS_PER_HASH
 from kvxfer.tracing.setup import tracing
 
 logger = logging.getLogger(__name__)
@@ -210,6 +211,7 @@ class Agent(LoopThread):
     async def _belong(self, spec: InstanceSpec) -> None:
         """Keeps the place of this instance in the fleet until the agent is closed."""
         settings = self._settings
+        self._cached.limit = spec.num_blocks * spec.layout.block_size // TOKENS_PER_HASH
         self._api = ApiWatch(settings.http_address, settings.model, engine="vllm", clock=self.clock)
         async with fleet_place(
             settings.control_plane,

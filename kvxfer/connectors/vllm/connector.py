@@ -135,10 +135,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self._groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
         events = vllm_config.kv_events_config
-        has_prefixes = (
-            self._settings.role is not Role.DECODE
-            and vllm_config.cache_config.enable_prefix_caching
-        )
+        has_prefixes = vllm_config.cache_config.enable_prefix_caching
         tells_events = has_prefixes and events is not None and events.enable_kv_cache_events
         self._events = EventPrefixes(self._settings.model) if tells_events else None
         self._guesses = has_prefixes and not tells_events
@@ -289,7 +286,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         self._kept.source = Source(endpoints[0].epoch, addresses)
 
     def _note_cached(self, request: Request) -> None:
-        """Only prefill's cache counts for a pair, and only what nothing but tokens decides on."""
+        """Only what nothing but tokens decides on."""
         if not self._guesses or request.mm_features or request.cache_salt is not None:
             return
         blocks = request.num_computed_tokens // self._block_size

@@ -1,35 +1,69 @@
 -- ARGV: [5] id, [6] epoch, [7] 1 where all that was there before goes, [8] hashes that come, [9]
--- that go, eight bytes each, none twice, [10] how many are kept. Returns how many there are.
+-- that go, six bytes each, [10] how many are kept. Returns how many there are.
 local id, epoch, reset, added, removed = ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9]
-local SIZE = 8
+local SIZE = 6
 
 local member = member_of(id)
 if not member or int(member.epoch) ~= epoch then
   return {'stale', id, epoch, member and int(member.epoch) or ''}
 end
 
-local function without(packed, hash)
-  local at = packed:find(hash, 1, true)
-  while at do
-    if at % SIZE == 1 then
-      return packed:sub(1, at - 1) .. packed:sub(at + SIZE)
-    end
-    at = packed:find(hash, at + 1, true)
+-- The first byte says which of the 16 parts a hash is in; the part has the rest.
+local function by_part(packed)
+  local parts = {}
+  for at = 1, #packed, SIZE do
+    local part = packed:byte(at)
+    parts[part] = parts[part] or {}
+    table.insert(parts[part], packed:sub(at + 1, at + SIZE - 1))
   end
-  return packed
+  return parts
 end
 
-local packed = reset ~= '1' and redis.call('HGET', BLOCKS, id) or ''
-for _, gone in ipairs({removed, added}) do
-  for at = 1, #gone, SIZE do
-    packed = without(packed, gone:sub(at, at + SIZE - 1))
+local function place(packed, hash)
+  local at = packed:find(hash, 1, true)
+  while at and at % (SIZE - 1) ~= 1 do
+    at = packed:find(hash, at + 1, true)
   end
+  return at
 end
-packed = (packed .. added):sub(-SIZE * tonumber(ARGV[10]))
-if packed == '' then
-  redis.call('HDEL', BLOCKS, id)
-else
-  redis.call('HSET', BLOCKS, id, packed)
+
+local function publish(before)
+  local come, go = by_part(added), by_part(before and removed or '')
+  local bytes = 0
+  for part, field in ipairs(parts_of(id)) do
+    local coming, going = come[part - 1], go[part - 1]
+    if before and not coming and not going then
+      bytes = bytes + redis.call('HSTRLEN', BLOCKS, field)
+    else
+      local packed = before and redis.call('HGET', BLOCKS, field) or ''
+      for _, hash in ipairs(going or {}) do
+        local at = place(packed, hash)
+        if at then
+          packed = packed:sub(1, at - 1) .. packed:sub(at + SIZE - 1)
+        end
+      end
+      local new, seen = {packed}, {}
+      for _, hash in ipairs(coming or {}) do
+        if not seen[hash] and not place(packed, hash) then
+          seen[hash] = true
+          table.insert(new, hash)
+        end
+      end
+      packed = table.concat(new)
+      bytes = bytes + #packed
+      if packed == '' then
+        redis.call('HDEL', BLOCKS, field)
+      else
+        redis.call('HSET', BLOCKS, field, packed)
+      end
+    end
+  end
+  return bytes / (SIZE - 1)
+end
+
+local held = publish(reset ~= '1')
+if held > tonumber(ARGV[10]) then
+  held = publish(false)
 end
 append('kind', 'blocks', 'instance', id, 'added', added, 'removed', removed, 'reset', reset)
-return {'ok', int(#packed / SIZE)}
+return {'ok', int(held)}

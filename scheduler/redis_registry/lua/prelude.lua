@@ -7,7 +7,8 @@
 -- instances   hash     id -> msgpack of the member: epoch, state, role, incarnation, load, reserved,
 --                      times
 -- specs       hash     id -> what the worker registered, as JSON
--- blocks      hash     id -> the hashes of the blocks it has cached, eight bytes each, the newest last
+-- blocks      hash     id and : and a hexadecimal digit -> the hashes of the blocks it has cached that
+--                      begin with this digit of 11: the other ten digits of each, five bytes
 -- sent        hash     id -> msgpack of what it sends to whom, where it sends something
 -- transfers   hash     id -> msgpack of the transfer
 -- asked       hash     id of a transfer -> the replica that was asked for it, empty where several were
@@ -164,6 +165,15 @@ local function end_transfer(id, reason)
   append('kind', 'end', 'transfer', id, 'reason', reason)
 end
 
+-- The fields of `blocks` that are an instance's.
+local function parts_of(id)
+  local fields = {}
+  for part = 0, 15 do
+    fields[part + 1] = string.format('%s:%x', id, part)
+  end
+  return fields
+end
+
 local function remove(id, cause)
   for _, transfer in ipairs(redis.call('SMEMBERS', HELD .. id)) do
     end_transfer(transfer, 'instance-gone')
@@ -173,7 +183,7 @@ local function remove(id, cause)
   change(cause, id, member)
   redis.call('HDEL', INSTANCES, id)
   redis.call('HDEL', SPECS, id)
-  redis.call('HDEL', BLOCKS, id)
+  redis.call('HDEL', BLOCKS, unpack(parts_of(id)))
   redis.call('HDEL', SENT, id)
   redis.call('HDEL', ZONES, id)
   redis.call('ZREM', EXPIRIES, 'i' .. id)
