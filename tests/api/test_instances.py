@@ -412,6 +412,7 @@ async def test_published_blocks_draw_prompts_and_the_answer_says_why(api):
         "pair": {"distance": 0.0, "fabric": 0.0, "prefix": -0.016},
         "distance": 0,
         "prefix_tokens": 32,
+        "decode_prefix_tokens": 0,
     }
     again = (await api.get(f"/v1/transfers/{opened['transfer_id']}")).json()
     assert again["score"] == opened["score"]
