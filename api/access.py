@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar, cast
 
-from fastapi import Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
 from kvxfer.api.problems import responses
@@ -80,10 +80,16 @@ class Guard:
         self._failures = wrong_tokens(clock)
 
     def admit(self, request: Request, route: GuardedRoute) -> Caller:
-        """The caller of a route that takes any of its scopes, all callers where it has none.
+        """The caller of a route that takes any of its scopes, all callers where it has none. Asked
+        again it says the same, and counts nothing.
 
         Raises Unauthenticated, Forbidden or RateLimited.
         """
+        if _ADMITTED_KEY not in request.scope:
+            request.scope[_ADMITTED_KEY] = self._admitted(request, route)
+        return caller(request)
+
+    def _admitted(self, request: Request, route: GuardedRoute) -> Caller:
         if self._tokens is None:
             return ANONYMOUS
         scopes = route.scopes
@@ -91,18 +97,18 @@ class Guard:
         if not scopes:
             self._limit(self._requests, ("", address), f"the address {address}")
             return ANONYMOUS
-        caller = self._authenticate(request, address)
-        request.scope[CALLER_KEY] = caller.name
+        known = self._authenticate(request, address)
+        request.scope[CALLER_KEY] = known.name
         if route.counted:
-            self._limit(self._requests, (caller.name, address), f"{caller.name!r} at {address}")
-        if scopes.isdisjoint(caller.scopes):
+            self._limit(self._requests, (known.name, address), f"{known.name!r} at {address}")
+        if scopes.isdisjoint(known.scopes):
             raise Forbidden(
                 f"{request.method} {request.url.path} takes a token with scope "
-                f"{' or '.join(sorted(scopes))}; that of {caller.name!r} has "
-                f"{', '.join(sorted(caller.scopes))}",
+                f"{' or '.join(sorted(scopes))}; that of {known.name!r} has "
+                f"{', '.join(sorted(known.scopes))}",
                 scopes=sorted(scopes),
             )
-        return caller
+        return known
 
     def _authenticate(self, request: Request, address: str) -> Caller:
         assert self._tokens is not None  # noqa: S101 (asked before)
@@ -158,7 +164,7 @@ class GuardedRoute(APIRoute):
 
         async def guarded(request: Request) -> Response:
             guard: Guard = request.app.state.guard
-            request.scope[_ADMITTED_KEY] = guard.admit(request, self)
+            guard.admit(request, self)
             left_out: set[str] = set()
             ignored.set(left_out)  # every request has its own context
             response = await answer(request)
@@ -167,6 +173,12 @@ class GuardedRoute(APIRoute):
             return response
 
         return guarded
+
+
+def route_of(router: APIRouter, endpoint: Callable[..., Any]) -> GuardedRoute:
+    """For what answers in its place."""
+    routes = (route for route in router.routes if isinstance(route, GuardedRoute))
+    return next(route for route in routes if route.endpoint is endpoint)
 
 
 def _names(members: set[str]) -> str:

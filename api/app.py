@@ -11,11 +11,12 @@ from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 
 from kvxfer.api import audit, problems
-from kvxfer.api.access import Guard, GuardedRoute
+from kvxfer.api.access import Guard, GuardedRoute, route_of
 from kvxfer.api.context import ControlPlane
 from kvxfer.api.heartbeats import AnswerHeartbeats
 from kvxfer.api.metrics import MeasureRequests, Metrics
 from kvxfer.api.openapi import describe
+from kvxfer.api.openings import OpenTransfers, ReleaseTransfers
 from kvxfer.api.overview_feed import OverviewFeed
 from kvxfer.api.routes import (
     block_tables,
@@ -130,12 +131,13 @@ def create_app(
         # As they are: one that is included would be gone through anew with each request.
         app.router.routes.extend(router.routes)
     problems.install(app, routers)
-    app.add_middleware(
-        AnswerHeartbeats,
-        route=instances.heartbeat_route(),
-        guard=guard,
-        control_plane=control_plane,
-    )
+    for kind, router, endpoint in (
+        (AnswerHeartbeats, instances.router, instances.heartbeat),
+        (OpenTransfers, transfers.router, transfers.open_),
+        (ReleaseTransfers, transfers.router, transfers.release),
+    ):
+        route = route_of(router, endpoint)
+        app.add_middleware(kind, route=route, guard=guard, control_plane=control_plane)
     app.add_middleware(
         LimitBodies,
         max_bytes=settings.max_body_bytes,

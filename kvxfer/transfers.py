@@ -38,16 +38,18 @@ _Costs: TypeAlias = Annotated[
 ]
 
 
+_TransferName: TypeAlias = Annotated[
+    TransferId, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")
+]
+_Tenant: TypeAlias = Annotated[str, Meta(max_length=256)]
+
+
 class TransferRequest(Record, frozen=True, kw_only=True):
     """A request that needs a prefill and a decode instance, or one for both. Every member may be
     left out."""
 
     transfer_id: Annotated[
-        TransferId | None,
-        Meta(
-            pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$",
-            examples=["3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a"],
-        ),
+        _TransferName | None, Meta(examples=["3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a"])
     ] = None
     """The caller's name for the transfer, so that it may ask again where no answer came: letters,
     digits and . _ : -, at most 128 characters. The control plane makes one where it is left out."""
@@ -81,7 +83,7 @@ class TransferRequest(Record, frozen=True, kw_only=True):
     where others wait."""
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     """Of the requests that wait those of the lowest number are first, as in vLLM."""
-    tenant: Annotated[str | None, Meta(max_length=256, examples=[None])] = None
+    tenant: Annotated[_Tenant | None, Meta(examples=[None])] = None
     """For whom it is: the tenants that requests wait for take turns, by the weights of the pairing
     policy. Those without a weight are one."""
 

@@ -236,12 +236,3 @@ async def deregister(
     await app.registry.deregister(instance_id, epoch)
     if is_operator(request):
         audit.note(request, "deregister", instance_id=instance_id, epoch=epoch)
-
-
-def heartbeat_route() -> GuardedRoute:
-    """The route of heartbeat(), for what answers in its place."""
-    return next(
-        route
-        for route in router.routes
-        if isinstance(route, GuardedRoute) and route.endpoint is heartbeat
-    )

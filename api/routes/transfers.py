@@ -8,6 +8,7 @@ from fastapi import APIRouter, Body, Path, Query, Request, Response
 
 from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
+from kvxfer.api.openings import PATH, location, open_transfer
 from kvxfer.api.pages import LINK, Cursor, answer, position, take
 from kvxfer.api.problems import responses
 from kvxfer.errors import (
@@ -22,8 +23,6 @@ from kvxfer.errors import (
 )
 from kvxfer.instances import InstanceId
 from kvxfer.record_schema import parameter
-from kvxfer.ticket import Ticket, sign_ticket
-from kvxfer.tracing.span import incoming
 from kvxfer.transfers import (
     OpenedTransfer,
     Transfer,
@@ -31,10 +30,9 @@ from kvxfer.transfers import (
     TransferList,
     TransferRequest,
 )
-from kvxfer.web.answer import while_connected
 from kvxfer.web.tokens import Scope
 
-router = APIRouter(route_class=GuardedRoute, prefix="/v1/transfers", tags=["transfers"])
+router = APIRouter(route_class=GuardedRoute, prefix=PATH, tags=["transfers"])
 _TransferId = Annotated[TransferId, Path(max_length=128, **parameter(TransferId))]
 
 
@@ -68,15 +66,9 @@ async def open_(
 
     The reservation ends by DELETE, with `expires_at`, or when one of the two instances is gone.
     """
-    opening = app.admission.open(body)
-    if body.wait_seconds:
-        opening = while_connected(request.receive, app.unless_stopping(opening))
-    transfer = await opening
-    ticket = (
-        "" if transfer.aggregated else sign_ticket(_ticket(transfer), app.settings.signing_keys)
-    )
-    response.headers["Location"] = f"{router.prefix}/{transfer.transfer_id}"
-    return OpenedTransfer.of(transfer, ticket)
+    transfer = await open_transfer(app, body, request.receive)
+    response.headers["Location"] = location(transfer)
+    return transfer
 
 
 @router.get(
@@ -138,17 +130,3 @@ async def get(transfer_id: _TransferId, app: ControlPlaneDep) -> Transfer:
 async def release(transfer_id: _TransferId, app: ControlPlaneDep) -> None:
     """Gives the reservation back; a transfer under way goes on."""
     await app.registry.release(transfer_id)
-
-
-def _ticket(transfer: Transfer) -> Ticket:
-    return Ticket(
-        transfer_id=transfer.transfer_id,
-        request_id=transfer.request_id,
-        prefill_id=transfer.prefill.instance_id,
-        prefill_epoch=transfer.prefill.epoch,
-        decode_id=transfer.decode.instance_id,
-        decode_epoch=transfer.decode.epoch,
-        expires_at=transfer.expires_at,
-        issued_at=transfer.created_at,
-        traceparent=incoming.get(),
-    )
