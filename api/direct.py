@@ -1,4 +1,4 @@
-"""Routes of which a large fleet has most requests, answered without FastAPI's machinery."""
+"""The routes that a large fleet asks most, answered without FastAPI's machinery."""
 
 from __future__ import annotations
 
