@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-aarch64 test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-weights test-moe test-gpu test-sglang test-openai test-clients test-page test-stability lint docs bench bench-control bench-router bench-gpu bench-vllm bench-weights bench-moe figures sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights chaos-moe soak attack simulate simulate-moe router-defects helm-test verify clean
+.PHONY: demo test test-aarch64 test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-weights test-moe test-gpu test-sglang test-openai test-clients test-page test-upgrade test-stability lint docs bench bench-control bench-router bench-gpu bench-vllm bench-weights bench-moe figures sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights chaos-moe soak attack simulate simulate-moe router-defects helm-test verify clean
 
 demo:
 	@DEVICE=$(DEVICE) scripts/demo
@@ -58,6 +58,10 @@ test-openai:
 test-clients:
 	@scripts/setup test
 	@scripts/test-clients $(CLIENTS)
+
+# REVISION=6298a4ab is the older one.
+test-upgrade:
+	@scripts/test-upgrade $(REVISION)
 
 test-page:
 	@scripts/setup page

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple
 
 from kvxfer.router.bodies import Members, as_integer, has, is_on, text_bytes, token_ids, value_of
@@ -37,6 +38,8 @@ class Dialect:
     """The member that bounds the output: prefill computes one token."""
     not_for_prefill: ClassVar[frozenset[str]] = frozenset()
     """Members that only decode gets, beside those of streams."""
+    for_prefill: ClassVar[Mapping[str, bool]] = MappingProxyType({})
+    """What prefill's kv_transfer_params say beside what both get."""
     tokenized: ClassVar[frozenset[str]] = frozenset()
     """What makes the prompt, in the words of vLLM's /tokenize; empty where that does not know."""
     prompt_usage: ClassVar[tuple[str, ...]] = ()
@@ -261,6 +264,8 @@ class _Messages(Dialect):
     """Anthropic's API."""
 
     path = "/v1/messages"
+    # By which vLLM knows that its limit of tokens is not the client's.
+    for_prefill = MappingProxyType({"do_remote_decode": True})
     needs = (("model",), ("messages",), ("max_tokens",))
     prompt_usage = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
     tells_usage = re.compile(rb'"cache_read_input_tokens": ?\d')

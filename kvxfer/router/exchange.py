@@ -206,7 +206,7 @@ class Exchange:
         body: JsonObject = {
             name: value for name, value in self._asked.members.items() if name not in left_out
         }
-        body |= {"stream": False, **self._meeting(do_remote_decode=True)}
+        body |= {"stream": False, **self._meeting(**dialect.for_prefill)}
         if dialect.limit:
             body[dialect.limit] = 1
         with span("prefill", instance_id=party.instance_id) as asked:

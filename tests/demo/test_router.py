@@ -104,7 +104,6 @@ async def test_both_workers_get_the_same_request_and_the_reservation_goes_back()
     for side, asked in network.asked.items():
         meeting = asked["kv_transfer_params"]
         assert meeting.pop("do_remote_prefill", False) is (side == "decode")
-        assert meeting.pop("do_remote_decode", False) is (side == "prefill")
         assert asked["kv_transfer_params"] == {
             "ticket": "signed",
             "prefill_engine_address": "kvx://h:1/aa",

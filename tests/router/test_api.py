@@ -86,7 +86,6 @@ async def test_an_answer_in_one_piece_is_decodes_byte_for_byte(client, asked) ->
     prefill, decode = asked["prefill"], asked["decode"]
     # By which vLLM tells its connector of a request that its API refuses.
     assert decode["kv_transfer_params"].pop("do_remote_prefill") is True
-    assert prefill["kv_transfer_params"].pop("do_remote_decode") is True
     assert prefill["kv_transfer_params"] == decode["kv_transfer_params"]
     assert prefill["kv_transfer_params"].keys() == {"ticket", "prefill_engine_address"}
     assert (prefill["stream"], prefill["max_tokens"]) == (False, 1)
@@ -100,7 +99,6 @@ async def test_both_workers_are_told_of_a_brokered_handshake(network, asked) -> 
         params = asked[side]["kv_transfer_params"]
         assert params.pop("ticket")
         assert params.pop("do_remote_prefill", False) is (side == "decode")
-        assert params.pop("do_remote_decode", False) is (side == "prefill")
         assert params == {
             "handshake": "brokered",
             "prefill_engine_address": "kvx://127.0.0.1:1/p",

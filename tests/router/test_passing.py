@@ -180,6 +180,18 @@ PAIRED = [
 ]
 
 
+@pytest.mark.parametrize("path", ASKED)
+async def test_prefill_of_messages_is_told_that_its_limit_is_not_the_clients(
+    network: Network, workers: Workers, path: str
+) -> None:
+    """Else vLLM refuses a budget of thinking that is more than one token."""
+    await ask(network, path)
+    prefill, decode = (workers.body(name)["kv_transfer_params"] for name in "pd")
+    assert prefill.pop("do_remote_decode", False) is (path == MESSAGES)
+    assert decode.pop("do_remote_prefill") is True
+    assert prefill == decode
+
+
 @pytest.mark.parametrize(("path", "more"), ALONE)
 async def test_what_a_pair_cannot_compute_is_served_by_one_worker_as_it_came(
     network: Network, workers: Workers, control_plane: EmbeddedRegistry, path: str, more: Any

@@ -10,9 +10,10 @@ from kvxfer.instances import Role
 
 
 class KvTransferParams(BaseModel):
-    """What the control plane said about the transfer; a router gives both sides the same."""
+    """What the control plane said about the transfer; a router gives both sides the same. Members
+    that are not known here are those of newer routers."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="ignore")
 
     ticket: str
     prefill_engine_address: str = Field(description="Whom the decode worker offers its blocks to.")
