@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-aarch64 test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-weights test-moe test-gpu test-sglang test-openai test-clients test-page test-upgrade test-stability lint docs bench bench-control bench-router bench-gpu bench-vllm bench-weights bench-moe figures sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights chaos-moe soak attack simulate simulate-moe router-defects helm-test verify clean
+.PHONY: demo test test-aarch64 test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-weights test-moe test-gpu test-sglang test-openai test-clients test-page test-upgrade test-stability lint docs bench bench-control bench-control-endurance bench-router bench-gpu bench-vllm bench-weights bench-moe figures sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights chaos-moe soak attack simulate simulate-moe router-defects helm-test verify clean
 
 demo:
 	@DEVICE=$(DEVICE) scripts/demo
@@ -88,6 +88,10 @@ bench:
 bench-control:
 	@scripts/setup test
 	@PYTHONPATH=$(CURDIR) $(VENV)/python -m benchmarks.control $(BENCH)
+
+bench-control-endurance:
+	@scripts/setup test
+	@PYTHONPATH=$(CURDIR) $(VENV)/python -m benchmarks.control.endurance $(BENCH)
 
 bench-router:
 	@scripts/setup test

@@ -105,8 +105,8 @@ DEFECTS: Final = (
     Defect(
         "an engine that ends waits for all streams",
         "cuda/gpu.cpp",
-        "!gpu->busy() && gpu->started_) return",
-        "!gpu->busy() && gpu->device_ < 0) return",
+        "return unused().add(gpu);",
+        "return delete gpu;",
     ),
     Defect(
         "a stream's word is used again while it is counted up",
@@ -182,9 +182,9 @@ DEFECTS: Final = (
     ),
     Defect(
         "writes of a NIC are not flushed before a fence has ended",
-        "cuda/gpus.cpp",
-        "  if (flushing_.load(std::memory_order_acquire)) until = begin_flushes();\n",
-        "",
+        "fabric/nic/nic_path.cpp",
+        "  receive_context_.gpus.after_flush(std::move(then));",
+        "  then();",
     ),
     Defect(
         "a flush that has begun stands for writes after it",

@@ -167,7 +167,6 @@ void Gpus::after_flush(std::function<void()> then) {
 void Gpus::after_copies(std::function<void()> then) {
   thread_.check("Gpus");
   std::vector<Until> until;
-  if (flushing_.load(std::memory_order_acquire)) until = begin_flushes();
   {
     const std::lock_guard lock(mutex_);
     for (const auto& gpu : open_) {

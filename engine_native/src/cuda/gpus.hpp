@@ -38,8 +38,8 @@ class Gpus {
   // Runs `then` once kernels see what NICs have written: at once where that needs no flush. In
   // order. Before immediates are counted.
   void after_flush(std::function<void()> then);
-  // Likewise, and once every copy that is under way now has ended. So what was taken back before
-  // lands nowhere any more.
+  // Runs `then` once every copy that is under way now has ended. So of what was taken back before,
+  // no copy lands any more.
   void after_copies(std::function<void()> then);
 
  private:
