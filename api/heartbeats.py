@@ -13,8 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvxfer.api.access import Guard, GuardedRoute
 from kvxfer.api.context import ControlPlane
+from kvxfer.api.instance_secrets import digest
 from kvxfer.api.problems import answer_error
 from kvxfer.errors import KvxferError
+from kvxfer.instance_secret import HEADER
 from kvxfer.instances import Heartbeat, InstanceState, Lease
 from kvxfer.unreadable import UNREADABLE
 
@@ -25,13 +27,16 @@ _read = msgspec.json.Decoder(Heartbeat).decode
 _write = msgspec.json.Encoder().encode
 
 
-async def renew(control_plane: ControlPlane, instance_id: str, body: Heartbeat) -> Lease:
-    """The renewed lease. Raises StaleEpoch or ControlPlaneUnavailable."""
+async def renew(
+    control_plane: ControlPlane, instance_id: str, body: Heartbeat, secret: str | None
+) -> Lease:
+    """The renewed lease. Raises StaleEpoch, Forbidden or ControlPlaneUnavailable."""
     lease = await control_plane.registry.heartbeat(
         instance_id,
         body.epoch,
         state=None if body.state is None else InstanceState(body.state),
         load=body.load,
+        secret=digest(secret),
     )
     control_plane.metrics.heartbeats.inc()
     return replace(lease, at=control_plane.clock.unix())
@@ -64,7 +69,8 @@ class AnswerHeartbeats:
         try:
             self._guard.admit(request, self._route)
             content = await _body(receive)
-            lease = await renew(self._control_plane, found[1], _read(content))
+            secret = request.headers.get(HEADER)
+            lease = await renew(self._control_plane, found[1], _read(content), secret)
         except KvxferError as error:
             await answer_error(request, error)(scope, receive, send)
         except HTTPException:  # the body is too large, and still is for FastAPI

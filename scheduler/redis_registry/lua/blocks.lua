@@ -1,11 +1,12 @@
 -- ARGV: [5] id, [6] epoch, [7] 1 where all that was there before goes, [8] hashes that come, [9]
--- that go, eight bytes each, none twice, [10] how many are kept. Returns how many there are.
+-- that go, eight bytes each, none twice, [10] how many are kept, [11] secret. Returns how many there
+-- are.
 local id, epoch, reset, added, removed = ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9]
 local SIZE = 8
 
-local member = member_of(id)
-if not member or int(member.epoch) ~= epoch then
-  return {'stale', id, epoch, member and int(member.epoch) or ''}
+local _, refused = living(id, epoch, ARGV[11])
+if refused then
+  return refused
 end
 
 local function without(packed, hash)
