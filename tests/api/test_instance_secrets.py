@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,6 +91,16 @@ async def test_secret_is_told_to_who_takes_it_and_this_once(api):
         assert taken["secret"] not in told.text
     told = (await api.get("/v1/instances", headers=bearer("admin"))).json()["instances"]
     assert [each["has_secret"] for each in told] == [True, False]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("either_registry", ["redis"], indirect=True)
+async def test_redis_holds_no_secret(api, empty_redis):
+    taken = await join(api, "p")
+    with empty_redis.client() as client:
+        held = [client.hgetall("kvxfer:instances"), client.xrange("kvxfer:log")]
+    assert hashlib.sha256(taken["secret"].encode()).hexdigest() in repr(held)
+    assert taken["secret"] not in repr(held)
 
 
 @pytest.mark.parametrize("call", CALLS)
