@@ -9,7 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
-from kvxfer.api.access import SECURITY_SCHEME
+from kvxfer.api.access import IGNORED_HEADER, SECURITY_SCHEME
 from kvxfer.api.problem_models import LayoutMismatchProblem, Problem
 from kvxfer.api.staleness import DESCRIPTION, HEADER
 from kvxfer.instances import Change, Snapshot
@@ -17,6 +17,11 @@ from kvxfer.instances import Change, Snapshot
 # Named by responses that FastAPI does not derive from a return type.
 _FURTHER_MODELS: Final[tuple[type, ...]] = (Change, Snapshot, Problem, LayoutMismatchProblem)
 _MODE: Final[JsonSchemaMode] = "serialization"
+_IGNORED: Final = {
+    "description": "The members of the body that this version does not know, with commas between "
+    "them. Left out where there are none.",
+    "schema": {"type": "string"},
+}
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
@@ -33,6 +38,9 @@ def describe(app: FastAPI) -> dict[str, Any]:
             if path.startswith("/v1/") and "get" in operations:
                 headers = operations["get"]["responses"]["200"].setdefault("headers", {})
                 headers[HEADER] = {"description": DESCRIPTION, "schema": {"type": "number"}}
+            for operation in operations.values():
+                if "application/json" in operation.get("requestBody", {}).get("content", {}):
+                    _describe_ignored(path, operation)
         components = schema["components"]["schemas"]
         for name, model in further["$defs"].items():
             components.setdefault(name, model)
@@ -46,3 +54,12 @@ def describe(app: FastAPI) -> dict[str, Any]:
         }
         app.openapi_schema = schema
     return app.openapi_schema
+
+
+def _describe_ignored(path: str, operation: dict[str, Any]) -> None:
+    """Answers to heartbeats, which are made without FastAPI, do not have that header."""
+    if path.endswith("/heartbeat"):
+        return
+    for status, response in operation["responses"].items():
+        if status.startswith("2"):
+            response.setdefault("headers", {})[IGNORED_HEADER] = _IGNORED

@@ -23,6 +23,7 @@ from kvxfer.errors import (
     ControlPlaneUnavailable,
     Forbidden,
     InstanceExists,
+    InstanceLeaving,
     InvalidArgument,
     KvxferError,
     LayoutMismatch,
@@ -57,6 +58,7 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     PromptTooLong: 422,
     LayoutMismatch: 409,
     InstanceExists: 409,
+    InstanceLeaving: 409,
     StaleEpoch: 409,
     UnknownInstance: 404,
     UnknownTransfer: 404,
@@ -115,6 +117,11 @@ _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
         "instance_id": "prefill-0",
         "epoch": 1795046400000001,
         "lease_remaining_seconds": 4.2,
+    },
+    InstanceLeaving: {
+        "detail": "the worker of instance 'prefill-0' has begun to leave, so its drain cannot be "
+        "undone; start it again when it has left",
+        "instance_id": "prefill-0",
     },
     StaleEpoch: {
         "detail": "instance 'prefill-0' has no lease under epoch 1795046400000001; register again",

@@ -347,6 +347,12 @@ class InstanceExists(ControlPlaneError):
     code = "instance-exists"
 
 
+class InstanceLeaving(ControlPlaneError):
+    """The worker has begun to leave, so its drain cannot be undone."""
+
+    code = "instance-leaving"
+
+
 class UnknownInstance(ControlPlaneError):
     code = "unknown-instance"
 
@@ -432,7 +438,8 @@ class Unauthenticated(ControlPlaneError):
 
 
 class Forbidden(ControlPlaneError):
-    """The token is known, but has none of the scopes that the route takes."""
+    """The token is known, but has none of the scopes that the route takes, or the call acts as an
+    instance without its secret."""
 
     code = "forbidden"
 

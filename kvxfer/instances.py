@@ -71,7 +71,7 @@ class Role(Word):
 
 
 class InstanceState(Word):
-    """Where an instance is in its life; it only ever moves forward."""
+    """Where an instance is in its life. It moves forward; only the undo of a drain leads back."""
 
     JOINING = "joining"  # registered, not yet able to take transfers
     READY = "ready"
@@ -195,6 +195,9 @@ class RegisterInstance(ToldSpec, frozen=True, kw_only=True):
     incarnation: Annotated[str, Meta(max_length=128)] = ""
     """Random per process. A process that registers again while it still holds the id itself gets a
     new epoch instead of instance-exists."""
+    takes_secret: bool = False
+    """Whether the worker keeps the secret that comes with its lease, and shows it with each call as
+    this instance. Calls as one that does not take it need none."""
 
     def __post_init__(self) -> None:
         if self.instance_id == "watch":
@@ -239,6 +242,8 @@ class Instance(ToldSpec, frozen=True, kw_only=True):
     has not told of. Pairing takes them for running ones."""
     drain_deadline: float | None = None
     """The time until which it may finish its requests; None if it does not drain."""
+    has_secret: bool = False
+    """Whether calls as this instance need the secret of its lease."""
 
     @classmethod
     def of(cls, spec: InstanceSpec, **registration: Any) -> Instance:
@@ -294,6 +299,14 @@ class Lease(Record, frozen=True, kw_only=True):
     at: UnixTime | None = None
     """The clock of the control plane when it answered. A worker whose clock differs refuses
     tickets."""
+
+
+class Registered(Lease, frozen=True, kw_only=True):
+    """The lease that a registration begins."""
+
+    secret: str | None = None
+    """Calls as this instance show it in the header `Kvxfer-Instance-Secret`. It is told this once;
+    None for a worker that does not take it."""
 
 
 class BlockUpdate(Record, frozen=True, kw_only=True):

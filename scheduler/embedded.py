@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import hmac
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -55,6 +56,9 @@ class _Holder:
 
     incarnation: str
     deadline: float
+    secret: str
+    leaving: bool = False
+    """Whether its worker has said that it is draining, which no operator can undo."""
 
 
 # What may run out, and when: (deadline, kind, id, epoch of the instance or 0).
@@ -116,6 +120,7 @@ class EmbeddedRegistry(Registry):
         *,
         state: InstanceState = InstanceState.JOINING,
         incarnation: str = "",
+        secret: str = "",
     ) -> Lease:
         now = await self._begin()
         held = self._fleet.get(spec.instance_id)
@@ -130,11 +135,16 @@ class EmbeddedRegistry(Registry):
         unix = self._clock.unix()
         epoch = self._feed.last_id + 1
         instance = Instance.of(
-            spec, epoch=epoch, state=state, registered_at=unix, heartbeat_at=unix
+            spec,
+            epoch=epoch,
+            state=state,
+            registered_at=unix,
+            heartbeat_at=unix,
+            has_secret=bool(secret),
         )
         deadline = now + self._policy.lease_seconds
         self._fleet.put(instance)
-        self._holders[spec.instance_id] = _Holder(incarnation, deadline)
+        self._holders[spec.instance_id] = _Holder(incarnation, deadline, secret)
         heapq.heappush(self._expiries, (deadline, "instance", spec.instance_id, epoch))
         self._registrations += 1
         self._publish(ChangeCause.REGISTERED, instance)
@@ -147,9 +157,11 @@ class EmbeddedRegistry(Registry):
         *,
         state: InstanceState | None = None,
         load: Load | None = None,
+        secret: str | None = None,
     ) -> Lease:
         now = await self._begin()
-        before = self._living(instance_id, epoch)
+        before = self._living(instance_id, epoch, secret)
+        holder = self._holders[instance_id]
         if load is not None:
             self._sent[instance_id] = load.sent
             load = replace(load, sent=())
@@ -161,29 +173,33 @@ class EmbeddedRegistry(Registry):
             heartbeat_at=self._clock.unix(),
         )
         self._fleet.put(after)
-        self._holders[instance_id].deadline = now + self._policy.lease_seconds
+        holder.deadline = now + self._policy.lease_seconds
+        holder.leaving |= state is InstanceState.DRAINING
         if after.state is not before.state:
             self._publish(ChangeCause.STATE_CHANGED, after)
         return self._lease(after)
 
     async def publish_blocks(
-        self, instance_id: str, epoch: int, update: BlockUpdate
+        self, instance_id: str, epoch: int, update: BlockUpdate, *, secret: str | None = None
     ) -> PublishedBlocks:
         await self._begin()
-        self._living(instance_id, epoch)
+        self._living(instance_id, epoch, secret)
         held = self._fleet.publish(
             instance_id, pack(update.added), pack(update.removed), reset=update.reset
         )
         return PublishedBlocks(held=held, capacity=MAX_HASHES_PER_INSTANCE)
 
-    async def deregister(self, instance_id: str, epoch: int) -> None:
+    async def deregister(self, instance_id: str, epoch: int, *, secret: str | None = None) -> None:
         await self._begin()
         self._member(instance_id)
-        self._remove(self._living(instance_id, epoch), ChangeCause.DEREGISTERED)
+        self._remove(self._living(instance_id, epoch, secret), ChangeCause.DEREGISTERED)
 
-    async def drain(self, instance_id: str, *, seconds: float) -> Instance:
+    async def drain(
+        self, instance_id: str, *, seconds: float, secret: str | None = None
+    ) -> Instance:
         await self._begin()
         before = self._member(instance_id)
+        self._require_secret(instance_id, secret)
         return self._change(
             replace(
                 before,
@@ -193,12 +209,29 @@ class EmbeddedRegistry(Registry):
             ChangeCause.STATE_CHANGED,
         )
 
+    async def undrain(self, instance_id: str) -> Instance:
+        await self._begin()
+        before = self._member(instance_id)
+        if self._holders[instance_id].leaving:
+            raise refusals.leaving(instance_id)
+        if before.state is not InstanceState.DRAINING:
+            return before
+        return self._change(
+            replace(before, state=InstanceState.JOINING, drain_deadline=None),
+            ChangeCause.STATE_CHANGED,
+        )
+
     async def change_role(self, instance_id: str, role: Role) -> Instance:
         await self._begin()
         before = self._member(instance_id)
         if before.role is role:
             return before
         return self._change(replace(before, role=role), ChangeCause.ROLE_CHANGED)
+
+    async def require_secret(self, instance_id: str, secret: str) -> None:
+        await self._begin()
+        self._member(instance_id)
+        self._require_secret(instance_id, secret)
 
     async def instance(self, instance_id: str) -> Instance:
         await self._begin()
@@ -409,12 +442,18 @@ class EmbeddedRegistry(Registry):
         self._publish(cause, instance)
         return instance
 
-    def _living(self, instance_id: str, epoch: int) -> Instance:
+    def _living(self, instance_id: str, epoch: int, secret: str | None = None) -> Instance:
         instance = self._fleet.get(instance_id)
         if instance is None or instance.epoch != epoch:
             living = None if instance is None else instance.epoch
             raise refusals.stale_epoch(instance_id, epoch, living)
+        self._require_secret(instance_id, secret)
         return instance
+
+    def _require_secret(self, instance_id: str, shown: str | None) -> None:
+        held = self._holders[instance_id].secret
+        if shown is not None and held and not hmac.compare_digest(held, shown):
+            raise refusals.wrong_secret(instance_id, shown)
 
     def _check(self, party: Party, blocks: int) -> None:
         """That `party` can take a reservation of so many blocks."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from kvxfer.errors import (
     BlockTableExists,
     ControlPlaneUnavailable,
+    Forbidden,
     InstanceExists,
+    InstanceLeaving,
     NoCapacity,
     OldVersion,
     StaleEpoch,
@@ -63,6 +65,24 @@ def stale_epoch(instance_id: str, epoch: int, living: int | None) -> StaleEpoch:
     else:
         said = f"instance {instance_id!r} lives under epoch {living}, not {epoch}; register again"
     return StaleEpoch(said, instance_id=instance_id, epoch=epoch)
+
+
+def wrong_secret(instance_id: str, shown: str) -> Forbidden:
+    said = "another one" if shown else "none"
+    return Forbidden(
+        f"only a call with the secret of its lease acts as instance {instance_id!r}, and this one "
+        f"shows {said}; show what the registration answered, run `kvxfer drain` where the worker "
+        "runs and as its user, or drain it with a token of scope admin",
+        instance_id=instance_id,
+    )
+
+
+def leaving(instance_id: str) -> InstanceLeaving:
+    return InstanceLeaving(
+        f"the worker of instance {instance_id!r} has begun to leave, so its drain cannot be "
+        "undone; start it again when it has left",
+        instance_id=instance_id,
+    )
 
 
 def not_ready(instance_id: str, state: str) -> NoCapacity:

@@ -67,6 +67,10 @@ class Registry(ABC):
     Time in which no step was taken does not count against a lease. Where most of a fleet or a zone
     would be gone shortly after such a time, leases are extended once by one lease (lease_guard.py).
 
+    `secret` is the SHA-256 of what a caller shows as an instance's secret, "" for nothing; an
+    instance that registered without one takes any. None asks for no secret: the caller is no
+    worker.
+
     Where the registry cannot be reached, what changes something raises ControlPlaneUnavailable, and
     what reads is answered from what was last known, if anything was: `stale_seconds` says so.
     """
@@ -90,11 +94,13 @@ class Registry(ABC):
         *,
         state: InstanceState = InstanceState.JOINING,
         incarnation: str = "",
+        secret: str = "",
     ) -> Lease:
         """Begins a lease with a new epoch, greater than every one before under this id.
 
         `incarnation` names the process that asks. A process that still holds the id itself (it did
         not see the answer to its registration) gets a new epoch; any other raises InstanceExists.
+        `secret` takes the place of the one before.
         """
 
     @abstractmethod
@@ -105,31 +111,44 @@ class Registry(ABC):
         *,
         state: InstanceState | None = None,
         load: Load | None = None,
+        secret: str | None = None,
     ) -> Lease:
         """Renews the lease. A state that lies behind the current one is ignored; None keeps both.
 
-        Raises StaleEpoch where the id does not live under this epoch.
+        Raises StaleEpoch where the id does not live under this epoch, and Forbidden for another
+        secret.
         """
 
     @abstractmethod
     async def publish_blocks(
-        self, instance_id: str, epoch: int, update: BlockUpdate
+        self, instance_id: str, epoch: int, update: BlockUpdate, *, secret: str | None = None
     ) -> PublishedBlocks:
         """Takes note of KV blocks that an instance has cached; they go with its registration.
 
-        It may be repeated. It renews no lease. Raises StaleEpoch.
+        It may be repeated. It renews no lease. Raises StaleEpoch or Forbidden.
         """
 
     @abstractmethod
-    async def deregister(self, instance_id: str, epoch: int) -> None:
-        """Ends the lease. Raises UnknownInstance, or StaleEpoch where a later epoch lives."""
+    async def deregister(self, instance_id: str, epoch: int, *, secret: str | None = None) -> None:
+        """Ends the lease. Raises UnknownInstance, StaleEpoch where a later epoch lives, or
+        Forbidden."""
 
     @abstractmethod
-    async def drain(self, instance_id: str, *, seconds: float) -> Instance:
+    async def drain(
+        self, instance_id: str, *, seconds: float, secret: str | None = None
+    ) -> Instance:
         """Lets an instance finish what it has for at most `seconds`, and get nothing new.
 
         Its next lease says so, and renews as before. Again on a draining instance it sets the
-        deadline anew. Raises UnknownInstance.
+        deadline anew. Raises UnknownInstance or Forbidden.
+        """
+
+    @abstractmethod
+    async def undrain(self, instance_id: str) -> Instance:
+        """Takes a drain back: the instance is joining until its worker says with its next heartbeat
+        that it is ready. An instance that does not drain stays as it is.
+
+        Raises UnknownInstance, and InstanceLeaving where its worker has said that it leaves.
         """
 
     @abstractmethod
@@ -137,6 +156,10 @@ class Registry(ABC):
         """Gives an instance another role: new transfers see it at once, the worker in its next
         lease; open transfers stay as they are. Raises UnknownInstance.
         """
+
+    @abstractmethod
+    async def require_secret(self, instance_id: str, secret: str) -> None:
+        """Raises Forbidden for another secret than the instance's, or UnknownInstance."""
 
     @abstractmethod
     async def instance(self, instance_id: str) -> Instance:

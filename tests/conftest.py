@@ -73,6 +73,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     _real = any(item.get_closest_marker(kind) for kind in ("native", "realtime"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where workers of this process keep their secrets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVXFER_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        yield
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tests = config.rootpath / "tests"
     items.sort(key=lambda item: item.path not in [tests / name for name in _LONG])

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import stat
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,9 +17,11 @@ from kvxfer.errors import (
     ControlPlaneUnavailable,
     Forbidden,
     InstanceExists,
+    InstanceLeaving,
     Unauthenticated,
     UnknownInstance,
 )
+from kvxfer.instance_secret import kept_secret
 from kvxfer.instances import Change, ChangeCause, InstanceState, Load, Role
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.scheduler.embedded import EmbeddedRegistry
@@ -112,7 +115,8 @@ async def test_a_new_model_is_a_new_epoch_in_the_same_place(client, registered, 
 
 async def test_worker_learns_with_its_next_heartbeat_that_it_is_drained(client, registered):
     async with registered() as registration:
-        await client.heartbeat("p", registration.epoch, state=DRAINING)
+        beat = {"state": DRAINING, "secret": registration.secret}
+        await client.heartbeat("p", registration.epoch, **beat)
         await passes(INTERVAL)
         assert registration.state is DRAINING
 
@@ -449,6 +453,113 @@ async def test_worker_that_nobody_drains_stays(registered):
         await passes(10 * LEASE)
         assert not leaving.done()
         leaving.cancel()
+
+
+async def test_drain_that_is_undone_ends_at_the_worker_with_its_next_heartbeat(client, registered):
+    async with registered(load=lambda: Load(running=1)) as registration:
+        leaving = asyncio.create_task(registration.drained())
+        await client.drain("p", deadline_seconds=LEASE)
+        await passes(INTERVAL)
+        assert registration.state is DRAINING
+        assert (await client.undrain("p")).state is JOINING
+        await passes(INTERVAL)
+        assert (registration.state, (await client.instance("p")).state) == (READY, READY)
+        await passes(2 * LEASE)
+        assert not leaving.done()
+        await client.drain("p", deadline_seconds=LEASE)
+        await passes(LEASE + INTERVAL)
+        assert leaving.done()
+
+
+async def test_worker_that_leaves_has_said_so_before(client, registered):
+    load = Load(running=1)
+    async with registered(load=lambda: load) as registration:
+        await client.drain("p", deadline_seconds=600)
+        await passes(INTERVAL)
+        load = Load()
+        await registration.drained()
+        with pytest.raises(InstanceLeaving):
+            await client.undrain("p")
+        # One of before the undo was asked for says nothing else.
+        await registration.heartbeat()
+        assert (await client.instance("p")).state is DRAINING
+
+
+async def test_worker_that_stays_when_it_is_drained_can_be_had_back(client, registered):
+    """As vLLM's and SGLang's, which end when they are stopped."""
+    async with registered(load=Load) as registration:
+        await client.drain("p", deadline_seconds=INTERVAL)
+        await passes(3 * INTERVAL)
+        assert registration.state is DRAINING
+        await client.undrain("p")
+        await passes(INTERVAL)
+        assert (await client.instance("p")).state is READY
+
+
+async def test_drain_lasts_over_a_lost_lease(client, registered, clock):
+    async with registered(load=lambda: Load(running=1)) as registration:
+        began = clock.monotonic()
+        await client.drain("p", deadline_seconds=20)
+        await passes(INTERVAL)
+        await client.deregister("p", registration.epoch)
+        await passes(INTERVAL)
+        assert (await client.instance("p")).state is DRAINING
+        await registration.drained()
+        assert 20 <= clock.monotonic() - began <= 20 + INTERVAL
+
+
+# --- the secret of the lease -----------------------------------------------------------------
+
+
+async def test_worker_acts_with_the_secret_of_its_lease(client, registered):
+    async with registered(load=Load) as registration:
+        first = registration.secret
+        assert first is not None
+        with pytest.raises(Forbidden):
+            await client.heartbeat("p", registration.epoch)
+        await passes(2 * LEASE)
+        assert registration.registered
+        await client.deregister("p", registration.epoch)
+        await passes(INTERVAL)
+        assert registration.secret not in (first, None)
+        await passes(2 * LEASE)
+        assert registration.registered
+
+
+async def test_secret_is_in_a_file_for_the_workers_user_as_long_as_it_counts(
+    client, registered, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("KVXFER_RUNTIME_DIR", str(tmp_path / "new"))
+    file = tmp_path / "new" / "p.secret"
+    async with registered() as registration:
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+        assert kept_secret("p") == registration.secret
+        await client.deregister("p", registration.epoch)
+        await passes(INTERVAL)
+        assert kept_secret("p") == registration.secret
+        assert list(file.parent.iterdir()) == [file]
+    assert not list(file.parent.iterdir())
+
+
+async def test_secret_that_cannot_be_kept_costs_no_lease(registered, tmp_path, caplog, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVXFER_RUNTIME_DIR", str(tmp_path / "file"))
+    async with registered() as registration:
+        assert registration.registered
+    assert "name a folder for it in KVXFER_RUNTIME_DIR" in caplog.text
+
+
+async def test_worker_of_a_control_plane_without_secrets(network, clock, monkeypatch, tmp_path):
+    """One of before ignores that the worker would take one."""
+    monkeypatch.setattr("kvxfer.api.routes.instances.new_secret", lambda: None)
+    monkeypatch.setenv("KVXFER_RUNTIME_DIR", str(tmp_path))
+    async with network.control_plane(lease_seconds=LEASE), network.client() as client:
+        async with Registration(client, worker("p"), clock=clock) as registration:
+            assert registration.secret is None
+            await passes(2 * LEASE)
+            assert registration.registered
+        assert not list(tmp_path.iterdir())
 
 
 # --- tokens ----------------------------------------------------------------------------------

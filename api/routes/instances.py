@@ -7,17 +7,19 @@ from itertools import islice
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Body, Path, Query, Request, Response
-from msgspec.structs import replace
+from msgspec.structs import asdict
 
 from kvxfer.api import audit
 from kvxfer.api.access import GuardedRoute, allow, is_operator
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.heartbeats import renew
+from kvxfer.api.instance_secrets import InstanceSecret, asked_of, digest, new_secret
 from kvxfer.api.pages import ETAG, LINK, Cursor, IfNoneMatch, answer, position, tag, take
 from kvxfer.api.problems import responses
 from kvxfer.errors import (
     ControlPlaneUnavailable,
     InstanceExists,
+    InstanceLeaving,
     InvalidArgument,
     StaleEpoch,
     UnknownInstance,
@@ -34,6 +36,7 @@ from kvxfer.instances import (
     LiveState,
     PublishBlocks,
     PublishedBlocks,
+    Registered,
     RegisterInstance,
     Role,
     RoleChange,
@@ -57,13 +60,20 @@ _DRAIN_DEFAULTS: Final = DrainRequest()
 @allow(Scope.WORKER)
 async def register(
     body: Annotated[RegisterInstance, Body()], app: ControlPlaneDep, response: Response
-) -> Lease:
-    """Begins a lease with a new epoch. Send heartbeats to keep it."""
+) -> Registered:
+    """Begins a lease with a new epoch. Send heartbeats to keep it.
+
+    With `takes_secret` the answer has a secret that each further call as this instance shows.
+    """
+    secret = new_secret() if body.takes_secret else None
     lease = await app.registry.register(
-        body.spec, state=InstanceState(body.state), incarnation=body.incarnation
+        body.spec,
+        state=InstanceState(body.state),
+        incarnation=body.incarnation,
+        secret=digest(secret),
     )
     response.headers["Location"] = f"{router.prefix}/{lease.instance_id}"
-    return replace(lease, at=app.clock.unix())
+    return Registered(**{**asdict(lease), "at": app.clock.unix()}, secret=secret)
 
 
 @router.get(
@@ -148,11 +158,14 @@ async def get(instance_id: _InstanceId, app: ControlPlaneDep) -> Instance:
 )
 @allow(Scope.WORKER, counted=False)  # a limit would cost a fleet behind one address its leases
 async def heartbeat(
-    instance_id: _InstanceId, body: Annotated[Heartbeat, Body()], app: ControlPlaneDep
+    instance_id: _InstanceId,
+    body: Annotated[Heartbeat, Body()],
+    app: ControlPlaneDep,
+    secret: InstanceSecret = None,
 ) -> Lease:
     """Renews the lease. On stale-epoch the worker has lost its lease and registers again."""
     # Only what AnswerHeartbeats passes on comes here.
-    return await renew(app, instance_id, body)
+    return await renew(app, instance_id, body, secret)
 
 
 @router.post(
@@ -162,7 +175,10 @@ async def heartbeat(
 )
 @allow(Scope.WORKER)
 async def publish_blocks(
-    instance_id: _InstanceId, body: Annotated[PublishBlocks, Body()], app: ControlPlaneDep
+    instance_id: _InstanceId,
+    body: Annotated[PublishBlocks, Body()],
+    app: ControlPlaneDep,
+    secret: InstanceSecret = None,
 ) -> PublishedBlocks:
     """Says which prefixes a worker has in its KV cache, so that prompts with one of them go to it.
 
@@ -170,7 +186,7 @@ async def publish_blocks(
     forgotten. They go with the lease: after a new registration send all of them, the first with
     `reset`. This renews no lease.
     """
-    return await app.registry.publish_blocks(instance_id, body.epoch, body)
+    return await app.registry.publish_blocks(instance_id, body.epoch, body, secret=digest(secret))
 
 
 @router.post(
@@ -185,6 +201,7 @@ async def drain(
     request: Request,
     app: ControlPlaneDep,
     body: Annotated[DrainRequest, Body()] = _DRAIN_DEFAULTS,
+    secret: InstanceSecret = None,
 ) -> Instance:
     """Lets an instance finish what it has and leave; no new transfer gets it.
 
@@ -192,9 +209,30 @@ async def drain(
     `load`, `reserved` and `drain_deadline`, and unknown-instance once it is gone. Again it sets
     the deadline anew.
     """
-    drained = await app.registry.drain(instance_id, seconds=body.deadline_seconds)
+    drained = await app.registry.drain(
+        instance_id,
+        seconds=body.deadline_seconds,
+        secret=asked_of(request, secret, Scope.ADMIN),
+    )
     audit.note(request, "drain", instance_id=instance_id, seconds=body.deadline_seconds)
     return drained
+
+
+@router.delete(
+    "/{instance_id}/drain",
+    summary="Undo a drain",
+    responses=responses(InvalidArgument, UnknownInstance, InstanceLeaving, ControlPlaneUnavailable),
+)
+@allow(Scope.ADMIN)
+async def undrain(instance_id: _InstanceId, request: Request, app: ControlPlaneDep) -> Instance:
+    """Takes a drain back, as long as the worker has not begun to leave.
+
+    The instance is joining until its worker says with its next heartbeat that it is ready. One that
+    does not drain stays as it is.
+    """
+    undrained = await app.registry.undrain(instance_id)
+    audit.note(request, "undo drain", instance_id=instance_id)
+    return undrained
 
 
 @router.post(
@@ -231,8 +269,10 @@ async def deregister(
     epoch: Annotated[Epoch, Query(**parameter(Epoch))],
     request: Request,
     app: ControlPlaneDep,
+    secret: InstanceSecret = None,
 ) -> None:
     """Ends the lease, and with it the reservations on the instance."""
-    await app.registry.deregister(instance_id, epoch)
+    shown = asked_of(request, secret, Scope.ADMIN)
+    await app.registry.deregister(instance_id, epoch, secret=shown)
     if is_operator(request):
         audit.note(request, "deregister", instance_id=instance_id, epoch=epoch)

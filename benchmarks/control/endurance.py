@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import random
-import secrets
 import statistics
 import tempfile
 import time
@@ -28,6 +27,7 @@ from benchmarks.control.generator import request
 from benchmarks.control.servers import Measured
 from benchmarks.cpu import cpu_seconds
 from kvxfer.cli.output import err, out
+from verify.polling import eventually
 from verify.redis_server import RedisServer
 
 _LEASE: Final = 30.0
@@ -191,8 +191,7 @@ class Run:
             Replica, self.redis.url, replica.figures.with_name("turns-2")
         )
         await fresh.open()
-        while (await fresh.ask(request("GET", "/readyz")))[0] != 200:
-            await asyncio.sleep(0.05)
+        await eventually(lambda: _is_ready(fresh))
         self.figures["killed replica ready again, s"] = round(time.monotonic() - killed, 1)
         await self._steady("with prefixes, after the kill", self.options.seconds / 10)
 
@@ -205,8 +204,7 @@ class Run:
         now = time.monotonic()
         for each in half:
             each.silent, each.due = False, now
-        while time.monotonic() < end and any(each.due <= now for each in half):
-            await asyncio.sleep(0.1)
+        await eventually(lambda: all(each.due > now for each in half), end - now, pause=0.1)
         self.figures["half of the fleet back, s"] = round(time.monotonic() - now, 1)
 
     async def _each(self, step: Any) -> None:
@@ -280,6 +278,11 @@ class Run:
     def _memory(self) -> float:
         with self.redis.client() as client:
             return round(client.info("memory")["used_memory"] / 1e6, 1)
+
+
+async def _is_ready(replica: Replica) -> bool:
+    status, _ = await replica.ask(request("GET", "/readyz"))
+    return status == 200
 
 
 def _cpu(replica: Replica) -> float:

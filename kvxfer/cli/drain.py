@@ -1,4 +1,5 @@
-"""`kvxfer drain`: lets an instance finish what it has, and waits until it has left."""
+"""`kvxfer drain`: lets an instance finish what it has, and waits until it has left. `kvxfer
+undrain` takes that back."""
 
 from __future__ import annotations
 
@@ -30,6 +31,7 @@ class Until(StrEnum):
 
 def register(app: typer.Typer) -> None:
     app.command()(drain)
+    app.command()(undrain)
 
 
 @with_options
@@ -62,7 +64,7 @@ def drain(
     left = wait
     with control_plane.connect() as client:
         since = _latest_change(client) if wait else 0
-        told = last = client.drain(instance_id, deadline_seconds=deadline)
+        told = last = _drain(client, instance_id, deadline)
         if wait:
             with err.status("") as status:
                 for last in _until_gone(client, told, since, deadline):
@@ -78,6 +80,58 @@ def drain(
         out.print(f"{instance_id} is idle", highlight=False)
     else:
         out.print(_progress(last), highlight=False)
+
+
+@with_options
+def undrain(
+    instance_id: Annotated[str, typer.Argument(metavar="ID", show_default=False)],
+    control_plane: ControlPlane,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the instance.")] = False,
+) -> None:
+    """Take a drain back: the instance gets requests again.
+
+    Its worker says so with its next heartbeat, for which this waits. A worker that has begun to
+    leave goes on leaving, which is exit code 1. A `kvxfer drain` that still waits drains it again:
+    stop that first.
+    """
+    import msgspec
+
+    with control_plane.connect() as client:
+        undrained = _until_told(client, client.undrain(instance_id))
+    if as_json:
+        show_json(msgspec.to_builtins(undrained))
+    else:
+        out.print(f"{instance_id} is {undrained.state}", highlight=False)
+
+
+def _until_told(
+    client: SyncControlPlaneClient, instance: Instance, clock: Clock = SYSTEM_CLOCK
+) -> Instance:
+    """The instance as its worker's next heartbeat leaves it. Raises InstanceLeaving where that
+    leaves."""
+    from kvxfer.errors import InstanceLeaving
+    from kvxfer.instances import InstanceState
+
+    told, end = instance.heartbeat_at, clock.monotonic() + _GRACE_SECONDS
+    while instance.state is InstanceState.JOINING and instance.heartbeat_at == told:
+        if clock.monotonic() > end:
+            break
+        clock.sleep(_POLL_SECONDS)
+        instance = client.instance(instance.instance_id)
+    if instance.state is InstanceState.DRAINING:
+        raise InstanceLeaving(
+            f"the worker of instance {instance.instance_id!r} had begun to leave; start it again "
+            "when it has left"
+        )
+    return instance
+
+
+def _drain(client: SyncControlPlaneClient, instance_id: str, seconds: float) -> Instance:
+    """With the secret that a worker on this host keeps, which has another one with each lease."""
+    from kvxfer.instance_secret import kept_secret
+
+    secret = kept_secret(instance_id)
+    return client.drain(instance_id, deadline_seconds=seconds, secret=secret)
 
 
 def _latest_change(client: SyncControlPlaneClient) -> int:
@@ -111,8 +165,7 @@ def _until_gone(
             since = forgotten_at
             seen = seen or _returned(client, instance.instance_id, clock)
         if seen.drain_deadline is None:
-            left = max(0.0, end - clock.monotonic())
-            seen = client.drain(seen.instance_id, deadline_seconds=left)
+            seen = _drain(client, seen.instance_id, max(0.0, end - clock.monotonic()))
         instance = seen
     raise DeadlineExceeded(
         f"instance {instance.instance_id!r} is still there {_GRACE_SECONDS:g} s after its deadline "

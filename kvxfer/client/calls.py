@@ -21,6 +21,7 @@ from kvxfer.instances import (
     Lease,
     Load,
     PublishedBlocks,
+    Registered,
     Role,
 )
 from kvxfer.kv.block_table import BlockTable
@@ -64,6 +65,8 @@ class Call(Generic[T]):
     """Whether the answer, a tuple, may come in pages. Each page has the whole deadline."""
     known: tuple[str, T] | None = None
     """ETag and value of an earlier answer, which is not sent again if it still holds."""
+    secret: str | None = field(default=None, repr=False)
+    """Of the instance that it acts as."""
 
     def within(self, seconds: float) -> Call[T]:
         """The same call with another deadline."""
@@ -78,11 +81,17 @@ def register(
     *,
     state: InstanceState = InstanceState.JOINING,
     incarnation: str = "",
-) -> Call[Lease]:
-    """Begins a lease; `Registration` does this and keeps it. Raises InstanceExists."""
+    takes_secret: bool = False,
+) -> Call[Registered]:
+    """Begins a lease; `Registration` does this and keeps it. Raises InstanceExists.
+
+    With `takes_secret` the answer has a secret, which calls as this instance show.
+    """
     body = {**msgspec.to_builtins(spec), "state": state.value, "incarnation": incarnation}
+    if takes_secret:
+        body["takes_secret"] = True
     # Without an incarnation, the second one could be another process.
-    return Call("POST", "/v1/instances", _reads(Lease), body, repeatable=bool(incarnation))
+    return Call("POST", "/v1/instances", _reads(Registered), body, repeatable=bool(incarnation))
 
 
 def heartbeat(
@@ -91,30 +100,36 @@ def heartbeat(
     *,
     state: InstanceState | None = None,
     load: Load | None = None,
+    secret: str | None = None,
 ) -> Call[Lease]:
-    """Renews a lease. What is None stays as it was. Raises StaleEpoch."""
+    """Renews a lease. What is None stays as it was. Raises StaleEpoch, or Forbidden."""
     body: dict[str, Any] = {"epoch": epoch}
     if state is not None:
         body["state"] = state.value
     if load is not None:
         body["load"] = msgspec.to_builtins(load)
-    return Call("PUT", f"{_instance(instance_id)}/heartbeat", _reads(Lease), body)
+    path = f"{_instance(instance_id)}/heartbeat"
+    return Call("PUT", path, _reads(Lease), body, secret=secret)
 
 
-def publish_blocks(instance_id: str, epoch: int, update: BlockUpdate) -> Call[PublishedBlocks]:
-    """Says which KV blocks an instance has cached. Raises StaleEpoch."""
+def publish_blocks(
+    instance_id: str, epoch: int, update: BlockUpdate, *, secret: str | None = None
+) -> Call[PublishedBlocks]:
+    """Says which KV blocks an instance has cached. Raises StaleEpoch, or Forbidden."""
     body = {
         "epoch": epoch,
         "added": as_text(update.added),
         "removed": as_text(update.removed),
         "reset": update.reset,
     }
-    return Call("POST", f"{_instance(instance_id)}/blocks", _reads(PublishedBlocks), body)
+    path = f"{_instance(instance_id)}/blocks"
+    return Call("POST", path, _reads(PublishedBlocks), body, secret=secret)
 
 
-def deregister(instance_id: str, epoch: int) -> Call[None]:
-    """Ends a lease. Raises UnknownInstance or StaleEpoch."""
-    return Call("DELETE", _instance(instance_id), _nothing, params={"epoch": epoch})
+def deregister(instance_id: str, epoch: int, *, secret: str | None = None) -> Call[None]:
+    """Ends a lease. Raises UnknownInstance, StaleEpoch, or Forbidden."""
+    params = {"epoch": epoch}
+    return Call("DELETE", _instance(instance_id), _nothing, params=params, secret=secret)
 
 
 def instances(
@@ -134,10 +149,19 @@ def instance(instance_id: str) -> Call[Instance]:
     return Call("GET", _instance(instance_id), _reads(Instance))
 
 
-def drain(instance_id: str, *, deadline_seconds: float = 60.0) -> Call[Instance]:
-    """Lets an instance finish what it has and leave. Raises UnknownInstance."""
+def drain(
+    instance_id: str, *, deadline_seconds: float = 60.0, secret: str | None = None
+) -> Call[Instance]:
+    """Lets an instance finish what it has and leave. Raises UnknownInstance, or Forbidden."""
     body = {"deadline_seconds": deadline_seconds}
-    return Call("POST", f"{_instance(instance_id)}/drain", _reads(Instance), body)
+    path = f"{_instance(instance_id)}/drain"
+    return Call("POST", path, _reads(Instance), body, secret=secret)
+
+
+def undrain(instance_id: str) -> Call[Instance]:
+    """Takes a drain back; the instance is ready with its worker's next heartbeat. Raises
+    UnknownInstance, or InstanceLeaving where the worker has begun to leave."""
+    return Call("DELETE", f"{_instance(instance_id)}/drain", _reads(Instance))
 
 
 def change_role(instance_id: str, role: Role) -> Call[Instance]:
@@ -288,11 +312,18 @@ def report_weight_update(update_id: str, report: ReportUpdate) -> Call[WeightUpd
     return Call("PATCH", _update(update_id), _reads(WeightUpdate), body)
 
 
-def decide_weight_update(update_id: str, decision: Decision) -> Call[Decided]:
+def decide_weight_update(
+    update_id: str,
+    decision: Decision,
+    *,
+    instance_id: str | None = None,
+    secret: str | None = None,
+) -> Call[Decided]:
     """Decides whether all instances apply an update; the answer is the first decision, which holds.
-    Raises UnknownWeightUpdate."""
-    body = {"decision": decision.value}
-    return Call("POST", f"{_update(update_id)}/decision", _reads(Decided), body)
+    An instance that takes part names itself. Raises UnknownWeightUpdate, or Forbidden."""
+    path, body = f"{_update(update_id)}/decision", {"decision": decision.value}
+    params = _given(instance_id=instance_id)
+    return Call("POST", path, _reads(Decided), body, params=params, secret=secret)
 
 
 # --- scaling ---------------------------------------------------------------------------------

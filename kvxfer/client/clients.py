@@ -24,6 +24,7 @@ from kvxfer.client.watch import SILENCE_SECONDS, WatchReader
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.control_plane import Addresses, Credentials
 from kvxfer.errors import ControlPlaneUnavailable
+from kvxfer.instance_secret import HEADER as SECRET_HEADER
 from kvxfer.instances import Change, Snapshot
 from kvxfer.tracing.span import HEADER, current
 
@@ -187,6 +188,8 @@ class _Client:
         headers = {} if traced is None else {HEADER: traced.traceparent}
         if call.known is not None:
             headers["If-None-Match"] = call.known[0]
+        if call.secret is not None:
+            headers[SECRET_HEADER] = call.secret
         return {
             "method": call.method,
             "url": attempts.url() + call.path,
@@ -211,6 +214,7 @@ class _Client:
     instances = _Method(calls.instances)
     instance = _Method(calls.instance)
     drain = _Method(calls.drain)
+    undrain = _Method(calls.undrain)
     change_role = _Method(calls.change_role)
     shake_hands = _Method(calls.shake_hands)
     open_transfer = _Method(calls.open_transfer)

@@ -8,6 +8,7 @@ import random
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
@@ -24,6 +25,7 @@ from kvxfer.errors import (
     RateLimited,
     StaleEpoch,
 )
+from kvxfer.instance_secret import keep_secret
 from kvxfer.instances import InstanceSpec, InstanceState, Lease, Load, Role
 from kvxfer.model_identity import ModelIdentity
 
@@ -48,6 +50,8 @@ class Registration:
     `set_epoch` of the KvEndpoint, whose tickets name that epoch. `on_role` is called
     with the role that an operator gives this instance; it keeps that role over a lost lease.
     What `cached` has to tell is published after each heartbeat.
+    The secret of the lease is also in a file, where `kvxfer drain` of the same user finds it
+    (kvxfer.instance_secret).
 
     While the control plane is away the worker keeps working, and is back in the fleet within one
     heartbeat interval of its return.
@@ -78,6 +82,8 @@ class Registration:
         self._on_epoch = on_epoch
         self._on_role = on_role
         self._cached = cached
+        self._secret: str | None = None
+        self._secret_file: Path | None = None
         self._patience = patience
         self._incarnation = uuid.uuid4().hex
         self._lease: Lease | None = None
@@ -90,6 +96,8 @@ class Registration:
         self._clocks_differ = False
         self._drain_deadline: float | None = None
         self._drained = asyncio.Event()
+        # Whether drained() was called: else the worker stays until it is stopped.
+        self._leaves_drained = False
 
     @property
     def instance_id(self) -> str:
@@ -106,9 +114,14 @@ class Registration:
         return self._lease is not None
 
     @property
+    def secret(self) -> str | None:
+        """What calls as this instance show; None where the control plane gave none."""
+        return self._secret
+
+    @property
     def state(self) -> InstanceState:
         """The state as last asked for here, or a later one that the control plane set."""
-        return self._state
+        return self._state if self._lease is None else self._state.advanced_to(self._lease.state)
 
     @property
     def role(self) -> Role:
@@ -119,8 +132,9 @@ class Registration:
         """Returns when the control plane has drained this instance: it is time to leave.
 
         That is when no transfer and no request is left, as far as `load` counts them, or when the
-        deadline of the drain has passed.
+        deadline of the drain has passed. From then on the drain cannot be undone.
         """
+        self._leaves_drained = True
         await self._drained.wait()
 
     async def __aenter__(self) -> Self:
@@ -140,11 +154,16 @@ class Registration:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
+        if self._secret_file is not None:
+            with suppress(OSError):
+                self._secret_file.unlink(missing_ok=True)
         if self._lease is not None:
             # Best effort: without it the lease ends by itself.
             with suppress(KvxferError, TimeoutError):
                 async with asyncio.timeout(_GOODBYE_SECONDS):
-                    await self._client.deregister(self.instance_id, self._epoch)
+                    await self._client.deregister(
+                        self.instance_id, self._epoch, secret=self._secret
+                    )
             self._lease = None
 
     async def advance(self, state: InstanceState) -> None:
@@ -157,7 +176,7 @@ class Registration:
         drains; tickets so far end with their epoch. Whether it was ready. Raises nothing where that
         fails: the next heartbeat tries again."""
         async with self._step:
-            was_ready = self._state is InstanceState.READY
+            was_ready = self.state is InstanceState.READY
             if was_ready:
                 self._state = InstanceState.JOINING
                 self._lease = None
@@ -248,7 +267,7 @@ class Registration:
             began = clock()
             try:
                 await self.heartbeat()
-                self._look_at_drain()
+                await self._look_at_drain()
             except Exception:
                 # What a callback of the worker raises must not cost it its lease.
                 _log.exception("a heartbeat of instance %s failed", self.instance_id)
@@ -257,7 +276,11 @@ class Registration:
         if self._lease is not None:
             try:
                 call = calls.heartbeat(
-                    self.instance_id, self._epoch, state=self._state, load=self._current_load()
+                    self.instance_id,
+                    self._epoch,
+                    state=self._state,
+                    load=self._current_load(),
+                    secret=self._secret,
                 )
                 asked_at = self._clock.unix()
                 self._hold(await self._client.send(call.within(self._step_seconds)))
@@ -273,7 +296,7 @@ class Registration:
         update = None if cached is None else cached.take(self._epoch)
         if cached is None or update is None:
             return
-        call = calls.publish_blocks(self.instance_id, self._epoch, update)
+        call = calls.publish_blocks(self.instance_id, self._epoch, update, secret=self._secret)
         try:
             published = await self._client.send(call.within(self._step_seconds))
         except BaseException:
@@ -282,27 +305,49 @@ class Registration:
         cached.kept(published.capacity)
 
     async def _register(self, seconds: float) -> None:
+        if self._drain_deadline is not None:
+            # The control plane forgets the drain with the registration.
+            self._state = InstanceState.DRAINING
         # A lease begins as joining or ready; what comes after is said by a heartbeat.
         begin = min(self._state, InstanceState.READY, key=list(InstanceState).index)
-        call = calls.register(self._spec, state=begin, incarnation=self._incarnation)
+        call = calls.register(
+            self._spec, state=begin, incarnation=self._incarnation, takes_secret=True
+        )
         asked_at = self._clock.unix()
         lease = await self._client.send(call.within(seconds))
-        self._epoch = lease.epoch
+        self._epoch, self._secret = lease.epoch, lease.secret
+        self._keep_secret()
         self._hold(lease)
         self._compare_clocks(asked_at)
         if self._on_epoch is not None:
             self._on_epoch(lease.epoch)
         if begin is not self._state:
             self._hold(
-                await self._client.heartbeat(self.instance_id, self._epoch, state=self._state)
+                await self._client.heartbeat(
+                    self.instance_id, self._epoch, state=self._state, secret=self._secret
+                )
+            )
+
+    def _keep_secret(self) -> None:
+        if self._secret is None:
+            return
+        try:
+            self._secret_file = keep_secret(self.instance_id, self._secret)
+        except OSError as error:
+            _log.warning(
+                "instance %s: its secret cannot be kept in a file (%s), so `kvxfer drain` needs a "
+                "token of scope admin; name a folder for it in KVXFER_RUNTIME_DIR",
+                *(self.instance_id, error),
             )
 
     def _hold(self, lease: Lease) -> None:
         self._lease = lease
         self._interval = lease.heartbeat_interval
-        self._state = self._state.advanced_to(lease.state)
         if lease.drain_seconds is not None:
             self._drain_deadline = self._clock.monotonic() + lease.drain_seconds
+        elif self._drain_deadline is not None and self._state is not InstanceState.DRAINING:
+            self._drain_deadline = None
+            _log.info("the drain of instance %s was undone", self.instance_id)
         if lease.role.known and lease.role is not self._spec.role:
             self._spec = replace(self._spec, role=lease.role)
             if self._on_role is not None:
@@ -326,13 +371,15 @@ class Registration:
             )
         self._clocks_differ = differ
 
-    def _look_at_drain(self) -> None:
-        if self._drain_deadline is None:
+    async def _look_at_drain(self) -> None:
+        if self._drain_deadline is None or not self._leaves_drained:
             return
         load = self._current_load() or Load()
         expected = 0 if self._lease is None else self._lease.reserved.transfers
         idle = not (load.running or load.waiting or expected)
         if idle or self._clock.monotonic() >= self._drain_deadline:
+            if self._state is not InstanceState.DRAINING:
+                await self.advance(InstanceState.DRAINING)  # it cannot be undone any more
             self._drained.set()
 
     @property

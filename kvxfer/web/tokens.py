@@ -25,6 +25,7 @@ class Scope(StrEnum):
 
     WORKER = "worker"  # join the fleet, keep a lease, leave
     ROUTER = "router"  # open and release transfers
+    TRAINER = "trainer"  # lead weight updates
     ADMIN = "admin"  # drain instances, change roles, release what others hold
     MONITOR = "monitor"  # read metrics and nothing else
 

@@ -49,6 +49,10 @@ def _refusal(said: str, about: list[str], arguments: Sequence[str | bytes]) -> C
             )
         case "stale", [name, epoch, living]:
             return refusals.stale_epoch(name, int(epoch), int(living) if living else None)
+        case "wrong-secret", [name, shown]:
+            return refusals.wrong_secret(name, shown)
+        case "leaving", [name]:
+            return refusals.leaving(name)
         case "not-ready", [name, state]:
             return refusals.not_ready(name, state)
         case "too-few-blocks", [name, unreserved, wanted]:

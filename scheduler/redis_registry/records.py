@@ -61,6 +61,7 @@ class _Member(msgspec.Struct, frozen=True):
     reserved: Reserved
     load: Load = Load()
     started: int = 0
+    secret: str = ""
     drain_deadline: float | None = None
 
 
@@ -168,7 +169,12 @@ def decode_instance(name: bytes, member: bytes, spec: bytes) -> Instance:
         started=held.started,
         reserved=held.reserved,
         drain_deadline=held.drain_deadline,
+        has_secret=bool(held.secret),
     )
+
+
+def decode_secret(member: bytes) -> str:
+    return _member.decode(member).secret
 
 
 def decode_change(entry_id: bytes, fields: Mapping[bytes, Any]) -> Change:

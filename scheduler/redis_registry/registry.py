@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -37,6 +38,7 @@ from kvxfer.scheduler.redis_registry.link import Link
 from kvxfer.scheduler.redis_registry.mirror import Mirror
 from kvxfer.scheduler.redis_registry.records import (
     decode_instance,
+    decode_secret,
     decode_sent,
     decode_table,
     decode_transfer,
@@ -143,6 +145,7 @@ class RedisRegistry(Registry):
         *,
         state: InstanceState = InstanceState.JOINING,
         incarnation: str = "",
+        secret: str = "",
     ) -> Lease:
         answer = await self._take(
             "register",
@@ -154,6 +157,7 @@ class RedisRegistry(Registry):
             spec.role.value,
             encode_spec(spec),
             spec.labels.get("zone", ""),
+            secret,
         )
         return lease(spec.instance_id, self._policy, answer)
 
@@ -164,6 +168,7 @@ class RedisRegistry(Registry):
         *,
         state: InstanceState | None = None,
         load: Load | None = None,
+        secret: str | None = None,
     ) -> Lease:
         answer = await self._take(
             "heartbeat",
@@ -172,11 +177,12 @@ class RedisRegistry(Registry):
             "" if state is None else state.value,
             encode_load(load),
             encode_sent(load),
+            _shown(secret),
         )
         return lease(instance_id, self._policy, answer)
 
     async def publish_blocks(
-        self, instance_id: str, epoch: int, update: BlockUpdate
+        self, instance_id: str, epoch: int, update: BlockUpdate, *, secret: str | None = None
     ) -> PublishedBlocks:
         answer = await self._take(
             "blocks",
@@ -186,21 +192,38 @@ class RedisRegistry(Registry):
             pack(update.added),
             pack(update.removed),
             str(MAX_HASHES_PER_INSTANCE),
+            _shown(secret),
         )
         with reading(f"what instance {instance_id!r} has cached"):
             (held,) = map(int, answer)
         return PublishedBlocks(held=held, capacity=MAX_HASHES_PER_INSTANCE)
 
-    async def deregister(self, instance_id: str, epoch: int) -> None:
-        await self._take("deregister", instance_id, str(epoch))
+    async def deregister(self, instance_id: str, epoch: int, *, secret: str | None = None) -> None:
+        await self._take("deregister", instance_id, str(epoch), _shown(secret))
 
-    async def drain(self, instance_id: str, *, seconds: float) -> Instance:
-        answer = await self._take("drain", instance_id, _micros(seconds))
+    async def drain(
+        self, instance_id: str, *, seconds: float, secret: str | None = None
+    ) -> Instance:
+        answer = await self._take("drain", instance_id, _micros(seconds), _shown(secret))
+        return self._mirror.completed(_instance(instance_id, answer))
+
+    async def undrain(self, instance_id: str) -> Instance:
+        answer = await self._take("undrain", instance_id)
         return self._mirror.completed(_instance(instance_id, answer))
 
     async def change_role(self, instance_id: str, role: Role) -> Instance:
         answer = await self._take("change_role", instance_id, role.value)
         return self._mirror.completed(_instance(instance_id, answer))
+
+    async def require_secret(self, instance_id: str, secret: str) -> None:
+        self._require_redis()
+        packed = await self._link.field(f"{self._link.prefix}:instances", instance_id)
+        if packed is None:
+            raise refusals.unknown_instance(instance_id)
+        with reading(f"instance {instance_id!r}"):
+            held = decode_secret(packed)
+        if held and not hmac.compare_digest(held, secret):
+            raise refusals.wrong_secret(instance_id, secret)
 
     async def instance(self, instance_id: str) -> Instance:
         await self._catch_up()
@@ -501,6 +524,11 @@ def _instance(instance_id: str, answer: list[bytes]) -> Instance:
     with reading(f"instance {instance_id!r}"):
         member, spec = answer
         return decode_instance(instance_id.encode(), member, spec)
+
+
+def _shown(secret: str | None) -> str:
+    """A secret as the scripts take it, `-` where they ask for none."""
+    return "-" if secret is None else secret
 
 
 def _micros(seconds: float) -> str:

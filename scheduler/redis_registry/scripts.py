@@ -20,6 +20,7 @@ Step: TypeAlias = Literal[
     "release",
     "reserve",
     "sweep",
+    "undrain",
     "weight_update",
 ]
 

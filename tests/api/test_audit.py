@@ -55,6 +55,8 @@ async def test_decisions_of_operators_and_workers(api, caplog):
     assert lines(caplog) == [("change role", {**ops, "instance_id": "p", "role": "decode"})]
     await api.post("/v1/instances/p/drain", json={"deadline_seconds": 5}, headers=OPS)
     assert lines(caplog) == [("drain", {**ops, "instance_id": "p", "seconds": 5.0})]
+    await api.delete("/v1/instances/p/drain", headers=OPS)
+    assert lines(caplog) == [("undo drain", {**ops, "instance_id": "p"})]
     await api.post("/v1/instances/q/drain", headers=WORKER)
     ((_, about),) = lines(caplog)
     assert (about["caller"], about["instance_id"]) == ("w1", "q")

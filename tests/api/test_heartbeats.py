@@ -34,9 +34,11 @@ def by_fastapi(monkeypatch) -> list[int]:
     seen: list[int] = []
     renew = instances.renew
 
-    async def noted(app: ControlPlane, instance_id: str, body: Heartbeat) -> Lease:
+    async def noted(
+        app: ControlPlane, instance_id: str, body: Heartbeat, secret: str | None
+    ) -> Lease:
         seen.append(body.epoch)
-        return await renew(app, instance_id, body)
+        return await renew(app, instance_id, body, secret)
 
     monkeypatch.setattr(instances, "renew", noted)
     return seen

@@ -106,3 +106,21 @@ def test_bodies_have_examples():
                 continue
             schema = content["application/json"]["schema"]
             assert resolve(schema)["examples"]
+
+
+def test_answers_to_bodies_name_what_they_ignore():
+    said = {
+        (method, path)
+        for path, methods in SCHEMA["paths"].items()
+        for method, operation in methods.items()
+        for status, response in operation["responses"].items()
+        if "Kvxfer-Ignored" in response.get("headers", {}) and status.startswith("2")
+    }
+    takes_json = {
+        (method, path)
+        for path, methods in SCHEMA["paths"].items()
+        for method, operation in methods.items()
+        if "application/json" in operation.get("requestBody", {}).get("content", {})
+    }
+    assert said == takes_json - {("put", "/v1/instances/{instance_id}/heartbeat")}
+    assert len(said) > 8

@@ -128,7 +128,8 @@ async def test_who_may_look_and_who_they_are(tmp_path: Path, registry, clock):
 
 async def test_without_tokens_everybody_may_everything(api):
     told = (await api.get("/v1/caller")).json()
-    assert told == {"name": "anonymous", "scopes": ["admin", "monitor", "router", "worker"]}
+    scopes = ["admin", "monitor", "router", "trainer", "worker"]
+    assert told == {"name": "anonymous", "scopes": scopes}
 
 
 async def test_decisions_of_the_autoscaler_are_told_with_their_reasons(clock):

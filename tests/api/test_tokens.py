@@ -35,7 +35,7 @@ def test_token_that_is_not_there_has_no_caller(token):
         (b"\xff", "no UTF-8"),
         (b"a worker", "line 1 of the tokens file has 2 words"),
         (b"a worker 0123456789abcdef x", "has 4 words"),
-        (b"a cook 0123456789abcdef", "has scope 'cook'; use worker, router, admin, monitor"),
+        (b"a cook 0123456789abcdef", "has scope 'cook'; use worker, router, trainer, admin, "),
         (b"a worker, 0123456789abcdef", "has scope ''"),
         (b"/ worker 0123456789abcdef", "names '/'"),
         (b"a worker short", "at least 16"),

@@ -1,4 +1,5 @@
-"""`kvxfer instances`, `transfers`, `drain` and `role`: tables, JSON, and one-line errors."""
+"""`kvxfer instances`, `transfers`, `drain`, `undrain` and `role`: tables, JSON, and one-line
+errors."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from kvxfer.client import ControlPlaneClient, Registration, SyncControlPlaneClient
+from kvxfer.client import (
+    ControlPlaneClient,
+    Credentials,
+    Registration,
+    SyncControlPlaneClient,
+)
 from kvxfer.instances import Instance, InstanceState, Load, Role, Snapshot
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.scheduler.lease_policy import LeasePolicy
@@ -211,13 +217,15 @@ def test_drain_without_waiting(server, client):
 
 
 @contextlib.contextmanager
-def living(url: str, load: Callable[[], Load]) -> Iterator[threading.Thread]:
+def living(
+    url: str, load: Callable[[], Load], token: str | None = None
+) -> Iterator[threading.Thread]:
     """A worker with its own event loop, which leaves when it is told to and has nothing left."""
     registered = threading.Event()
 
     async def live() -> None:
         async with (
-            ControlPlaneClient(url) as client,
+            ControlPlaneClient(url, credentials=Credentials(token=token)) as client,
             Registration(client, worker("p"), load=load) as registration,
         ):
             registered.set()
@@ -270,6 +278,64 @@ def test_drain_waits_until_the_worker_has_left():
             out, _ = draining.communicate(timeout=30)
         assert draining.returncode == 0
         assert json.loads(out)["left"] is True
+
+
+def test_drain_by_a_workers_token_shows_the_secret_of_the_worker_beside_it(tmp_path, monkeypatch):
+    tokens = tmp_path / "tokens"
+    tokens.write_text("w worker token-of-a-worker\nops admin token-of-operators\n")
+    monkeypatch.setenv("KVXFER_RUNTIME_DIR", str(tmp_path / "here"))
+    load = Load(running=1)
+    with (
+        RunningControlPlane(lease_seconds=4.5, tokens=watch_tokens(tokens)) as server,
+        living(server.url, lambda: load, "token-of-a-worker"),
+    ):
+
+        def drain(token: str, folder: str) -> subprocess.CompletedProcess[str]:
+            return kvxfer(
+                *("drain", "p", "--no-wait"),
+                KVXFER_CONTROL_PLANE=server.url,
+                KVXFER_TOKEN=token,
+                KVXFER_RUNTIME_DIR=str(tmp_path / folder),
+            )
+
+        refused = drain("token-of-a-worker", "elsewhere")
+        assert refused.returncode == 1
+        assert "[forbidden] only a call with the secret of its lease" in refused.stderr
+        assert drain("token-of-operators", "elsewhere").returncode == 0
+        accepted = drain("token-of-a-worker", "here")
+        assert accepted.returncode == 0, accepted.stderr
+        load = Load()
+
+
+def test_undrain_waits_for_the_workers_word():
+    load = Load(running=1)
+    with (
+        RunningControlPlane(lease_seconds=4.5) as server,
+        SyncControlPlaneClient(server.url) as client,
+        living(server.url, lambda: load),
+    ):
+        shown(server.url, "drain", "p", "--no-wait")
+        assert shown(server.url, "undrain", "p") == "p is ready\n"
+        assert client.instance("p").state is READY
+        told = json.loads(shown(server.url, "undrain", "p", "--json"))
+        assert (told["state"], told["drain_deadline"]) == ("ready", None)
+        shown(server.url, "drain", "p", "--no-wait")
+        load = Load()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_undrain_of_a_worker_that_leaves_is_an_error(server, client, late):
+    lease = client.register(worker("p"), state=READY)
+    client.drain("p")
+    if not late:
+        client.heartbeat("p", lease.epoch, state=InstanceState.DRAINING)
+    with started(server.url, "undrain", "p") as undraining:
+        if late:
+            until(client, lambda p: p.state is InstanceState.JOINING)
+            client.heartbeat("p", lease.epoch, state=InstanceState.DRAINING)
+        out, said = undraining.communicate(timeout=60)
+    assert (undraining.returncode, out) == (1, "")
+    assert "[instance-leaving] the worker of instance 'p' ha" in said
 
 
 def test_drain_until_idle_does_not_wait_for_the_worker_to_leave(server, client):
@@ -366,7 +432,13 @@ def test_worker_that_does_not_leave_is_an_error(server, client):
     assert "[deadline-exceeded] instance 'p' is still there" in said
 
 
-COMMANDS = [("instances",), ("transfers",), ("drain", "p"), ("role", "p", "decode")]
+COMMANDS = [
+    ("instances",),
+    ("transfers",),
+    ("drain", "p"),
+    ("undrain", "p"),
+    ("role", "p", "decode"),
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])

@@ -265,7 +265,7 @@ def test_both_clients_have_every_call():
         for name, value in vars(calls).items()
         if callable(value) and not name.startswith("_") and inspect.getmodule(value) is calls
     } - {"Call"}
-    assert len(described) == 24
+    assert len(described) == 25
     for kind in (ControlPlaneClient, SyncControlPlaneClient):
         for name in described:
             assert getattr(kind, name).__doc__ == getattr(calls, name).__doc__
@@ -279,6 +279,7 @@ async def test_method_keeps_its_name_and_arguments():
             "epoch",
             "state",
             "load",
+            "secret",
         ]
 
 

@@ -50,6 +50,7 @@ class Pod:
     def environment(self) -> dict[str, str]:
         given = variables(self.container)
         given |= {"POD_IP": "127.0.0.1", "NODE_NAME": "node", "KVXFER_INSTANCE_ID": self.name}
+        given["KVXFER_RUNTIME_DIR"] = str(self.folder / "runtime")  # each pod has a /tmp
         password = self.release.secret("kvxfer-registry")["password"]
         given |= {name: value.replace("secret@", f"{password}@") for name, value in given.items()}
         kept = {name: value for name, value in os.environ.items() if not name.startswith("KVXFER_")}
@@ -62,7 +63,7 @@ class Pod:
         text = text.replace("@kvxfer-registry:6379", f"@127.0.0.1:{self.redis_port}")
         for service in self.release.of("Service"):
             text = text.replace(f"//{service['metadata']['name']}:", "//127.0.0.1:")
-        return text.replace("$(REDISCLI_AUTH)", self.release.secret("kvxfer-registry")["password"])
+        return text
 
     def command(self, words: list[str]) -> list[str]:
         programs = {"kvxfer": [sys.executable, "-m", "kvxfer.cli"], "python3": [sys.executable]}

@@ -10,6 +10,11 @@ from typing import Any
 import helm_python
 import pytest
 
+from kvxfer.api.settings import Settings
+from kvxfer.router.settings import RouterSettings
+from kvxfer.scheduler.keyspace import Keyspace
+from kvxfer.settings import fields
+from kvxfer.web.listener import ConnectionLimits
 from tests.deploy.chart import CHART, VALUE_SETS, Rendered, render, value_set
 from tests.deploy.checks import CHECKS
 from tests.deploy.programs import variables, vllm_transfer
@@ -132,8 +137,29 @@ def test_options_of_the_transfer_engine_reach_the_workers() -> None:
 def test_the_chart_s_redis_refuses_steps_before_its_pod_is_killed() -> None:
     release = render({"registry": {"kind": "bundled"}})
     [redis] = [one for one in release.containers() if one.component == "registry"]
-    told = dict(zip(redis.arguments[::2], redis.arguments[1::2], strict=True))
+    _, *options = redis.arguments
+    told = dict(zip(options[::2], options[1::2], strict=True))
     assert told["--maxmemory-policy"] == "noeviction"
     assert int(told["--maxmemory"].removesuffix("mb")) < int(
         redis.spec["resources"]["limits"]["memory"].removesuffix("Mi")
     )
+
+
+def test_limits_in_the_values_are_those_of_the_programs() -> None:
+    values = render().values
+    compared = set()
+    for part, kinds in (
+        ("controlPlane", (Settings, ConnectionLimits)),
+        ("router", (RouterSettings, ConnectionLimits)),
+    ):
+        for field in (field for kind in kinds for field in fields(kind)):
+            head, *words = field.name.split("_")
+            name = head + "".join(word.title() for word in words)
+            if name in values[part] and name != "stopSeconds":  # pods may take longer
+                assert values[part][name] == field.default, (part, name)
+                compared.add((part, name))
+    assert {("controlPlane", "maxWaiting"), ("router", "maxHeldBytes")} <= compared
+    assert len(compared) == 15
+    keyspace = Keyspace()
+    assert values["registry"]["prefix"] == keyspace.registry_prefix
+    assert values["registry"]["logBytes"] == keyspace.registry_log_bytes

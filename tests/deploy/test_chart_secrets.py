@@ -38,6 +38,18 @@ def test_upgrade_keeps_every_secret(cluster: Cluster) -> None:
         assert after.secret(name) == before.secret(name)
 
 
+def test_no_secret_is_in_an_argument() -> None:
+    release = render({"registry": {"kind": "bundled"}})
+    words = [
+        word
+        for container in release.containers()
+        for word in (*container.spec.get("command", []), *container.arguments)
+    ]
+    password = release.secret("kvxfer-registry")["password"]
+    assert release.secret("kvxfer-registry")["auth.conf"] == f"requirepass {password}\n"
+    assert not [word for word in words if password in word or "$(REDIS" in word]
+
+
 def test_two_releases_have_nothing_in_common(cluster: Cluster) -> None:
     first, second = render().secret("kvxfer"), render().secret("kvxfer")
     assert {name for name in first if first[name] == second[name]} == set()
@@ -69,7 +81,7 @@ def test_exchange_hands_out_what_was_accepted_before(cluster: Cluster) -> None:
     leaked = first["worker-token"]
     assert parse_tokens(second["tokens"].encode()).caller(leaked) is not None
     assert parse_tokens(third["tokens"].encode()).caller(leaked) is None
-    assert len(third["tokens"].splitlines()) == 12
+    assert len(third["tokens"].splitlines()) == 15
 
 
 def test_cluster_key_that_was_taken_out_is_made_anew(cluster: Cluster) -> None:

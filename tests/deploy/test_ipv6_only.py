@@ -61,7 +61,12 @@ def running_redis(port: int, folder: Path) -> Iterator[str]:
     """The chart's Redis; its URL."""
     program = shutil.which("redis-server")
     assert program, "redis-server is missing: run `scripts/setup test`"
-    arguments = [a.replace("$(REDISCLI_AUTH)", PASSWORD) for a in container("registry").arguments]
+    secret = folder / "auth.conf"
+    secret.write_text(f"requirepass {PASSWORD}\n")
+    arguments = [
+        argument.replace("/etc/kvxfer/redis/auth.conf", str(secret))
+        for argument in container("registry").arguments
+    ]
     with Process("redis", program, *arguments, "--port", str(port), folder=folder) as redis:
         redis.ready(lambda: "Ready to accept connections" in redis.output)
         yield f"redis://:{PASSWORD}@[{ADDRESS}]:{port}/0"

@@ -14,8 +14,9 @@ from verify.polling import wait_until
 from verify.processes.fleet import Fleet
 from verify.processes.programs import Server
 
-WORKER, ROUTER, ADMIN, MONITOR = (f"{scope}-token-of-the-tests" for scope in Scope)
+WORKER, ROUTER, TRAINER, ADMIN, MONITOR = (f"{scope}-token-of-the-tests" for scope in Scope)
 TOKENS = f"""\
+job trainer {TRAINER}
 ops admin {ADMIN}
 wall monitor {MONITOR}
 node worker {WORKER}

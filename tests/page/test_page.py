@@ -19,7 +19,7 @@ from kvxfer.weight_updates import (
 )
 from verify.processes.fleet import CONTROL_PLANE
 
-from .fleet import ADMIN, MONITOR, WORKER, WORKERS, Requests
+from .fleet import ADMIN, MONITOR, TRAINER, WORKER, WORKERS, Requests
 from .looks import barriers, expect, live, shown_again, sign_in, take_picture
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def test_an_update_of_weights_is_followed(page, fleet, packages):
     sign_in(page, fleet.url, ADMIN)
     live(page)
     expect(page.locator("#updates-note")).to_have_text("none was announced")
-    credentials = Credentials(token=WORKER)
+    credentials = Credentials(token=TRAINER)
     with SyncControlPlaneClient(fleet.url, credentials=credentials) as client:
         update = AnnounceUpdate(
             update_id="u-7",

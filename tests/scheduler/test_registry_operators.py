@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.errors import NoCapacity, UnknownInstance
+from kvxfer.errors import InstanceLeaving, NoCapacity, UnknownInstance
 from kvxfer.instances import ChangeCause, InstanceState, Reserved, Role
 
 from .test_registry import LEASE, open_between, take
 
-READY, DRAINING = InstanceState.READY, InstanceState.DRAINING
+JOINING, READY = InstanceState.JOINING, InstanceState.READY
+DRAINING = InstanceState.DRAINING
 
 
 async def test_drained_instance_is_draining_until_its_deadline(fleet):
@@ -111,3 +112,68 @@ async def test_transfers_are_listed_from_the_oldest_while_they_are_open(fleet):
     assert await fleet.registry.transfers() == (opened[0], opened[2])
     await fleet.pass_time(LEASE)
     assert await fleet.registry.transfers() == ()
+
+
+# --- the undo of a drain ---------------------------------------------------------------------
+
+
+async def test_drain_that_is_undone_is_over_with_the_next_heartbeat(fleet):
+    lease = await fleet.join("p")
+    await fleet.join("d", Role.DECODE)
+    await fleet.registry.drain("p", seconds=30)
+    undone = await fleet.registry.undrain("p")
+    assert (undone.state, undone.drain_deadline) == (JOINING, None)
+    assert (undone.epoch, await fleet.registry.instance("p")) == (lease.epoch, undone)
+    with pytest.raises(NoCapacity):
+        await open_between(fleet, "p", "d")
+    told = await fleet.registry.heartbeat("p", lease.epoch, state=READY)
+    assert (told.state, told.drain_seconds) == (READY, None)
+    await open_between(fleet, "p", "d")
+
+
+async def test_undo_of_no_drain_changes_nothing(fleet):
+    lease = await fleet.join("p")
+    before = await fleet.registry.instance("p")
+    assert await fleet.registry.undrain("p") == before
+    await fleet.join("q")
+    (change,) = await take(fleet.registry, 1, lease.epoch)
+    assert change.instance.instance_id == "q"
+
+
+@pytest.mark.parametrize("drained", [True, False])
+async def test_worker_that_has_begun_to_leave_goes_on_leaving(fleet, drained):
+    lease = await fleet.join("p")
+    if drained:
+        await fleet.registry.drain("p", seconds=30)
+    await fleet.registry.heartbeat("p", lease.epoch, state=DRAINING)
+    with pytest.raises(InstanceLeaving, match="'p' has begun to leave") as refused:
+        await fleet.registry.undrain("p")
+    assert refused.value.details == {"instance_id": "p"}
+    assert (await fleet.registry.instance("p")).state is DRAINING
+
+
+async def test_undo_that_comes_as_the_worker_leaves_sends_it_nothing(fleet):
+    lease = await fleet.join("p")
+    await fleet.join("d", Role.DECODE)
+    await fleet.registry.drain("p", seconds=30)
+    await fleet.registry.undrain("p")
+    told = await fleet.registry.heartbeat("p", lease.epoch, state=DRAINING)
+    assert told.state is DRAINING
+    with pytest.raises(NoCapacity):
+        await open_between(fleet, "p", "d")
+
+
+async def test_watchers_see_the_undo(fleet):
+    lease = await fleet.join("p")
+    await fleet.registry.drain("p", seconds=30)
+    await fleet.registry.undrain("p")
+    await fleet.registry.heartbeat("p", lease.epoch, state=READY)
+    changes = await take(fleet.registry, 3, lease.epoch)
+    assert [change.instance.state for change in changes] == [DRAINING, JOINING, READY]
+    assert {change.cause for change in changes} == {ChangeCause.STATE_CHANGED}
+    assert changes[1].instance.drain_deadline is None
+
+
+async def test_drain_of_an_unknown_instance_cannot_be_undone(fleet):
+    with pytest.raises(UnknownInstance, match="'nobody'"):
+        await fleet.registry.undrain("nobody")

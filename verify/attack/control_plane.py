@@ -8,13 +8,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import httpx2
 import msgspec
 
+from kvxfer.instance_secret import HEADER
 from kvxfer.ticket import Ticket, sign_ticket, verify_ticket
 from kvxfer.web.tokens import Scope, watch_tokens
 from verify.block_tables import block_table
@@ -35,9 +36,15 @@ class Plane:
     """A running control plane with a prefill and a decode worker."""
 
     client: httpx2.Client
+    leases: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What the registration of each worker answered."""
 
-    def call(self, scope: str, method: str, path: str, **arguments: Any) -> httpx2.Response:
+    def call(
+        self, scope: str, method: str, path: str, secret: str | None = None, **arguments: Any
+    ) -> httpx2.Response:
         headers = {"Authorization": f"Bearer {_token(scope)}"}
+        if secret is not None:
+            headers[HEADER] = secret
         return self.client.request(method, path, headers=headers, **arguments)
 
     def open(self) -> Ticket:
@@ -73,9 +80,10 @@ def control_plane() -> Iterator[Plane]:
             plane = Plane(client)
             for name, role in (("p", "prefill"), ("d", "decode")):
                 body = msgspec.json.decode(msgspec.json.encode(worker(name, role)))
-                body |= {"state": "ready", "incarnation": ""}
+                body |= {"state": "ready", "incarnation": "", "takes_secret": True}
                 answer = plane.call("worker", "POST", "/v1/instances", json=body)
                 assert answer.status_code == 201, answer.text
+                plane.leases[name] = answer.json()
             yield plane
 
 
@@ -93,6 +101,29 @@ def without_rights(plane: Plane, rng: random.Random) -> Tried:
         headers = wrong[index % 6] if index % 6 < 5 else {"Authorization": f"Bearer {rng.random()}"}
         codes.append(_code(plane.client.post("/v1/transfers", json={}, headers=headers)))
     return _refused(codes, ("unauthenticated", "forbidden", "rate-limited"))
+
+
+def other_workers(plane: Plane, rng: random.Random) -> Tried:
+    """A worker that has the token of all, and knows every epoch, acts as another instance."""
+    codes = []
+    for index in range(_MANY):
+        name, own = ("p", "d") if index % 2 else ("d", "p")
+        epoch = plane.call("worker", "GET", f"/v1/instances/{name}").json()["epoch"]
+        secret = (None, plane.leases[own]["secret"], rng.randbytes(32).hex())[index % 3]
+        path = f"/v1/instances/{name}"
+        call: dict[str, Any]
+        match index % 4:
+            case 0:
+                method, path, call = "PUT", f"{path}/heartbeat", {"json": {"epoch": epoch}}
+            case 1:
+                body = {"epoch": epoch, "reset": True}
+                method, path, call = "POST", f"{path}/blocks", {"json": body}
+            case 2:
+                method, path, call = "POST", f"{path}/drain", {"json": {"deadline_seconds": 0}}
+            case _:
+                method, call = "DELETE", {"params": {"epoch": epoch}}
+        codes.append(_code(plane.call("worker", method, path, secret, **call)))
+    return _refused(codes, ("forbidden",))
 
 
 def tickets(plane: Plane, rng: random.Random) -> Tried:
@@ -159,6 +190,7 @@ def _refused(codes: list[str], expected: tuple[str, ...]) -> Tried:
 
 ATTACKS: Final[tuple[tuple[str, Callable[[Plane, random.Random], Tried]], ...]] = (
     ("REST: callers without rights", without_rights),
+    ("REST: calls as another instance", other_workers),
     ("REST: forged, foreign, expired tickets", tickets),
     ("REST: altered block tables", altered_tables),
 )

@@ -35,7 +35,11 @@ class Fleet:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         """The URL of the control plane."""
-        self.variables = {"KVXFER_CLUSTER_KEY": secrets.token_hex(32), **variables}
+        self.variables = {
+            "KVXFER_CLUSTER_KEY": secrets.token_hex(32),
+            "KVXFER_RUNTIME_DIR": str(self.folder / "runtime"),
+            **variables,
+        }
 
     def start_all(self) -> None:
         """Runs at the begin of the block. Subclasses start processes here."""

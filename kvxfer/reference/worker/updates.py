@@ -78,7 +78,12 @@ class WorkerUpdates:
     async def _decided(self, update_id: str) -> Literal["committed", "aborted"] | None:
         assert self._control_plane is not None  # noqa: S101 (it is asked for this only then)
         try:
-            decided = await self._control_plane.decide_weight_update(update_id, Decision.ABORT)
+            decided = await self._control_plane.decide_weight_update(
+                update_id,
+                Decision.ABORT,
+                instance_id=self._endpoint.instance_id,
+                secret=None if self.registration is None else self.registration.secret,
+            )
         except UnknownWeightUpdate:
             return None
         return "committed" if decided.decision is Decision.COMMIT else "aborted"

@@ -1,11 +1,11 @@
 -- ARGV: [5] id, [6] epoch, [7] 1 where all that was there before goes, [8] hashes that come, [9]
--- that go, six bytes each, [10] how many are kept. Returns how many there are.
+-- that go, six bytes each, [10] how many are kept, [11] secret. Returns how many there are.
 local id, epoch, reset, added, removed = ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9]
 local SIZE = 6
 
-local member = member_of(id)
-if not member or int(member.epoch) ~= epoch then
-  return {'stale', id, epoch, member and int(member.epoch) or ''}
+local _, refused = living(id, epoch, ARGV[11])
+if refused then
+  return refused
 end
 
 -- The first byte says which of the 16 parts a hash is in; the part has the rest.

@@ -1,12 +1,12 @@
--- ARGV: [5] id, [6] epoch.
+-- ARGV: [5] id, [6] epoch, [7] secret.
 local id, epoch = ARGV[5], ARGV[6]
 
-local member = member_of(id)
-if not member then
+if not member_of(id) then
   return {'unknown-instance'}
 end
-if int(member.epoch) ~= epoch then
-  return {'stale', id, epoch, int(member.epoch)}
+local _, refused = living(id, epoch, ARGV[7])
+if refused then
+  return refused
 end
 remove(id, 'deregistered')
 return {'ok'}

@@ -1,13 +1,13 @@
 -- ARGV: [5] id, [6] epoch, [7] state or empty, [8] msgpack of the load or empty, [9] msgpack of
--- what it sends to whom or empty. Returns the lease.
+-- what it sends to whom or empty, [10] secret. Returns the lease.
 --
 -- What it sends goes into no record: it is as long as the fleet is large, and only an overview
 -- asks for it.
 local id, epoch, wanted, load, sent = ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9]
 
-local member = member_of(id)
-if not member or int(member.epoch) ~= epoch then
-  return {'stale', id, epoch, member and int(member.epoch) or ''}
+local member, refused = living(id, epoch, ARGV[10])
+if refused then
+  return refused
 end
 member.heartbeat_at = now / 1000000
 if load ~= '' then
@@ -18,6 +18,9 @@ if load ~= '' then
   else
     redis.call('HSET', SENT, id, sent)
   end
+end
+if wanted == 'draining' then
+  member.leaving = true
 end
 local moved = wanted ~= '' and ORDER[wanted] > ORDER[member.state]
 if moved then

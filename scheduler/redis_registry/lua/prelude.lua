@@ -4,8 +4,8 @@
 -- [2] how many bytes of the log are kept, [3] how many changes, [4] the lease in microseconds; a
 -- step's own arguments follow.
 --
--- instances   hash     id -> msgpack of the member: epoch, state, role, incarnation, load, reserved,
---                      times
+-- instances   hash     id -> msgpack of the member: epoch, state, role, incarnation, secret (SHA-256),
+--                      load, reserved, times
 -- specs       hash     id -> what the worker registered, as JSON
 -- blocks      hash     id and : and a hexadecimal digit -> the hashes of the blocks it has cached that
 --                      begin with this digit of 11: the other ten digits of each, five bytes
@@ -201,6 +201,25 @@ local function member_of(id)
     return nil
   end
   return read_member(id)
+end
+
+-- The member of an instance that lives under an epoch, for a caller that showed a secret (prelude of
+-- registry.py); else nothing and why not. ANY asks for no secret.
+local ANY = '-'
+
+local function refused_secret(id, member, shown)
+  if shown == ANY or (member.secret or '') == '' or member.secret == shown then
+    return nil
+  end
+  return {'wrong-secret', id, shown}
+end
+
+local function living(id, epoch, shown)
+  local member = member_of(id)
+  if not member or int(member.epoch) ~= epoch then
+    return nil, {'stale', id, epoch, member and int(member.epoch) or ''}
+  end
+  return member, refused_secret(id, member, shown)
 end
 
 -- A transfer that is open, as msgpack.

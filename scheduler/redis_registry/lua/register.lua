@@ -1,5 +1,5 @@
 -- ARGV: [5] id, [6] state, [7] incarnation, [8] blocks, [9] HTTP address, [10] role, [11] spec as
--- JSON, [12] zone or empty. Returns the lease, or who holds the id.
+-- JSON, [12] zone or empty, [13] secret or empty. Returns the lease, or who holds the id.
 local id, state, incarnation, zone = ARGV[5], ARGV[6], ARGV[7], ARGV[12]
 
 local holder = member_of(id)
@@ -20,6 +20,7 @@ local member = {
   state = state,
   role = ARGV[10],
   incarnation = incarnation,
+  secret = ARGV[13],
   http_address = ARGV[9],
   num_blocks = tonumber(ARGV[8]),
   registered_at = now / 1000000,

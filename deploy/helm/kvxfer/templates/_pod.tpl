@@ -79,6 +79,13 @@ capabilities: {drop: [ALL]}
 {{- end }}
 {{- end -}}
 
+{{/* What a server bears of its clients, as options: the values of its part. */}}
+{{- define "kvxfer.limits" -}}
+{{- $args := list (printf "--header-seconds=%v" .headerSeconds) (printf "--body-seconds=%v" .bodySeconds) -}}
+{{- $args = append $args (printf "--max-connections=%d" (int64 .maxConnections)) -}}
+{{- append $args (printf "--max-body-bytes=%d" (int64 .maxBodyBytes)) | toRawJson -}}
+{{- end -}}
+
 {{/* Arguments, one per line and quoted: what they are is the program's business, not YAML's. */}}
 {{- define "kvxfer.arguments" -}}
 {{- range $index, $argument := . }}
