@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 from kvxfer.event_stream import EventParser
-from kvxfer.instances import Role
+from kvxfer.instances import Load, Role
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from tests.network import Answer, Network, Reply
 from tests.virtual_time import VirtualClock, passes
@@ -404,6 +404,21 @@ async def test_a_stream_goes_on_once(network: Network, control_plane: EmbeddedRe
     assert error["message"].endswith("does not go on at another worker as it has gone on once")
     assert "kvxfer_router_continued_streams_total 1.0" in metrics
     assert not await control_plane.transfers()
+
+
+async def test_the_worker_that_was_lost_is_avoided(
+    network: Network, control_plane: EmbeddedRegistry
+) -> None:
+    """It is still the least loaded one."""
+    lost = VllmLike(dies_after=6)
+    fleet = Fleet(network, lost)
+    await fleet.join()
+    epoch = (await control_plane.instance("d2")).epoch
+    await control_plane.heartbeat("d2", epoch, load=Load(running=50))
+    answer, metrics = await ask(network, COMPLETIONS, {"ignore_eos": True})
+    assert said_by(answer.content).done
+    assert (len(lost.asked), len(fleet.stays.asked)) == (1, 1)
+    assert "kvxfer_router_retries_total{" not in metrics
 
 
 async def test_a_continuation_that_fails_before_it_says_anything_is_tried_again(
