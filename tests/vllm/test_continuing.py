@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import httpx2
 import pytest
+from tokenizers import Tokenizer
 
 from kvxfer.event_stream import EventParser
 from verify.polling import wait_until
@@ -27,10 +28,15 @@ STREAMS: Final = 16
 Event = dict[str, Any]
 
 
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    """A token is a byte."""
+    return make_model(folder / "bytes", "--tokenizer", "bytes")
+
+
 @pytest.fixture
-def fleet(folder: Path) -> Iterator[Fleet]:
+def fleet(model: Path) -> Iterator[Fleet]:
     """Two servers, each of which serves alone, as there is no prefill worker."""
-    model = make_model(folder / "bytes", "--tokenizer", "bytes")
     with Fleet() as fleet:
         fleet.start_control_plane("--lease-seconds", "300")
         fleet.start_router("--continue-streams", "--first-token-seconds", "300")
@@ -42,11 +48,12 @@ def fleet(folder: Path) -> Iterator[Fleet]:
         yield fleet
 
 
-def body_of(number: int) -> tuple[str, Event]:
+def body_of(number: int, allowed: list[int]) -> tuple[str, Event]:
     """Its route, and its body without a stop string."""
     asked: Event = {"model": "tiny", "temperature": 0, "ignore_eos": True, "max_tokens": TOKENS}
     asked |= {"stream": True, "stream_options": {"include_usage": True}}
-    if number % 3 == 2:
+    asked["allowed_token_ids"] = allowed
+    if number % 4 > 1:
         asked["stream_interval"] = 7
     if number % 2:
         said = [{"role": "user", "content": f"Stream {number}"}]
@@ -82,12 +89,16 @@ def said_by(events: list[Event]) -> tuple[str, list[Any], Any, Any]:
     return text, ends, events[-1]["usage"], seen
 
 
-async def test_streams_say_what_one_server_says(fleet: Fleet, rng: random.Random) -> None:
-    bodies = [body_of(number) for number in range(STREAMS)]
+async def test_streams_say_what_one_server_says(
+    fleet: Fleet, model: Path, rng: random.Random
+) -> None:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    # Many events end in the middle of a character.
+    bodies = [body_of(number, tokenizer.encode("a bé€🙂").ids) for number in range(STREAMS)]
     alone = fleet.running["second"].url
     whole = await asyncio.gather(*(stream(alone, *each, set()) for each in bodies))
     for number, (_, body) in enumerate(bodies):
-        if number % 4 > 1:  # a stop string that comes late
+        if number % 8 > 3:  # a stop string that comes late
             text = said_by(whole[number])[0]
             at = rng.randrange(len(text) // 2, len(text) - 12)
             body["stop"] = [text[at : at + 9], "nowhere to be found"]
