@@ -49,8 +49,8 @@ _NOT_THERE: Final = frozenset({403, 404, 405, 501})
 # Of images only the places in the prompt are wanted.
 _NO_PAYLOAD: Final = {"mm_payload": as_raw("none")}
 
-# Bytes of a character, and tokens before it that are enough to decode it by.
-_CHARACTER: Final = 4
+# Tokens after which a worker has to have said some text, and those that are enough to decode one by.
+_MOST_TORN: Final = 32
 _BEFORE: Final = 12
 _REPLACEMENT: Final = "\ufffd"
 
@@ -192,7 +192,7 @@ class Rendering:
     async def torn(self, tokens: list[int], model: str | None, worker: str) -> int | None:
         """How many of the last tokens are the begin of a character whose end is missing; None where
         the worker does not say."""
-        for torn in range(min(_CHARACTER, len(tokens) + 1)):
+        for torn in range(min(_MOST_TORN, len(tokens) + 1)):
             last = tokens[max(len(tokens) - torn - _BEFORE, 0) : len(tokens) - torn]
             body = msgspec.json.encode({"model": model, "tokens": last})
             try:
