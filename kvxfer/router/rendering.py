@@ -49,7 +49,7 @@ _NOT_THERE: Final = frozenset({403, 404, 405, 501})
 # Of images only the places in the prompt are wanted.
 _NO_PAYLOAD: Final = {"mm_payload": as_raw("none")}
 
-# Tokens after which a worker has to have said some text, and those that are enough to decode one by.
+# Tokens of which one has text at least, and those before one that are enough to decode it by.
 _MOST_TORN: Final = 32
 _BEFORE: Final = 12
 _REPLACEMENT: Final = "\ufffd"
