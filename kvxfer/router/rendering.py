@@ -49,7 +49,7 @@ _NOT_THERE: Final = frozenset({403, 404, 405, 501})
 # Of images only the places in the prompt are wanted.
 _NO_PAYLOAD: Final = {"mm_payload": as_raw("none")}
 
-# Tokens of which one has text at least, and those before one that are enough to decode it by.
+# Among so many tokens at least one has text; so many before a token are enough to decode it.
 _MOST_TORN: Final = 32
 _BEFORE: Final = 12
 _REPLACEMENT: Final = "\ufffd"

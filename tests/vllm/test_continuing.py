@@ -38,7 +38,7 @@ def model(folder: Path) -> Path:
 
 @pytest.fixture
 def fleet(model: Path) -> Iterator[Fleet]:
-    """Two servers, each of which serves alone, as there is no prefill worker."""
+    """Two servers. Each serves alone, as there is no prefill worker."""
     with Fleet() as fleet:
         fleet.start_control_plane("--lease-seconds", "300")
         fleet.start_router("--continue-streams", "--first-token-seconds", "300")
