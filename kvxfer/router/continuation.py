@@ -49,28 +49,23 @@ _REPLACED: Final = frozenset(
 _OFF: Final = (b"false",)
 _EMPTY: Final = (b"[]",)
 _ZERO: Final = (b"0", b"0.0")
-# Those that prevent it, by the values with which they do not, beside null.
-_PREVENT: Final[Mapping[str, tuple[bytes, ...]]] = {
+# Values with which other members do not prevent it, beside null.
+_HARMLESS: Final[Mapping[str, tuple[bytes, ...]]] = {
     "n": (b"1",),
     "best_of": (b"1",),
     "echo": _OFF,
-    "suffix": (),
-    "prompt_embeds": (),
     "use_beam_search": _OFF,
     "logprobs": _OFF,
     "top_logprobs": (b"0",),
     "logprob_token_ids": _EMPTY,
-    "prompt_logprobs": (),
     "tools": _EMPTY,
     "tool_choice": (b'"none"',),
     "response_format": (b'{"type":"text"}',),
-    "structured_outputs": (),
     "include_reasoning": (b"true",),
     "thinking_token_budget": (b"-1",),
     "presence_penalty": _ZERO,
     "frequency_penalty": _ZERO,
     "bad_words": _EMPTY,
-    "repetition_detection": (),
     "watermarking": _OFF,
     "vllm_xargs": (b"{}",),
 }
@@ -90,10 +85,10 @@ def prevented_by(asked: Asked) -> str:
             continue
         value = value_of(members, name)
         if name in _KEPT:
-            prevents = value is None  # not read by msgspec
+            harmless = value is not None  # else the router cannot read it
         else:
-            prevents = msgspec.json.encode(value) not in _PREVENT.get(name, ())
-        if prevents:
+            harmless = msgspec.json.encode(value) in _HARMLESS.get(name, ())
+        if not harmless:
             return name
     greedy = msgspec.json.encode(value_of(members, "temperature")) in _ZERO
     if has(members, "seed") and not greedy:

@@ -345,6 +345,23 @@ async def test_members_without_effect_do_not_prevent_it(
     assert "kvxfer_router_continued_streams_total 1.0" in metrics
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/generate"])
+async def test_streams_of_other_routes_are_not_continued(
+    network: Network, control_plane: EmbeddedRegistry, path: str
+) -> None:
+    async def falls_silent(_body: dict[str, Any], reply: Reply) -> None:
+        await reply.begin(200, EVENTS)
+        await reply.write(b'data: {"text": "a"}\n\n')
+        await asyncio.Event().wait()
+
+    await Fleet(network, falls_silent, VllmLike(dies_after=1, dies=falls_silent)).join()
+    said = [{"role": "user", "content": "hi"}]
+    body = {"model": "llama", "input": "hi", "text": "hi", "messages": said, "max_tokens": 9}
+    async with network.routed(continue_streams=True, token_seconds=1) as client:
+        answer = await client.post(path, json={**body, "stream": True})
+    assert f"does not go on at another worker because of {path}" in answer.text
+
+
 ROLE = chat_chunk(role="assistant", content="")
 
 
