@@ -131,7 +131,9 @@ class _OpenAi(Dialect):
     """Completions and chat completions."""
 
     # With a seed, vLLM 0.32 on a CPU ends at a prompt that it computes in chunks.
-    not_for_prefill = frozenset({"max_completion_tokens", "min_tokens", "n", "best_of", "seed"})
+    not_for_prefill = frozenset(
+        {"max_completion_tokens", "min_tokens", "n", "best_of", "seed", "return_token_ids"}
+    )
     prompt_usage = ("prompt_tokens_details",)
     tells_usage = re.compile(rb'"prompt_tokens_details": ?\{')
 

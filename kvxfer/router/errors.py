@@ -103,6 +103,25 @@ class WorkerKeyRefused(KvxferError):
     code = "worker-key-refused"
 
 
+class StreamLost(Exception):
+    """A stream broke off with `error`, and does not go on at another worker.
+
+    `because` says why, and `param` is the member that prevents it; nothing where none ever goes on.
+    """
+
+    def __init__(self, error: KvxferError, because: str = "", param: str | None = None) -> None:
+        super().__init__(str(error))
+        self.error, self.because, self.param = error, because, param
+
+    def error_object(self) -> dict[str, Any]:
+        """The `error` of the stream's last event."""
+        told = error_object(self.error)
+        if self.because:
+            told["message"] += f"; the stream does not go on at another worker {self.because}"
+            told["param"] = self.param
+        return told
+
+
 _STATUS: Final[dict[type[KvxferError], int]] = {
     InvalidArgument: 400,
     PromptTooLong: 400,

@@ -26,12 +26,14 @@ from kvxfer.errors import (
     TransferRefused,
 )
 from kvxfer.router.asked import Asked
-from kvxfer.router.bodies import Members
+from kvxfer.router.bodies import Members, as_raw
 from kvxfer.router.connections import WorkerConnections
+from kvxfer.router.continuation import Continuation
 from kvxfer.router.downstream import Downstream
 from kvxfer.router.errors import WorkerError
 from kvxfer.router.event_bytes import EventBytes, data_of, events_in, with_data
 from kvxfer.router.settings import RouterSettings
+from kvxfer.router.transcript import Transcript
 from kvxfer.router.worker_errors import error_event, error_of, is_refusal
 from kvxfer.tracing.span import HEADER, Span, child, span
 from kvxfer.transfers import OpenedTransfer, Party
@@ -115,14 +117,19 @@ class Exchange:
         settings: RouterSettings,
         *,
         last: bool = False,
+        transcript: Transcript | None = None,
+        continuation: Continuation | None = None,
         inter_token: Callable[[float], None] = lambda _: None,
     ) -> None:
         """`last`: a stream in which the worker tells of its error is the client's answer, as no
-        attempt follows. `inter_token` is told the seconds between two parts of a stream."""
+        attempt follows. `transcript`: of a stream that may go on at another worker, and then its
+        `continuation`. `inter_token` is told the seconds between two parts of a stream."""
         self._http = http
         self._transfer = transfer
         self._asked = asked
         self._settings = settings
+        self._transcript = transcript
+        self._continuation = continuation
         self._inter_token = inter_token
         own = {
             "X-Request-ID": transfer.request_id,
@@ -233,9 +240,12 @@ class Exchange:
         return _Stream(response, parts, first)
 
     def _for_decode(self) -> bytes:
-        if not self._paired:
-            return self._asked.content
         body: Members = self._asked.members
+        if self._transcript is not None:
+            body = {**body, "return_token_ids": as_raw(True)}
+        if not self._paired:
+            known = body is self._asked.members
+            return self._asked.content if known else msgspec.json.encode(body)
         if self._takes_logprobs:
             # vLLM would compute the prompt again, although prefill has.
             body = {name: value for name, value in body.items() if name != "prompt_logprobs"}
@@ -385,17 +395,19 @@ class Exchange:
     async def _pass_stream(self, client: Downstream, stream: _Stream) -> None:
         party, dialect = self._transfer.decode, self._asked.dialect
         await client.begin(stream.response.status_code, _passed_stream(stream.response))
+        # What is known of the client's prompt is not what is known of a continuation's.
+        with_usage = self._prefill is not None and self._continuation is None
         last = whole = stream.first
         try:
             async with WaitLimit(self._settings.token_seconds) as limit:
                 while True:
                     if whole:
-                        if self._prefill is not None and dialect.tells_usage.search(whole):
+                        if with_usage and dialect.tells_usage.search(whole):
                             whole = await self._with_usage(whole)
                         if _ERROR in whole:
                             self._note_error(whole)
                         last = whole
-                        await client.send(whole)
+                        await self._send_on(client, whole)
                     limit.begin()
                     came = await self._next(stream.parts)
                     self._inter_token(limit.end())
@@ -414,6 +426,17 @@ class Exchange:
             ) from None
         if self.stream_error is None and not dialect.ended(last):
             raise _lost(party, None)
+
+    async def _send_on(self, client: Downstream, whole: bytes) -> None:
+        rewriting = self._continuation or self._transcript
+        if rewriting is not None:
+            whole = rewriting.take(whole)
+        if not whole:
+            return
+        if self._transcript is None or self._transcript.begun:
+            await client.send(whole)
+        else:
+            await client.comment(whole)
 
     async def _with_usage(self, whole: bytes) -> bytes:
         """The events with what prefill knows of the prompt in their usage."""
@@ -448,17 +471,29 @@ class Exchange:
         """Prefill's answer; None where it is lost although decode has the cache."""
         assert self._prefill is not None  # noqa: S101
         await asyncio.wait({self._prefill}, timeout=_PREFILL_SECONDS)
-        with contextlib.suppress(WorkerFailed, asyncio.InvalidStateError, *UNREADABLE):
-            return msgspec.json.decode(self._prefill.result(), type=JsonObject)
+        return self.of_prefill()
+
+    def of_prefill(self) -> JsonObject | None:
+        """Prefill's answer; None where there is none."""
+        answer = self._prefill
+        if answer is None or not answer.done() or answer.cancelled():
+            return None
+        with contextlib.suppress(WorkerFailed, *UNREADABLE):
+            return msgspec.json.decode(answer.result(), type=JsonObject)
         return None
 
     def _note_error(self, whole: bytes) -> None:
-        address = self._transfer.decode.http_address
+        """Raises WorkerFailed where another worker can go on with the stream."""
+        party = self._transfer.decode
+        address = party.http_address
         for event in events_in(whole):
             with contextlib.suppress(*UNREADABLE):
                 data = data_of(event) or b"{}"
                 told = msgspec.json.decode(data, type=JsonObject)
                 self.stream_error = error_event(address, told, data) or self.stream_error
+        goes_on = self._transcript is not None and not self._transcript.refusal
+        if goes_on and self.stream_error is not None and not is_refusal(self.stream_error):
+            raise WorkerFailed(self.stream_error, party.instance_id)
 
     def _said(self, party: Party, error: KvxferError) -> WorkerFailed:
         """What comes of an error that `party` tells of."""

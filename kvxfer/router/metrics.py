@@ -40,6 +40,10 @@ class Metrics:
             "Streams that ended with an error after their first token.",
             "code",
         )
+        self.continued_streams = metrics.counter(
+            "kvxfer_router_continued_streams_total",
+            "Streams whose decode worker was lost and that went on at another one.",
+        )
         self.aborted = metrics.counter(
             "kvxfer_router_aborted_total", "Requests whose client left, or stopped reading."
         )

@@ -150,6 +150,16 @@ class FleetModels:
             raise _unknown(name, cards)
         return cards[name]
 
+    async def context_length(self, name: str) -> int | None:
+        """Tokens of a prompt and its answer, as servers of the model or of the adapter tell it."""
+        with contextlib.suppress(KvxferError):
+            cards = {card["id"]: card for card in await self.cards()}
+            own = cards.get(name, {})
+            base = cards.get(own.get("parent"), {})
+            length = own.get("max_model_len") or base.get("max_model_len")
+            return length if isinstance(length, int) else None
+        return None
+
     async def _look(self) -> _View:
         before = self._last
         known = () if before is None else before.pages

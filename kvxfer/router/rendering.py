@@ -49,11 +49,20 @@ _NOT_THERE: Final = frozenset({403, 404, 405, 501})
 # Of images only the places in the prompt are wanted.
 _NO_PAYLOAD: Final = {"mm_payload": as_raw("none")}
 
+# Among so many tokens at least one has text; so many before a token are enough to decode it.
+_MOST_TORN: Final = 32
+_BEFORE: Final = 12
+_REPLACEMENT: Final = "\ufffd"
+
 _Tokens = list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]]
 
 
 class _Tokenized(msgspec.Struct):
     tokens: _Tokens
+
+
+class _Detokenized(msgspec.Struct):
+    prompt: str
 
 
 class _RenderedPrompt(msgspec.Struct):
@@ -179,6 +188,23 @@ class Rendering:
         finally:
             self._count(outcome)
         return asked
+
+    async def torn(self, tokens: list[int], model: str | None, worker: str) -> int | None:
+        """How many of the last tokens are the begin of a character whose end is missing; None where
+        the worker does not say."""
+        for torn in range(min(_MOST_TORN, len(tokens) + 1)):
+            last = tokens[max(len(tokens) - torn - _BEFORE, 0) : len(tokens) - torn]
+            body = msgspec.json.encode({"model": model, "tokens": last})
+            try:
+                async with asyncio.timeout(_GIVE_UP_SECONDS):
+                    answer = await self._post(worker + "/detokenize", body)
+                answer.raise_for_status()
+                text = msgspec.json.decode(answer.content, type=_Detokenized).prompt
+            except (httpx2.HTTPError, msgspec.DecodeError, TimeoutError):
+                return None
+            if not text.endswith(_REPLACEMENT):
+                return torn
+        return None
 
     def _text(self, asked: Asked) -> bytes:
         """What a tokenizer is asked; nothing where it does not know all of the prompt."""

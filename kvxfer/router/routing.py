@@ -28,11 +28,14 @@ from kvxfer.errors import (
     NoCapacity,
     NotAggregating,
     PromptTooLong,
+    ProtocolError,
 )
 from kvxfer.router.asked import Asked
 from kvxfer.router.connections import WorkerConnections
+from kvxfer.router.continuation import Continuation, limit_of, prevented_by
 from kvxfer.router.downstream import Downstream
 from kvxfer.router.errors import (
+    StreamLost,
     WorkerError,
     WorkerKeyRefused,
     error_object,
@@ -42,6 +45,7 @@ from kvxfer.router.metrics import Metrics
 from kvxfer.router.models import FleetModels
 from kvxfer.router.rendering import Rendering
 from kvxfer.router.settings import RouterSettings
+from kvxfer.router.transcript import Transcript
 from kvxfer.router.worker_errors import is_refusal
 from kvxfer.tracing.span import span
 from kvxfer.transfers import MAX_WAIT_SECONDS, OpenedTransfer
@@ -106,6 +110,9 @@ class Router:
         try:
             with self._counted():
                 await self._serve(asked, client)
+        except StreamLost as lost:
+            self._metrics.failed_streams.labels(lost.error.code).inc()
+            await client.send(asked.dialect.error_event(lost.error_object()))
         except KvxferError as error:
             if not client.begun:
                 raise
@@ -116,20 +123,102 @@ class Router:
             asked = replace(asked, model=await self.models.only())
         asked = await self._prompts.prepared(asked)
         attempts = _Attempts(asked, self._settings, self._metrics, self._clock)
+        going_on = self._settings.continue_streams and asked.streams
+        prevented = prevented_by(asked) if going_on else ""
+        transcript = Transcript(asked) if going_on and not prevented else None
+        exchange: Exchange | None
+        try:
+            exchange = await self._answered(asked, client, attempts, transcript=transcript)
+        except _BrokeOff as broke_off:
+            if transcript is None:
+                raise broke_off.lost(prevented) from broke_off.failure
+            exchange = await self._gone_on(asked, client, transcript, broke_off)
+        if exchange is not None and exchange.stream_error is not None:
+            self._metrics.failed_streams.labels(exchange.stream_error.code).inc()
+
+    async def _answered(
+        self,
+        asked: Asked,
+        client: Downstream,
+        attempts: _Attempts,
+        *,
+        transcript: Transcript | None = None,
+        continuation: Continuation | None = None,
+    ) -> Exchange:
+        """The exchange whose answer the client has. Raises _BrokeOff for one that it has in part.
+
+        It is the answer to a whole request, or the `continuation` of a stream.
+        """
         while True:
+            if transcript is not None:
+                transcript.begin()
             try:
-                async with self._attempt(asked, attempts, client) as exchange:
+                async with self._attempt(
+                    asked, attempts, client, transcript, continuation
+                ) as exchange:
                     await exchange.pass_on(client)
-                break
+                return exchange
             except WorkerFailed as failure:
                 if client.told:
-                    self._metrics.failed_streams.labels(failure.error.code).inc()
-                    raise failure.error from failure
+                    raise _BrokeOff(failure, exchange.of_prefill()) from failure
                 attempts.failed(failure)
             except NotByPair as member:
                 asked = replace(asked, alone=str(member))
-        if exchange.stream_error is not None:
-            self._metrics.failed_streams.labels(exchange.stream_error.code).inc()
+
+    async def _gone_on(
+        self, asked: Asked, client: Downstream, transcript: Transcript, broke_off: _BrokeOff
+    ) -> Exchange | None:
+        """The exchange by which a stream went on that broke off; None where it lacked no token.
+        Raises StreamLost."""
+        if (ending := transcript.ending(broke_off.of_prefill)) is not None:
+            await client.send(ending)
+            return None
+        try:
+            continuation = await self._continuation(asked, transcript, broke_off)
+            more = await self._prompts.prepared(continuation.request(self._clock.monotonic()))
+            attempts = _Attempts(more, self._settings, self._metrics, self._clock)
+            attempts.avoid_first(broke_off.failure.instance_id)
+            if not continuation.certain and (
+                torn := await self._torn(more, transcript.tokens, attempts)
+            ):
+                if transcript.tells_ids:
+                    raise broke_off.lost("return_token_ids")
+                continuation.drop(torn)
+                more = await self._prompts.prepared(continuation.request(more.arrived))
+            client.told = False  # of what follows
+            return await self._answered(more, client, attempts, continuation=continuation)
+        except _BrokeOff as again:
+            raise again.lost(because="as it has gone on once") from again.failure
+        except KvxferError as error:
+            because = f"as {error_object(error)['message']}"
+            raise broke_off.lost(because=because) from error
+
+    async def _continuation(
+        self, asked: Asked, transcript: Transcript, broke_off: _BrokeOff
+    ) -> Continuation:
+        """Raises StreamLost for what the router lacks."""
+        if transcript.refusal:
+            raise broke_off.lost(transcript.refusal)
+        if (prompt := transcript.prompt) is None:
+            raise broke_off.lost("return_token_ids")
+        limit = limit_of(asked)
+        if limit is None and (context := await self.models.context_length(asked.model or "")):
+            limit = context - len(prompt)
+        if limit is None or limit <= len(transcript.tokens):
+            raise broke_off.lost("max_tokens")
+        return Continuation(asked, transcript, prompt, limit, broke_off.of_prefill)
+
+    async def _torn(self, asked: Asked, tokens: list[int], attempts: _Attempts) -> int:
+        """How many of the last tokens are the begin of a character, as a worker says."""
+        async with self._pair(asked, attempts) as transfer:
+            worker = transfer.prefill.http_address
+            torn = await self._prompts.torn(tokens, asked.model, worker)
+        if torn is None:
+            raise ProtocolError(
+                f"the worker at {worker} does not tell (POST /detokenize) whether the text of the "
+                "last tokens is complete"
+            )
+        return torn
 
     async def ready(self) -> None:
         """Raises ControlPlaneUnavailable where requests could not be served."""
@@ -137,7 +226,12 @@ class Router:
 
     @asynccontextmanager
     async def _attempt(
-        self, asked: Asked, attempts: _Attempts, client: Downstream
+        self,
+        asked: Asked,
+        attempts: _Attempts,
+        client: Downstream,
+        transcript: Transcript | None,
+        continuation: Continuation | None,
     ) -> AsyncIterator[Exchange]:
         """An exchange whose answer may begin."""
         async with contextlib.AsyncExitStack() as under_way:
@@ -152,12 +246,16 @@ class Router:
                     Exchange(
                         *(self._http, transfer, asked, self._settings),
                         last=attempts.last,
+                        transcript=transcript,
+                        continuation=continuation,
                         inter_token=self._metrics.inter_token.observe,
                     )
                 )
                 await exchange.begin(client, attempts.seconds_left())
             # From here on the worker's own load counts the request.
-            if asked.streams:
+            if continuation is not None:
+                self._metrics.continued_streams.inc()
+            elif asked.streams:
                 self._metrics.first_token.observe(self._clock.monotonic() - asked.arrived)
             yield exchange
 
@@ -300,6 +398,22 @@ class Router:
         except KvxferError as error:
             self._metrics.failures.labels(error.code).inc()
             raise
+        except StreamLost as lost:
+            self._metrics.failures.labels(lost.error.code).inc()
+            raise
+
+
+class _BrokeOff(Exception):
+    """A worker failed in the middle of a stream; `of_prefill` is what prefill answered."""
+
+    def __init__(self, failure: WorkerFailed, of_prefill: dict[str, Any] | None) -> None:
+        super().__init__(str(failure))
+        self.failure, self.of_prefill = failure, of_prefill
+
+    def lost(self, member: str = "", because: str = "") -> StreamLost:
+        """The stream's end, where `member`, or something else, keeps it from going on."""
+        because = because or (f"because of {member}" if member else "")
+        return StreamLost(self.failure.error, because, member or None)
 
 
 class _Attempts:
@@ -354,6 +468,10 @@ class _Attempts:
         most = min(_PAUSE_SECONDS * 2 ** (self._failed - 1), _LONGEST_PAUSE_SECONDS)
         left = max(give_up - self._clock.monotonic(), 0.0)
         return min(random.uniform(0, most), left)  # noqa: S311 (no secret)
+
+    def avoid_first(self, instance_id: str) -> None:
+        """Avoids a worker that has failed the request before."""
+        self._avoid[instance_id] = None
 
     def failed(self, failure: WorkerFailed) -> None:
         """Returns where another attempt may be made; raises the error otherwise."""

@@ -70,6 +70,9 @@ class RouterSettings:
     pairs_only: bool = False
     """Where no pair of ready workers could serve a request (no prefill worker, no decode worker, or
     one of both roles is all there is), it is a 503, and not one worker's."""
+    continue_streams: bool = False
+    """A stream whose decode worker is lost goes on at another one, once: the prompt and the tokens
+    so far are computed again where they are not cached."""
     priorities: bool = False
     """Whether `priority` of a client's request, vLLM's, also says who waits for a pair."""
     max_requests: Annotated[int, Meta(ge=1)] = 1024

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
-from kvxfer.reference.tokens import ByteTokenizer
-from kvxfer.reference.worker.text_stream import TextStream
+from tokenizers import Tokenizer, decoders, models
+
+from kvxfer.reference.tokens import ByteTokenizer, FileTokenizer
+from kvxfer.reference.worker.text_stream import TextStream, text_after
 
 
 def pieces(tokens: list[int]) -> list[str]:
@@ -29,3 +32,22 @@ def test_pieces_of_any_tokens_are_the_text_of_all(rng: random.Random) -> None:
             )
         ]
         assert "".join(pieces(tokens)) == ByteTokenizer().decode(tokens)
+
+
+def test_the_first_token_is_written_as_it_is_after_the_prompt(tmp_path: Path) -> None:
+    """So that an answer goes on as it would have, where it becomes a part of the prompt."""
+    words = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2}, "▁one"))
+    words.decoder = decoders.Metaspace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    assert text_after(tokenizer, [0], [1, 2]) == " two three"
+    assert text_after(tokenizer, [], [0, 1, 2]) == "one two three"
+    for cut in (1, 2):
+        before, after = [0, 1, 2][:cut], [0, 1, 2][cut:]
+        whole = text_after(tokenizer, [], before) + text_after(tokenizer, before, after)
+        assert whole == "one two three"
+
+
+def test_a_prompt_that_ends_in_a_character_is_no_context() -> None:
+    torn = list("a€".encode())[:-1]
+    assert text_after(ByteTokenizer(), torn, list(b"bc")) == "bc"

@@ -85,5 +85,9 @@ async def _events(
 
 
 def _event(chunk: CompletionChunk) -> Chunk:
-    """Without the members that only the last chunk has."""
-    return {name: value for name, value in chunk.model_dump().items() if value is not None}
+    """Without the members that only the last chunk has, or only the first one."""
+    told = {name: value for name, value in chunk.model_dump().items() if value is not None}
+    for choice in told["choices"]:
+        if choice["prompt_token_ids"] is None:
+            del choice["prompt_token_ids"]
+    return told

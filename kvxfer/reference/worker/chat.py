@@ -86,6 +86,9 @@ class ChatChunks:
     def turn(self, chunk: Chunk) -> Chunk:
         choices = [_turned(choice, "delta", self._delta(choice)) for choice in chunk["choices"]]
         told = {"id": _id(chunk), "object": "chat.completion.chunk"}
+        for choice in choices:
+            if (prompt := choice.pop("prompt_token_ids", None)) is not None:
+                told["prompt_token_ids"] = prompt
         return {**chunk, **told, "choices": choices}
 
     def _delta(self, choice: dict[str, Any]) -> dict[str, str]:

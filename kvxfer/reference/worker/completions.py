@@ -70,6 +70,11 @@ class RequestBody(BaseModel):
     n: Literal[1] = 1
     stream: bool = Field(False, description="Decode only: an event per token.")
     stream_options: StreamOptions | None = None
+    return_token_ids: bool = Field(
+        False,
+        description="The first event of a stream has prompt_token_ids. Answers always have "
+        "token_ids.",
+    )
     weights_version: int | None = Field(
         None, ge=0, description="Answer only with this version of the weights."
     )
@@ -164,6 +169,9 @@ class ChunkChoice(BaseModel):
     index: int = 0
     text: str = Field(description="May be empty: a character can take several tokens.")
     token_ids: list[int]
+    prompt_token_ids: list[int] | None = Field(
+        default=None, description="In the first event, where return_token_ids asks for them."
+    )
     finish_reason: Literal["stop", "length"] | None = None
 
 

@@ -39,7 +39,7 @@ from kvxfer.reference.worker.gpu_blocks import GpuBlocks
 from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.stream_order import StreamOrder
 from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail
-from kvxfer.reference.worker.text_stream import TextStream
+from kvxfer.reference.worker.text_stream import TextStream, text_after
 from kvxfer.reference.worker.tokenization import Tokenized, TokenizeRequest
 from kvxfer.tracing.span import span
 from kvxfer.worker_metrics import WorkerMetrics
@@ -162,7 +162,7 @@ class WorkerService:
                 model=self.runner.config.name,
                 weights_version=admission.spans[-1].version,
                 weights_versions=_versions(admission),
-                choices=[self._choice(output, request)],
+                choices=[self._choice(run.prompt, output, request)],
                 usage=_usage(run.prompt, output),
                 timings=run.timings(self._clock.monotonic()),
             )
@@ -177,15 +177,17 @@ class WorkerService:
                 )
             run = _Decoding(self._clock.monotonic(), admission)
             output: list[int] = []
-            text = TextStream(self.runner.tokenizer)
+            text: TextStream | None = None
             async with contextlib.aclosing(self._decode(request, run)) as tokens:
                 async for token in tokens:
                     output.append(token)
+                    text = text or TextStream(self.runner.tokenizer, run.prompt)
                     reason = self._finish_reason(output, request)
                     said = text.push(token) + (text.flush() if reason else "")
-                    yield self._chunk(
-                        run, ChunkChoice(text=said, token_ids=[token], finish_reason=reason)
-                    )
+                    choice = ChunkChoice(text=said, token_ids=[token], finish_reason=reason)
+                    if request.return_token_ids and len(output) == 1:
+                        choice.prompt_token_ids = run.prompt
+                    yield self._chunk(run, choice)
             if request.stream_options is not None and request.stream_options.include_usage:
                 end = self._chunk(run)
                 end.usage = _usage(run.prompt, output)
@@ -239,7 +241,7 @@ class WorkerService:
             created=int(sent_at),
             model=self.runner.config.name,
             weights_version=tail.weights_version,
-            choices=[self._choice(output, request)],
+            choices=[self._choice(tokens, output, request)],
             usage=_usage(tokens, output),
             transfer=TransferStats(
                 fabric=session.fabric or "",
@@ -352,9 +354,9 @@ class WorkerService:
                     run.admission.note(version)
                     self._meter.next_tokens(self._clock.monotonic() - before)
 
-    def _choice(self, output: list[int], request: CompletionRequest) -> Choice:
+    def _choice(self, prompt: list[int], output: list[int], request: CompletionRequest) -> Choice:
         return Choice(
-            text=self.runner.tokenizer.decode(output),
+            text=text_after(self.runner.tokenizer, prompt, output),
             token_ids=output,
             finish_reason=self._finish_reason(output, request) or "length",
         )

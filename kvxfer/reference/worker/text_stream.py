@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from kvxfer.reference.tokens import Tokenizer
 
 _REPLACEMENT: Final = "\ufffd"
+# Tokens of the prompt that are enough to decode the next ones by.
+_CONTEXT: Final = 8
 
 
 class TextStream:
@@ -16,10 +19,13 @@ class TextStream:
     new tokens; a character may take several tokens, so text that ends inside one waits.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        """`prompt` has the tokens before the first one."""
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._said = 0
+        context = list(prompt[-_CONTEXT:])
+        torn = tokenizer.decode(context).endswith(_REPLACEMENT)
+        self._tokens = [] if torn else context
+        self._said = len(self._tokens)
         """How many of the tokens the last piece had."""
 
     def push(self, token: int) -> str:
@@ -39,3 +45,9 @@ class TextStream:
         del self._tokens[: self._said]
         self._said = len(self._tokens)
         return text[len(before) :]
+
+
+def text_after(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text of all tokens that follow a prompt."""
+    stream = TextStream(tokenizer, prompt)
+    return "".join(map(stream.push, tokens)) + stream.flush()
