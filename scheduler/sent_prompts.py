@@ -31,6 +31,8 @@ class SentPrompts:
         self._of: dict[str, dict[str, int | None]] = {}
 
     def open(self, transfer_id: str, instances: Iterable[str], hashes: tuple[int, ...]) -> None:
+        if transfer_id in self._prompts:  # it was open before under this name
+            self._forget(transfer_id)
         prompt = _Prompt(frozenset(instances), hashes)
         self._prompts[transfer_id] = prompt
         self._hashes += len(hashes)

@@ -187,11 +187,13 @@ class Mirror:
         )
 
     def _blocks(self, fields: Mapping[bytes, bytes]) -> None:
+        if b"come" not in fields:
+            return  # of an older version, with longer hashes
         self.fleet.publish(
             fields[b"instance"].decode(),
-            hashes(fields[b"added"]),
-            hashes(fields[b"removed"]),
-            reset=fields[b"reset"] == b"1",
+            hashes(fields[b"come"]),
+            hashes(fields[b"go"]),
+            reset=fields[b"anew"] == b"1",
         )
 
     def _open(self, transfer: Transfer) -> None:

@@ -180,6 +180,17 @@ def test_prompt_counts_from_its_transfer_until_the_second_heartbeat_after_it():
     sent.end("u")  # it is not known any more
 
 
+def test_transfer_that_is_opened_again_under_its_name_leaves_nothing_behind():
+    sent = SentPrompts()
+    sent.open("t", ["p"], (1, 2))
+    sent.end("t")
+    sent.open("t", ["q"], (2, 3))
+    assert not sent.holders(1)
+    assert set(sent.holders(2)) == {"q"}
+    sent.remove("q")
+    assert not any(map(sent.holders, (1, 2, 3)))
+
+
 def test_of_very_many_prompts_the_newest_count():
     sent = SentPrompts()
     for number in range(400):

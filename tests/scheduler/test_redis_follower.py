@@ -160,6 +160,28 @@ async def test_what_instances_have_cached_is_read_in_portions_after_the_fleet(se
             assert client.info("commandstats")["cmdstat_hmget"]["calls"] == len(names) + 1
 
 
+async def test_blocks_of_an_older_replica_are_passed_over_and_new_ones_are_nothing_to_it(server):
+    async with replica(server) as registry:
+        await registry.register(worker("d", Role.DECODE), state=READY)
+        lease = await registry.register(worker("p"), state=READY)
+        with server.client() as client:
+            last = int(client.get("kvxfer:sequence"))
+            older = {"kind": "blocks", "instance": "p", "added": b"8 bytes.", "removed": b""}
+            moment = client.pipeline()
+            moment.xadd("kvxfer:log", {"after": last, **older, "reset": ""}, id=f"{last + 1}-0")
+            moment.set("kvxfer:sequence", last + 1)
+            moment.hset("kvxfer:blocks", "p", b"8 bytes.")
+            moment.execute()
+            loads = registry._mirror.fleet
+            await registry.publish_blocks("p", lease.epoch, BlockUpdate(added=(1,)))
+            assert holders_of(registry, [1]) == {1: {"p"}}
+            assert registry._mirror.fleet is loads, "the log was followed"
+            ((_, record),) = client.xrevrange("kvxfer:log", count=1)
+            assert [record[name] for name in (b"added", b"removed", b"reset")] == [b"", b"", b""]
+            await registry.deregister("p", lease.epoch)
+            assert client.hlen("kvxfer:blocks") == 0
+
+
 def holders_of(registry: RedisRegistry, hashes: list[int]) -> dict[int, set[str]]:
     index = registry._mirror.fleet._index._prefixes
     levels = index.levels(hashes, SentPrompts())

@@ -65,5 +65,7 @@ local held = publish(reset ~= '1')
 if held > tonumber(ARGV[10]) then
   held = publish(false)
 end
-append('kind', 'blocks', 'instance', id, 'added', added, 'removed', removed, 'reset', reset)
+-- A replica of an older version reads of added, removed and reset, eight bytes a hash.
+append('kind', 'blocks', 'instance', id, 'added', '', 'removed', '', 'reset', '', 'come', added,
+       'go', removed, 'anew', reset)
 return {'ok', int(held)}

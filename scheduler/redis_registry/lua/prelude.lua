@@ -183,7 +183,7 @@ local function remove(id, cause)
   change(cause, id, member)
   redis.call('HDEL', INSTANCES, id)
   redis.call('HDEL', SPECS, id)
-  redis.call('HDEL', BLOCKS, unpack(parts_of(id)))
+  redis.call('HDEL', BLOCKS, id, unpack(parts_of(id))) -- the first is of an older version
   redis.call('HDEL', SENT, id)
   redis.call('HDEL', ZONES, id)
   redis.call('ZREM', EXPIRIES, 'i' .. id)

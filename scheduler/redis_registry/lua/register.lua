@@ -28,6 +28,8 @@ local member = {
   reserved = {transfers = 0, blocks = 0},
 }
 save(id, member)
+-- A replica of an older version, which took out the one before, leaves its blocks.
+redis.call('HDEL', BLOCKS, unpack(parts_of(id)))
 redis.call('ZADD', EXPIRIES, int(now + LEASE), 'i' .. id)
 redis.call('HINCRBY', COUNTS, 'registrations', 1)
 change('registered', id, member)
