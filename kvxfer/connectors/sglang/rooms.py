@@ -56,6 +56,7 @@ class Rooms:
 
         Raises LeaseExpired where it does not, InvalidArgument where a request has the room already.
         """
+        self._forget_expired()
         if room.number in self._waiting:
             raise InvalidArgument(
                 f"room {room.number} is that of another request which waits for its decode server; "
