@@ -38,6 +38,7 @@ _Costs: TypeAlias = Annotated[
 ]
 
 
+AloneBecause: TypeAlias = Annotated[str, Meta(max_length=64, examples=[""])]
 _TransferName: TypeAlias = Annotated[
     TransferId, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")
 ]
@@ -77,7 +78,8 @@ class TransferRequest(Record, frozen=True, kw_only=True):
     answer names it on both sides, and has no ticket."""
     or_aggregated: bool = False
     """Whether one instance may serve the whole request where no pair of ready instances could, with
-    or without room: the answer is as for `aggregated`."""
+    or without room, or where decode lacks little of the prompt (the pairing policy's
+    `alone_tokens`): the answer is as for `aggregated`."""
     wait_seconds: Annotated[float, Meta(ge=0, le=MAX_WAIT_SECONDS)] = 0.0
     """Where no pair has room the request waits its turn for so long; with 0 it is refused, also
     where others wait."""
@@ -157,6 +159,9 @@ class Transfer(Record, frozen=True, kw_only=True):
     """From then on the ticket is void and the reservation is given back."""
     cached_tokens: int = 0
     """Tokens of the prompt that prefill was taken to have in its cache."""
+    alone_because: AloneBecause = ""
+    """Why one instance serves a request that may have a pair, too: `no-pair` is ready, or decode
+    lacks little of a `short-prompt`."""
     score: Score | None = None
     """Why this pair; None where its request had no `explain`."""
 

@@ -22,6 +22,7 @@ class CheckedScorer(Scorer):
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
+        self.alone_tokens = scorer.alone_tokens
         self._name = type(scorer).__name__
         self._troubles: dict[str, str] = {}
         """Of instances by their ids, the latest last."""

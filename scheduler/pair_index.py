@@ -40,7 +40,7 @@ from kvxfer.scheduler.shelves import (
     stands,
 )
 from kvxfer.scheduler.topology import LABELS, distance, place_of
-from kvxfer.transfers import Score, Transfer, TransferRequest
+from kvxfer.transfers import AloneBecause, Score, Transfer, TransferRequest
 
 # How many of the least loaded prefill instances a choice looks at.
 _PREFILLS: Final = 16
@@ -179,6 +179,8 @@ class PairIndex:
         none: frozenset[str] = frozenset()
         if request.aggregated:
             return self._find_one(request, avoid)
+        if request.or_aggregated and (pair := self._find_short(request, avoid)) is not None:
+            return pair
         # One side with an instance to avoid is better than two.
         prefers = product((avoid, none), repeat=2) if avoid else [(none, none)]
         for prefills, decodes in prefers:
@@ -186,7 +188,7 @@ class PairIndex:
             if pair is not None:
                 return pair
         if request.or_aggregated and not self._has_pairs(request):
-            return self._find_one(request, avoid)
+            return self._find_one(request, avoid, "no-pair")
         return None
 
     def _has_pairs(self, request: TransferRequest) -> bool:
@@ -232,28 +234,70 @@ class PairIndex:
             score=self._score(search, *best[2:]) if request.explain else None,
         )
 
-    def _find_one(self, request: TransferRequest, avoid: frozenset[str]) -> Pair | None:
-        """The least loaded instance that can serve the request alone, as both sides of a pair; one
-        to avoid only where there is no other."""
-        kinds = [
+    def _find_short(self, request: TransferRequest, avoid: frozenset[str]) -> Pair | None:
+        """The decode instance of least cost that serves requests alone and lacks little of the
+        prompt, as both sides of a pair."""
+        most, prompt = self._scorer.alone_tokens, request.prompt_tokens
+        if not most or prompt is None or (prompt > most and not request.prefix_hashes):
+            return None
+        search = self._search(request, self._aggregating(request), dict.fromkeys(SIDES, avoid))
+        levels = self._prefixes.levels(request.prefix_hashes, self._sent)
+        cached = self._depths_of(search, Role.DECODE, levels)
+        search.depths = {Role.DECODE: cached}
+        heads = (next(self._fitting(search, (k, Role.DECODE, ())), None) for k in search.needs)
+        loads = [head for head in heads if head is not None]
+        loads += [self._entries[name].load for name in cached]
+        costs = [
+            (load[0] + self._scorer.decode(tokens), *load[1:])
+            for load in loads
+            if prompt - (tokens := self._tokens(search, Role.DECODE, load[2])) <= most
+        ]
+        if not costs:
+            return None
+        name = min(costs)[2]
+        return self._alone(request, name, "short-prompt", self._tokens(search, Role.DECODE, name))
+
+    def _aggregating(self, request: TransferRequest) -> list[tuple[Kind, int]]:
+        return [
             (kind, number)
             for kind, number in self._kinds.items()
             if kind.aggregates and kind.serves(request)
         ]
-        search = self._search(request, kinds, dict.fromkeys(SIDES, avoid))
+
+    def _find_one(
+        self, request: TransferRequest, avoid: frozenset[str], because: AloneBecause = ""
+    ) -> Pair | None:
+        """The least loaded instance that can serve the request alone, as both sides of a pair; one
+        to avoid only where there is no other."""
+        search = self._search(request, self._aggregating(request), dict.fromkeys(SIDES, avoid))
         shelves = product(search.needs, SIDES)
         heads = (next(self._fitting(search, (kind, side, ())), None) for kind, side in shelves)
         least = min((head for head in heads if head is not None), default=None)
         if least is None:
-            return self._find_one(request, frozenset()) if avoid else None
-        instance = self._entries[least[2]].instance
+            return self._find_one(request, frozenset(), because) if avoid else None
+        return self._alone(request, least[2], because)
+
+    def _alone(
+        self, request: TransferRequest, name: str, because: AloneBecause, cached: int = 0
+    ) -> Pair:
+        entry = self._entries[name]
         score = None
         if request.explain:
-            parts = dict(self._scorer.load_parts(instance))
+            parts = {
+                **self._scorer.load_parts(entry.instance),
+                **(self._scorer.decode_parts(cached) if cached else {}),
+            }
             score = Score(
-                cost=least[0], prefill=parts, decode={}, pair={}, distance=0, prefix_tokens=0
+                cost=sum(parts.values()),
+                prefill=parts,
+                decode={},
+                pair={},
+                distance=0,
+                prefix_tokens=cached,
+                decode_prefix_tokens=cached,
             )
-        return Pair(instance, instance, blocks_for(instance, request), 0, score=score)
+        blocks = blocks_for(entry.instance, request)
+        return Pair(entry.instance, entry.instance, blocks, 0, cached, because, score)
 
     def _search(
         self,

@@ -12,7 +12,7 @@ from kvxfer.kv.ranks import require_mappable, sources, targets
 from kvxfer.kv_versions import UNTOLD, Versions, require_common_version
 from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity, require_same_model
-from kvxfer.transfers import Score, TransferRequest
+from kvxfer.transfers import AloneBecause, Score, TransferRequest
 
 SIDES: Final = (Role.PREFILL, Role.DECODE)
 _OF_RANKS: Final = ("tp_size", "tp_rank", "pp_size", "pp_rank")
@@ -28,6 +28,8 @@ class Pair:
     decode_blocks: int
     cached_tokens: int = 0
     """Of the prompt, that prefill is taken to have in its cache."""
+    alone_because: AloneBecause = ""
+    """Why one instance, where that was not asked for."""
     score: Score | None = None
     """Why this pair, where the request asked for it."""
 

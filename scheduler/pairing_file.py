@@ -25,6 +25,8 @@ class PairingFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Of the scorer `weighted`."""
     tenants: dict[str, Annotated[float, msgspec.Meta(gt=0, le=1e6)]] = {}
     """The tenants that requests wait for in turn, and their weights."""
+    alone_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Scorer.alone_tokens."""
     options: dict[str, Any] = {}
     """Of any other scorer: the keyword arguments that it is made with."""
 
@@ -43,7 +45,9 @@ def read_pairing_file(path: Path) -> PairingPolicy:
 
 def parse_pairing_file(name: str, document: Any) -> PairingPolicy:
     file = convert(name, document, PairingFile, reference=_REFERENCE)
-    return PairingPolicy(_scorer(name, file), file.tenants)
+    scorer = _scorer(name, file)
+    scorer.alone_tokens = file.alone_tokens
+    return PairingPolicy(scorer, file.tenants)
 
 
 def _scorer(name: str, file: PairingFile) -> Scorer:

@@ -19,6 +19,10 @@ class Scorer(ABC):
     pair that does not match is none.
     """
 
+    alone_tokens: int = 0
+    """A request that may be aggregated takes no pair where a decode instance that serves requests
+    alone lacks no more of its prompt than so many tokens."""
+
     @abstractmethod
     def load_parts(self, instance: Instance) -> Mapping[str, float]:
         """What speaks against an instance by itself, whichever side it takes."""

@@ -79,6 +79,7 @@ async def _reserved(
         created_at=now,
         expires_at=now + seconds,
         cached_tokens=pair.cached_tokens,
+        alone_because=pair.alone_because,
         score=pair.score,
     )
     try:

@@ -22,8 +22,9 @@ class Metrics:
         )
         self.unpaired = metrics.counter(
             "kvxfer_router_unpaired_total",
-            "Attempts at one worker instead of a pair, as no pair of ready workers could serve the "
-            "request.",
+            "Attempts at one worker instead of a pair, by why: no-pair of ready workers could "
+            "serve the request, or decode lacked little of a short-prompt.",
+            "reason",
         )
         self.retries = metrics.counter(
             "kvxfer_router_retries_total",

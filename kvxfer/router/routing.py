@@ -65,6 +65,10 @@ _ANSWER_SECONDS: Final = 5.0
 _LONGEST_PAUSE_SECONDS: Final = 0.8
 # In an answer that one worker gave instead of a pair.
 _UNPAIRED: Final = "Kvxfer-Unpaired"
+_ALONE: Final = {
+    "no-pair": "no pair of ready workers",
+    "short-prompt": "decode lacks little of the prompt",
+}
 # That POST /v1/transfers takes.
 _MOST_AVOIDED: Final = 64
 
@@ -238,9 +242,10 @@ class Router:
             async with self._pair(asked, attempts) as transfer:
                 client.headers.pop(_UNPAIRED, None)
                 if transfer.aggregated and not asked.alone:
-                    asked = replace(asked, alone="no pair of ready workers")
-                    client.headers[_UNPAIRED] = "no pair"
-                    self._metrics.unpaired.inc()
+                    because = transfer.alone_because or "no-pair"
+                    asked = replace(asked, alone=_ALONE.get(because, because))
+                    client.headers[_UNPAIRED] = because.replace("-", " ")
+                    self._metrics.unpaired.labels(because).inc()
                 asked = await self._prompts.rendered(asked, transfer.prefill.http_address)
                 exchange = await under_way.enter_async_context(
                     Exchange(

@@ -48,6 +48,7 @@ async def test_transfer_names_the_pair_and_carries_a_ticket_for_exactly_it(api, 
         "created_at": clock.unix(),
         "expires_at": clock.unix() + 30,
         "cached_tokens": 0,
+        "alone_because": "",
         "score": None,
     }
     assert verify_ticket(ticket, CLUSTER_KEY, now=clock.unix()) == Ticket(

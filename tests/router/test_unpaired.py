@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvxfer.instances import Role
+from kvxfer.scheduler.embedded import EmbeddedRegistry
 from tests.network import Network, Reply
 
 from .servers import DECODES, PREFILLS
@@ -30,7 +31,7 @@ async def test_where_there_are_no_pairs_one_worker_serves_the_request(
     assert answer.headers["kvxfer-unpaired"] == "no pair"
     assert workers.names == left
     assert workers.body(left) == {**ASKED[path], "stream": stream}, "as to an aggregated server"
-    assert "kvxfer_router_unpaired_total 1.0" in metrics
+    assert 'kvxfer_router_unpaired_total{reason="no-pair"} 1.0' in metrics
 
 
 async def test_a_pair_that_comes_while_one_worker_is_tried_is_taken(
@@ -62,3 +63,20 @@ async def test_an_operator_may_forbid_that_one_worker_serves(
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no-capacity")
     assert "no prefill instance of model 'llama' is ready (1 draining)" in answer.text
     assert not workers.asked
+
+
+async def test_decode_serves_a_short_prompt_alone_and_says_so(
+    network: Network, workers: Workers, control_plane: EmbeddedRegistry
+) -> None:
+    control_plane._fleet._index._scorer.alone_tokens = 3
+    async with network.routed() as client:
+        for prompt, served in (([1, 2, 3], "d"), ([1, 2, 3, 4], "dp")):
+            workers.asked.clear()
+            answer = await client.post(COMPLETIONS, json={"model": "llama", "prompt": prompt})
+            assert answer.status_code == 200, answer.text
+            assert "".join(sorted({name for name, *_ in workers.asked})) == served
+            assert answer.headers.get("kvxfer-unpaired") == (
+                "short prompt" if served == "d" else None
+            )
+        metrics = (await client.get("/metrics")).text
+    assert 'kvxfer_router_unpaired_total{reason="short-prompt"} 1.0' in metrics

@@ -53,6 +53,13 @@ def test_empty_file_is_the_default(tmp_path):
     assert scorer.weights == Weights()
 
 
+@pytest.mark.parametrize(("text", "tokens"), [("", 0), ("alone_tokens = 128\n", 128)])
+def test_alone_tokens_are_the_scorers(tmp_path, text, tokens):
+    file = tmp_path / "pairing.toml"
+    file.write_text(text + "[weights]\nprefix = 1.0\n")
+    assert read_pairing_file(file).scorer.alone_tokens == tokens
+
+
 def test_tenants_have_their_weights(tmp_path):
     file = tmp_path / "pairing.toml"
     file.write_text("[tenants]\ngold = 2.0\niron = 1\n")

@@ -11,6 +11,7 @@ from kvxfer.instances import InstanceState, Load
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, chain_hashes, pack
 from kvxfer.scheduler.pair_index import PairIndex
 from kvxfer.scheduler.prefix_index import PrefixIndex
+from kvxfer.scheduler.scoring import WeightedScorer
 from kvxfer.scheduler.sent_prompts import SentPrompts
 from kvxfer.transfers import Party, Transfer, TransferRequest
 
@@ -133,6 +134,35 @@ def test_what_decode_has_cached_decides_between_decodes_of_equal_load(running, e
     cached = 2000 if expected == "e" else 0
     assert pair.score.decode_prefix_tokens == cached
     assert pair.score.decode["decode_prefix"] == pytest.approx(-0.05 * cached / 1000)
+
+
+@pytest.mark.parametrize(
+    ("most", "prompt", "cached", "expected"),
+    [
+        (0, 10, 0, ""),
+        (100, None, 0, ""),
+        (100, 100, 0, "d"),
+        (100, 101, 0, ""),
+        (100, 500, 25, "e"),  # 16 tokens each: 100 are missing
+        (100, 501, 25, ""),
+    ],
+)
+def test_decode_that_lacks_little_of_the_prompt_serves_it_alone(most, prompt, cached, expected):
+    scorer = WeightedScorer()
+    scorer.alone_tokens = most
+    e = instance("e", "decode", load=Load(running=1), aggregates=True)
+    index = PairIndex([busy("p", 0), replace(D, aggregates=True), e], scorer=scorer)
+    index.publish("e", pack(A[:cached]), b"", reset=False)
+    request = TransferRequest(prefix_hashes=A, prompt_tokens=prompt, explain=True)
+    assert index.choose(request).prefill.instance_id == "p", "only where it may be aggregated"
+    pair = index.choose(replace(request, or_aggregated=True))
+    assert pair.prefill.instance_id == (expected or "p")
+    assert pair.alone_because == ("short-prompt" if expected else "")
+    if expected:
+        assert pair.decode is pair.prefill
+        assert pair.cached_tokens == 16 * cached
+    avoided = replace(request, or_aggregated=True, avoid=("d", "e"))
+    assert index.choose(avoided).prefill.instance_id == "p"
 
 
 def test_more_hashes_than_are_kept_forget_those_before():
