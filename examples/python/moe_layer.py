@@ -1,8 +1,8 @@
 """A layer of experts, spread over four processes, gives what one process computes.
 
 Some tokens choose an expert twice. Rank 1 cannot begin one step, which then fails at all ranks by
-its reason. Rank 3 is killed within a later step. Each expert is on two ranks, so the others send
-the tokens of that step again, and nothing is lost.
+its reason. Rank 3 is killed as it computes its part of a later step. Each expert is on two ranks,
+so the others send the tokens of that step again, and nothing is lost.
 
     python examples/python/moe_layer.py
 """
@@ -79,8 +79,10 @@ def run_rank(rank: int, key: str, parent: Connection) -> None:
             refuses = (rank, step) == (REFUSER, REFUSED_STEP)
             try:
                 layer.dispatch(x, ids + EXPERTS if refuses else ids, shares)
-                if (rank, step) == (VICTIM, LAST_STEP):
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if (rank, step) == (VICTIM, LAST_STEP):  # once the tokens of all ranks are here
+                    layer.experts.register_forward_pre_hook(
+                        lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+                    )
                 layer.compute()
                 combined = layer.combine()
             except (InvalidArgument, StepRefused) as error:

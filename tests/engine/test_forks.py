@@ -210,9 +210,10 @@ from kvxfer.engine.synchronous import SynchronousEngine
 
 engine = SynchronousEngine(cluster_key="KEY", fabrics=["tcp"])
 if os.fork() == 0:
+    os.write(1, b"child\\n")  # it has let go of the engine's sockets
     os.read(0, 1)  # until the test has ended
     os._exit(0)
-os.write(1, engine.address.encode())
+os.write(1, engine.address.encode() + b"\\n")
 os._exit(0)
 """
 
@@ -225,7 +226,8 @@ def test_the_port_of_a_dead_process_is_free_though_a_child_lives() -> None:
     )
     assert process.stdin is not None and process.stdout is not None
     with process.stdin, process.stdout:
-        address = os.read(process.stdout.fileno(), 1000).decode()
+        said = {process.stdout.readline().decode().strip() for _ in range(2)}
+        (address,) = said - {"child"}
         process.wait()
         port = int(address.split("/")[2].rpartition(":")[2])
         SynchronousEngine(cluster_key=KEY, fabrics=["tcp"], port=port).close()

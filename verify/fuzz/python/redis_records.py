@@ -17,6 +17,7 @@ import msgspec
 from kvxfer.errors import ControlPlaneError, ControlPlaneUnavailable, KvxferError
 from kvxfer.instances import ChangeCause, InstanceSpec, InstanceState, Role
 from kvxfer.layout import KvLayout
+from kvxfer.prefix_hashes import HASH_BYTES
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import records
 from kvxfer.scheduler.redis_registry.answers import accepted, lease
@@ -149,12 +150,16 @@ def _look(mirror: Mirror) -> None:
 # --- what stands in Redis
 
 
-def _everything(choices: Choices) -> tuple[Sequence[object], dict[str, bytes | None]]:
+def _everything(choices: Choices) -> tuple[Sequence[object], dict[str, list[bytes | None]]]:
     names = [_name(choices) for _ in range(choices.below(4))]
     members = {name: _member(choices) for name in names}
     specs = {name: _spec(choices, name) for name in names if choices.byte() != 0xFF}
-    blocks: dict[str, bytes | None] = {
-        _name(choices).decode(errors="replace"): _hashes(choices) for _ in range(choices.below(3))
+    blocks: dict[str, list[bytes | None]] = {
+        _name(choices).decode(errors="replace"): [
+            _hashes(choices, HASH_BYTES - 1),
+            *[None] * (records.PARTS - 1),
+        ]
+        for _ in range(choices.below(3))
     }
     transfers: dict[bytes, bytes] = {}
     for _ in range(choices.below(3)):
@@ -194,9 +199,9 @@ def _record(choices: Choices, after: int, kind: int) -> tuple[bytes, dict[bytes,
             fields = {
                 b"kind": b"blocks",
                 b"instance": name,
-                b"added": _hashes(choices),
-                b"removed": _hashes(choices),
-                b"reset": choices.one_of((b"", b"1")),
+                b"come": _hashes(choices),
+                b"go": _hashes(choices),
+                b"anew": choices.one_of((b"", b"1")),
             }
         case 4:
             fields = {b"kind": b"open", b"transfer": _transfer(choices)}
@@ -221,10 +226,10 @@ def _name(choices: Choices) -> bytes:
     return choices.bytes() if choices.byte() == 0xFF else choices.one_of(_NAMES).encode()
 
 
-def _hashes(choices: Choices) -> bytes:
+def _hashes(choices: Choices, size: int = HASH_BYTES) -> bytes:
     if choices.byte() == 0xFF:
         return choices.bytes()
-    return b"".join(choices.below(4).to_bytes(8, "big") for _ in range(choices.below(4)))
+    return b"".join(choices.below(4).to_bytes(size, "big") for _ in range(choices.below(4)))
 
 
 def _member(choices: Choices) -> bytes:

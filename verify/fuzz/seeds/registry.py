@@ -68,6 +68,7 @@ def redis_records() -> Iterator[bytes]:
         yield whole + record + b"\xff\1x" + b"\0\0"  # it does not follow
         yield whole + record + b"\0\xff\0" + b"\0"  # a field is missing
         yield whole + record + b"\0\0\xff\1x"  # its id is none
+    yield whole + records["blocks"] + b"\0\xff\2" + b"\0"  # of an older version
     yield whole + b"".join(record + _RIGHT for record in records.values())
     provisional = b"\xff" + _transfer()[:-1]
     yield whole + provisional + b"\xfe\0" + provisional + records["open"] + _RIGHT
