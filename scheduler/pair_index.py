@@ -129,11 +129,12 @@ class PairIndex:
         return self._prefixes.publish(instance_id, added, removed, reset=reset)
 
     def sent(self, transfer: Transfer, hashes: tuple[int, ...]) -> None:
-        """The prompt of a transfer that was opened here is on its way to both instances."""
+        """The prompt of a transfer that was opened here is on its way to both instances. It counts
+        at those that say what they have cached: others may have no cache."""
         sides = (party.instance_id for party, _ in transfer.sides)
-        here = [name for name in sides if name in self._entries]
-        if hashes and here:
-            self._sent.open(transfer.transfer_id, here, hashes)
+        caching = [name for name in sides if self._prefixes.knows(name)]
+        if hashes and caching:
+            self._sent.open(transfer.transfer_id, caching, hashes)
 
     def ended(self, transfer_id: str) -> None:
         self._sent.end(transfer_id)

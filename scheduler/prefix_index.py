@@ -95,6 +95,10 @@ class PrefixIndex:
             del self._names[number], self._held[instance_id]
             self._gone.add(number)
 
+    def knows(self, instance_id: str) -> bool:
+        """Whether it has published anything, also that it has nothing."""
+        return instance_id in self._numbers
+
     def levels(self, hashes: Sequence[int], sent: SentPrompts) -> list[Level]:
         """Of a prompt's hashes those that instances have, or will have, the deepest first; until an
         update."""

@@ -229,8 +229,11 @@ def test_of_very_many_prompts_the_newest_count():
     assert sent.holders(399_000)
 
 
-def test_next_request_goes_where_its_prefix_was_sent():
+@pytest.mark.parametrize(("publishes", "cached"), [(True, 2000), (False, 0)])
+def test_next_request_goes_where_its_prefix_was_sent_if_that_publishes_its_cache(publishes, cached):
     index = PairIndex([busy("p", 0), busy("q", 0), D])
+    if publishes:
+        index.publish("p", b"", b"", reset=True)
     request = TransferRequest(prefix_hashes=A)
     first = index.choose(request)
     assert first.prefill.instance_id == "p"
@@ -247,7 +250,7 @@ def test_next_request_goes_where_its_prefix_was_sent():
         expires_at=1.0,
     )
     index.sent(transfer, A)
-    assert index.choose(request).cached_tokens == 2000
+    assert index.choose(request).cached_tokens == cached
 
 
 def test_longest_is_what_the_slow_way_finds_after_any_history(seed):
