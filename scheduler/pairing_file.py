@@ -46,7 +46,7 @@ def read_pairing_file(path: Path) -> PairingPolicy:
 def parse_pairing_file(name: str, document: Any) -> PairingPolicy:
     file = convert(name, document, PairingFile, reference=_REFERENCE)
     scorer = _scorer(name, file)
-    scorer.alone_tokens = file.alone_tokens
+    scorer.alone_tokens = file.alone_tokens or scorer.alone_tokens
     return PairingPolicy(scorer, file.tenants)
 
 

@@ -6,26 +6,21 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import stat
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from kvxfer.client import ControlPlaneClient, Credentials, Registration
+from kvxfer.client import ControlPlaneClient, Registration
 from kvxfer.errors import (
     ControlPlaneUnavailable,
-    Forbidden,
     InstanceExists,
     InstanceLeaving,
-    Unauthenticated,
     UnknownInstance,
 )
-from kvxfer.instance_secret import kept_secret
 from kvxfer.instances import Change, ChangeCause, InstanceState, Load, Role
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.scheduler.embedded import EmbeddedRegistry
-from kvxfer.web.tokens import watch_tokens
 from tests.network import CONTROL_PLANE, Network
 from tests.virtual_time import VirtualClock, passes
 from verify.control_plane import worker
@@ -506,96 +501,3 @@ async def test_drain_lasts_over_a_lost_lease(client, registered, clock):
         assert (await client.instance("p")).state is DRAINING
         await registration.drained()
         assert 20 <= clock.monotonic() - began <= 20 + INTERVAL
-
-
-# --- the secret of the lease -----------------------------------------------------------------
-
-
-async def test_worker_acts_with_the_secret_of_its_lease(client, registered):
-    async with registered(load=Load) as registration:
-        first = registration.secret
-        assert first is not None
-        with pytest.raises(Forbidden):
-            await client.heartbeat("p", registration.epoch)
-        await passes(2 * LEASE)
-        assert registration.registered
-        await client.deregister("p", registration.epoch)
-        await passes(INTERVAL)
-        assert registration.secret not in (first, None)
-        await passes(2 * LEASE)
-        assert registration.registered
-
-
-async def test_secret_is_in_a_file_for_the_workers_user_as_long_as_it_counts(
-    client, registered, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("KVXFER_RUNTIME_DIR", str(tmp_path / "new"))
-    file = tmp_path / "new" / "p.secret"
-    async with registered() as registration:
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-        assert kept_secret("p") == registration.secret
-        await client.deregister("p", registration.epoch)
-        await passes(INTERVAL)
-        assert kept_secret("p") == registration.secret
-        assert list(file.parent.iterdir()) == [file]
-    assert not list(file.parent.iterdir())
-
-
-async def test_secret_that_cannot_be_kept_costs_no_lease(registered, tmp_path, caplog, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("KVXFER_RUNTIME_DIR", str(tmp_path / "file"))
-    async with registered() as registration:
-        assert registration.registered
-    assert "name a folder for it in KVXFER_RUNTIME_DIR" in caplog.text
-
-
-async def test_worker_of_a_control_plane_without_secrets(network, clock, monkeypatch, tmp_path):
-    """One of before ignores that the worker would take one."""
-    monkeypatch.setattr("kvxfer.api.routes.instances.new_secret", lambda: None)
-    monkeypatch.setenv("KVXFER_RUNTIME_DIR", str(tmp_path))
-    async with network.control_plane(lease_seconds=LEASE), network.client() as client:
-        async with Registration(client, worker("p"), clock=clock) as registration:
-            assert registration.secret is None
-            await passes(2 * LEASE)
-            assert registration.registered
-        assert not list(tmp_path.iterdir())
-
-
-# --- tokens ----------------------------------------------------------------------------------
-
-
-async def test_worker_keeps_its_lease_while_its_token_is_exchanged(
-    network, clock, tmp_path, caplog
-):
-    accepted, held = tmp_path / "tokens", tmp_path / "token"
-    accepted.write_text("node worker token-of-last-month\n")
-    held.write_text("token-of-last-month\n")
-    tokens = watch_tokens(accepted)
-    async with (
-        network.control_plane(lease_seconds=600, tokens=tokens),
-        network.client(credentials=Credentials(token_file=held)) as client,
-        Registration(client, worker("p"), clock=clock) as registration,
-    ):
-        epoch = registration.epoch
-        accepted.write_text("node worker token-of-this-month\n")
-        tokens.refresh()
-        await registration.heartbeat()
-        assert "does not know this token" in caplog.text
-        assert "month" not in caplog.text
-        held.write_text("token-of-this-month\n")
-        with caplog.at_level(logging.INFO, logger="kvxfer.registration"):
-            await registration.heartbeat()
-        assert caplog.records[-1].message == "instance p is registered again"
-        assert (registration.epoch, registration.registered) == (epoch, True)
-
-
-async def test_worker_without_the_right_token_does_not_start(network, clock, tmp_path):
-    accepted = tmp_path / "tokens"
-    accepted.write_text("node router token-of-a-router\n")
-    async with network.control_plane(tokens=watch_tokens(accepted)):
-        for token, error in ((None, Unauthenticated), ("token-of-a-router", Forbidden)):
-            async with network.client(credentials=Credentials(token=token)) as client:
-                with pytest.raises(error):
-                    async with Registration(client, worker("p"), clock=clock):
-                        pass

@@ -80,7 +80,7 @@ async def test_body_that_is_refused_is_named_by_fastapi(api, content):
     assert problem(answer, 422, "invalid-argument")["detail"]
 
 
-async def test_errors_are_the_same(api):
+async def test_no_pair_and_no_transfer_are_named(api):
     problem(await api.post(PATH, json={"model": "llama"}), 503, "no-capacity")
     problem(await api.delete(f"{PATH}/t"), 404, "unknown-transfer")
 

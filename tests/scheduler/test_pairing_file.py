@@ -60,6 +60,14 @@ def test_alone_tokens_are_the_scorers(tmp_path, text, tokens):
     assert read_pairing_file(file).scorer.alone_tokens == tokens
 
 
+def test_installed_scorer_keeps_its_own_alone_tokens(tmp_path, installed, monkeypatch):
+    monkeypatch.setattr(Constant, "alone_tokens", 7)
+    file = tmp_path / "pairing.toml"
+    for text, tokens in (("", 7), ("alone_tokens = 9\n", 9)):
+        file.write_text(text + 'scorer = "constant"\n')
+        assert read_pairing_file(file).scorer.alone_tokens == tokens
+
+
 def test_tenants_have_their_weights(tmp_path):
     file = tmp_path / "pairing.toml"
     file.write_text("[tenants]\ngold = 2.0\niron = 1\n")
