@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,8 +45,6 @@ class Instance:
     epoch: int = 0
     due: float = 0.0
     silent: bool = False
-    updates: list[bytes] = field(default_factory=list)
-    """Of its prefixes, packed bodies without an epoch."""
 
     @property
     def name(self) -> str:
@@ -69,8 +67,8 @@ class Instance:
         path = f"/v1/instances/{self.name}/heartbeat"
         return request("PUT", path, {"epoch": self.epoch, "load": load})
 
-    def publish(self) -> bytes:
-        body = {"epoch": self.epoch, **msgspec.json.decode(self.updates[-1])}
+    def publish(self, hashes: list[str]) -> bytes:
+        body = {"epoch": self.epoch, "added": hashes}
         return request("POST", f"/v1/instances/{self.name}/blocks", body)
 
 
@@ -141,7 +139,7 @@ class Run:
         beating = [asyncio.create_task(self._beat(n, end)) for n in range(2 * _CONNECTIONS)]
         await self._phases(end)
         await asyncio.gather(*beating)
-        await self._lost_leases()
+        await self._conclude()
 
     async def _phases(self, end: float) -> None:
         share = self.options.seconds / 10
@@ -169,9 +167,8 @@ class Run:
         for number, each in enumerate(chosen):
             mine = [*shared, *(_hash() for _ in range(hashes - len(shared)))]
             for start in range(0, hashes, _PER_UPDATE):
-                each.updates = [msgspec.json.encode({"added": mine[start : start + _PER_UPDATE]})]
-                await self._ask(each, "blocks", each.publish())
-            each.updates = []
+                update = each.publish(mine[start : start + _PER_UPDATE])
+                await self._ask(each, "blocks", update)
             behind = began + seconds * (number + 1) / len(chosen) - time.monotonic()
             await asyncio.sleep(max(behind, 0))
         taken = self._used() - before
@@ -226,9 +223,8 @@ class Run:
             due = [each for each in mine if each.due <= now and not each.silent]
             for each in due:
                 began = time.monotonic()
-                self.latencies.append(-began)
                 body = await self._ask(each, "heartbeat", each.heartbeat())
-                self.latencies[-1] = time.monotonic() - began
+                self.latencies.append(time.monotonic() - began)
                 if b"stale-epoch" in body:
                     await self._register(each)
                 each.due = max(each.due + _INTERVAL, time.monotonic())
@@ -247,7 +243,7 @@ class Run:
             return body
         return b""
 
-    async def _lost_leases(self) -> None:
+    async def _conclude(self) -> None:
         _, text = await self.replicas[0].ask(request("GET", "/metrics"))
         lost = text.partition(b"\nkvxfer_leases_expired_total ")[2].partition(b"\n")[0]
         self.figures["leases expired"] = int(float(lost or 0))
@@ -260,10 +256,8 @@ class Run:
             )
             self.figures[f"replica {n}: late by, ms: p99, max"] = _ms(late)
             self.figures[f"replica {n}: resident, MB"] = round(replica.server.resident_bytes / 1e6)
-        took = [each for each in self.latencies if each > 0]
-        self.figures["heartbeat, ms: p50, p99, max"] = [
-            round(1000 * each, 1) for each in (statistics.median(took), _p99(took), max(took))
-        ]
+        p50 = round(1000 * statistics.median(self.latencies), 1)
+        self.figures["heartbeat, ms: p50, p99, max"] = [p50, *_ms(self.latencies)]
         self.figures["answers"] = dict(self.statuses)
 
     def _used(self) -> int:
