@@ -1,7 +1,7 @@
-# Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
+# Every target first installs its requirements (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-aarch64 test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-weights test-moe test-gpu test-sglang test-openai test-clients test-page test-upgrade test-stability lint docs bench bench-control bench-control-endurance bench-router bench-gpu bench-vllm bench-weights bench-moe figures sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights chaos-moe soak attack simulate simulate-moe router-defects helm-test verify clean
+.PHONY: demo test test-aarch64 test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-weights test-moe test-gpu test-sglang test-openai test-clients test-page test-upgrade test-stability lint docs bench bench-control bench-control-endurance bench-router bench-gpu bench-vllm bench-weights bench-moe figures sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights chaos-moe overload soak attack simulate simulate-moe router-defects helm-test verify clean
 
 demo:
 	@DEVICE=$(DEVICE) scripts/demo
@@ -23,7 +23,7 @@ test-vllm:
 	@scripts/setup test
 	@scripts/test-vllm
 
-# Of it, what CI runs: a few minutes.
+# The part of test-vllm that CI runs: a few minutes.
 test-vllm-smoke:
 	@scripts/setup test
 	@scripts/test-vllm --smoke
@@ -44,22 +44,22 @@ test-gpu:
 	@scripts/setup test
 	@scripts/test-gpu
 
-# An extra, as SGLang's packages on PyPI are not meant for a CPU.
+# Optional: SGLang's packages on PyPI are not meant for a CPU.
 test-sglang:
 	@scripts/setup test
 	@scripts/test-sglang
 
-# A pair behind the router beside one aggregated vLLM: OPENAI="--model llama --every 20" and the like.
+# Compares a pair behind the router with one aggregated vLLM. Options: OPENAI="--model llama --every 20".
 test-openai:
 	@scripts/setup test
 	@scripts/test-openai $(OPENAI)
 
-# CLIENTS="--client litellm" and the like.
+# Options: CLIENTS="--client litellm".
 test-clients:
 	@scripts/setup test
 	@scripts/test-clients $(CLIENTS)
 
-# REVISION=6298a4ab is the older one.
+# REVISION=6298a4ab names the older revision.
 test-upgrade:
 	@scripts/test-upgrade $(REVISION)
 
@@ -67,7 +67,7 @@ test-page:
 	@scripts/setup page
 	@scripts/test-page
 
-# All tests, RUNS times, on a machine that is busy and stalls.
+# Runs all tests RUNS times, on a machine that is busy and stalls.
 test-stability:
 	@scripts/setup test
 	@$(VENV)/python -m verify.stability --runs $(or $(RUNS),3)
@@ -97,16 +97,16 @@ bench-router:
 	@scripts/setup test
 	@PYTHONPATH=$(CURDIR) $(VENV)/python -m benchmarks.router $(BENCH)
 
-# Without internet: docs/gpus.md says what has to be there.
+# Needs no internet; docs/gpus.md has the requirements.
 bench-gpu:
 	@scripts/bench-gpu $(BENCH)
 
-# BENCH="--gb 8" and the like for its options.
+# Options: BENCH="--gb 8".
 bench-weights:
 	@scripts/setup test
 	@scripts/bench-weights $(BENCH)
 
-# BENCH="--case 2x128" and the like for its options.
+# Options: BENCH="--case 2x128".
 bench-moe:
 	@scripts/setup moe
 	@scripts/bench-moe $(BENCH)
@@ -115,17 +115,17 @@ bench-vllm:
 	@scripts/setup test
 	@scripts/bench-vllm $(BENCH)
 
-# All of these in a smoke size, in a fresh copy of this tree.
+# Runs all benchmarks in a smoke size, in a fresh copy of this tree.
 figures:
 	@scripts/setup test
 	@$(VENV)/python -m verify.figures
 
-# Not where the same engine has passed before; WHOLE=1 in any case.
+# Skipped if the same engine has passed before; WHOLE=1 runs it in any case.
 sanitize:
 	@scripts/setup native
 	@scripts/sanitize $(if $(WHOLE),--whole)
 
-# make fuzz SECONDS=600: so long for each target. CI has no time to reach every line: .ci/run.
+# SECONDS=600 is the time for each target. CI (.ci/run) has no time to reach every line.
 fuzz:
 	@scripts/setup fuzz
 	@scripts/fuzz --seconds $(or $(SECONDS),30) --coverage
@@ -134,15 +134,16 @@ model:
 	@scripts/setup test
 	@$(VENV)/python -m verify.model
 
-# Workers and their network, then the control plane.
+# Breaks workers and their network, then the control plane.
 chaos:
 	@scripts/setup verbs
 	@PATH=$$PATH:/usr/sbin:/sbin $(VENV)/python -m verify.faults $(if $(ROUNDS),--rounds $(ROUNDS))
 	@scripts/chaos-control
 
+# Options: CHAOS="--redis cluster --continue-streams".
 chaos-control:
 	@scripts/setup test
-	@scripts/chaos-control
+	@scripts/chaos-control $(CHAOS)
 
 chaos-vllm:
 	@scripts/setup test
@@ -152,10 +153,15 @@ chaos-weights:
 	@scripts/setup test
 	@$(VENV)/python -m verify.faults.weights $(if $(ROUNDS),--rounds $(ROUNDS))
 
-# ROUNDS groups of two to eight processes.
+# Runs ROUNDS groups of two to eight processes.
 chaos-moe:
 	@scripts/setup test
 	@$(VENV)/python -m verify.faults.moe $(if $(ROUNDS),--rounds $(ROUNDS))
+
+# Sends a pair of vLLM three times the requests that it can serve, for MINUTES.
+overload:
+	@scripts/setup test
+	@KVXFER_VLLM_PYTHON=$$(scripts/vllm-python) $(VENV)/python -m verify.faults.overload --minutes $(or $(MINUTES),5)
 
 soak:
 	@scripts/setup test
@@ -165,17 +171,17 @@ attack:
 	@scripts/setup test
 	@scripts/attack
 
-# SEEDS=… of a fleet on virtual time; SIMULATE="--json" and the like for the rest.
+# Simulates SEEDS fleets on virtual time. Options: SIMULATE="--json".
 simulate:
 	@scripts/setup test
 	@$(VENV)/python -m verify.simulation --seeds $(or $(SEEDS),100000) $(SIMULATE)
 
-# Views of MoE groups, on virtual time.
+# Simulates SEEDS MoE groups on virtual time.
 simulate-moe:
 	@scripts/setup test
 	@$(VENV)/python -m verify.moe --seeds $(or $(SEEDS),20000)
 
-# Patches of the router, each of which a test has to catch.
+# Applies patches with defects to the router. A test has to catch each.
 router-defects:
 	@scripts/setup test
 	@$(VENV)/python -m verify.router_defects
@@ -184,7 +190,7 @@ helm-test:
 	@scripts/setup test
 	@scripts/helm-test
 
-# Everything that takes long (hours); what has passed on this very tree is not run again.
+# Runs all long checks (hours). Steps that have passed on this tree are skipped.
 verify:
 	@scripts/setup ci
 	@$(VENV)/python -m verify $(foreach step,$(STEP),--step $(step))

@@ -1,4 +1,4 @@
-"""Permission to call a route: each declares scopes, and the guard asks before the body is read."""
+"""Permission to call a route: each declares scopes, checked before the body is read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PUBLIC: Final[frozenset[Scope]] = frozenset()
 _BODY_METHODS: Final = {"POST", "PUT", "PATCH"}
 
 IGNORED_HEADER: Final = "Kvxfer-Ignored"
-"""Names the members of the body that this version does not know."""
+"""The header that names the members of the body that this version does not know."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MOST_NAMED: Final = 16
 
@@ -54,21 +54,21 @@ def public(endpoint: F) -> F:
 
 
 def caller(request: Request) -> Caller:
-    """The sender of a request that was let through."""
+    """Returns the sender of an admitted request."""
     return cast(Caller, request.scope[_ADMITTED_KEY])
 
 
 def is_operator(request: Request) -> bool:
-    """Whether the sender is known to be one, and not a worker."""
+    """Whether the sender is known to be an operator, and not a worker."""
     known = caller(request)
     return known is not ANONYMOUS and Scope.ADMIN in known.scopes
 
 
 class Guard:
-    """Lets a request through or raises. One event loop.
+    """A check of each request's token. One event loop.
 
-    Without tokens everybody may do everything: the server then listens on loopback only, unless its
-    operator says otherwise.
+    Without tokens every caller may do everything: the server then listens on loopback only, unless
+    its operator says otherwise.
     """
 
     def __init__(self, settings: Settings, clock: Clock) -> None:
@@ -80,8 +80,8 @@ class Guard:
         self._failures = wrong_tokens(clock)
 
     def admit(self, request: Request, route: GuardedRoute) -> Caller:
-        """The caller of a route that takes any of its scopes, all callers where it has none. Asked
-        again it says the same, and counts nothing.
+        """Returns the caller if it has any of the route's scopes, or if the route has none. For a
+        request that was admitted before, it returns the same and counts nothing.
 
         Raises Unauthenticated, Forbidden or RateLimited.
         """
@@ -131,13 +131,13 @@ class Guard:
         seconds = 0.0 if limiter is None else limiter.wait_seconds(cast(Any, key))
         if seconds:
             raise RateLimited(
-                f"too many requests from {who}; come again in {seconds:.3f} s",
+                f"too many requests from {who}; retry in {seconds:.3f} s",
                 retry_after_seconds=round(seconds, 3),
             )
 
 
 class GuardedRoute(APIRoute):
-    """A route that declares its scopes, without which it cannot be made."""
+    """A route that declares its scopes; it cannot be made without them."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         scopes = getattr(endpoint, _SCOPES, None)
@@ -176,11 +176,11 @@ class GuardedRoute(APIRoute):
 
 
 def route_of(router: APIRouter, endpoint: Callable[..., Any]) -> GuardedRoute:
-    """For what answers in its place."""
+    """Returns the route of an endpoint, for middleware that answers in its place."""
     routes = (route for route in router.routes if isinstance(route, GuardedRoute))
     return next(route for route in routes if route.endpoint is endpoint)
 
 
 def _names(members: set[str]) -> str:
-    """Those that can stand in a header, so many of them."""
+    """Joins the names that can stand in a header, at most _MOST_NAMED."""
     return ", ".join(sorted(filter(_NAME.fullmatch, members))[:_MOST_NAMED])

@@ -56,10 +56,10 @@ def create_app(
     clock: Clock = SYSTEM_CLOCK,
     autoscaler: Autoscaler | None = None,
 ) -> FastAPI:
-    """The control plane over `registry`, which it opens when it starts and closes when it stops.
+    """Makes the control plane over `registry`, which it opens at start and closes at stop.
 
-    `autoscaler` runs as long as the application, which closes it. Without one there is a plan by
-    the default policy, made when it is asked for.
+    `autoscaler` runs as long as the application, which closes it. Without one, a plan by the
+    default policy is made on request.
     """
     metrics = Metrics()
     planner = autoscaler or Autoscaler(registry, clock=clock)
@@ -95,12 +95,12 @@ def create_app(
             await planner.close()
             await registry.close()
 
-    app = FastAPIOffline(  # its /docs loads nothing from the internet
+    app = FastAPIOffline(  # /docs loads nothing from the internet
         redoc_url=None,
         title="kvxfer control plane",
         version="1",
         description=(
-            "Introduces prefill and decode workers to each other. Errors are problem documents "
+            "Registers and pairs prefill and decode workers. Errors are problem documents "
             "(RFC 9457) whose `code` is the stable name to program against."
         ),
         lifespan=lifespan,
@@ -108,8 +108,8 @@ def create_app(
     app.state.control_plane = control_plane
     app.state.stopping = control_plane.stopping
     app.state.guard = guard = Guard(settings, clock)
-    # Routes are tried in this order, so the busiest come first; and `watch` before `instances`, to
-    # whose route of one instance it would be an id.
+    # Routes are tried in this order, so the busiest come first; and `watch` before `instances`,
+    # whose route of one instance would take it for an id.
     modules = (
         transfers,
         block_tables,
@@ -128,7 +128,7 @@ def create_app(
     for router in routers:
         if unguarded := [r for r in router.routes if not isinstance(r, GuardedRoute)]:
             raise TypeError(f"{unguarded[0]} is open to all: make its router of GuardedRoute")
-        # As they are: one that is included would be gone through anew with each request.
+        # The routes themselves: an included router would be searched anew at each request.
         app.router.routes.extend(router.routes)
     problems.install(app, routers)
     for kind, router, endpoint in (
@@ -154,6 +154,6 @@ def create_app(
 async def _sweep(registry: Registry, interval: float) -> None:
     while True:
         await asyncio.sleep(interval)
-        # A registry that is away says so itself.
+        # A registry logs by itself that it is unavailable.
         with suppress(ControlPlaneUnavailable):
             await registry.sweep()

@@ -1,4 +1,4 @@
-"""A line in the log for each decision about the fleet: who, what, from where."""
+"""A log line for each decision about the fleet: who, what, from where."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _log = logging.getLogger(AUDIT)
 
 
 def note(request: Request, action: str, **about: object) -> None:
-    """A decision of the caller of a request."""
+    """Logs a decision of the caller of a request."""
     address = None if request.client is None else request.client.host
     _log.info(action, extra={"caller": caller(request).name, "address": address, **about})
 
 
 def note_scaling(plan: ScalePlan) -> None:
-    """The changes that the autoscaler of this replica applies."""
+    """Logs the changes that the autoscaler of this replica applies."""
     if not plan.leads:
         return
     for decision in (plan.prefill, plan.decode):

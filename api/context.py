@@ -1,4 +1,4 @@
-"""What the routes of one application share, and how they get at it."""
+"""The objects that the routes of one application share, and their dependency."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class ControlPlane:
     """Set when the server begins to stop: watches end, readiness is refused."""
 
     async def unless_stopping(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which ends when the server begins to stop: ControlPlaneUnavailable
-        then."""
+        """Returns the result of `work`. When the server begins to stop, cancels it and raises
+        ControlPlaneUnavailable."""
         working = asyncio.create_task(work)
         stopping = asyncio.create_task(self.stopping.wait())
         try:
@@ -56,7 +56,7 @@ def control_plane(request: Request) -> ControlPlane:
 
 
 async def _dependency(request: Request) -> ControlPlane:
-    # Of an `async def`: FastAPI would call any other in a thread, once per request.
+    # An `async def`: FastAPI would call any other function in a thread, once per request.
     return control_plane(request)
 
 

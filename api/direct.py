@@ -23,7 +23,7 @@ _JSON: Final = b"application/json"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`content` is JSON, or empty."""
+    """An answer. `content` is JSON, or empty."""
 
     status: int
     content: bytes = b""
@@ -50,15 +50,15 @@ class AnswerDirectly(ABC):
 
     @abstractmethod
     def match(self, path: str) -> Any:
-        """What `answer` needs of the path; None for another route's."""
+        """Returns what `answer` needs of the path; None for a path of another route."""
 
     def read(self, content: bytes) -> Any:
-        """The body. Raises one of UNREADABLE, also for what only FastAPI's way accepts."""
+        """Reads the body. Raises one of UNREADABLE, also for a body that only FastAPI accepts."""
         return content
 
     @abstractmethod
     async def answer(self, request: Request, found: Any, body: Any) -> Answer:
-        """Raises KvxferError."""
+        """Answers a request. Raises KvxferError."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = None
@@ -77,7 +77,7 @@ class AnswerDirectly(ABC):
             body = self.read(content)
         except KvxferError as error:
             await answer_error(request, error)(scope, receive, send)
-        except HTTPException:  # the body is too large, and still is for FastAPI
+        except HTTPException:  # the body is too large: FastAPI meets the same error, and answers
             await self._app(scope, receive, send)
         except UNREADABLE:
             await self._app(scope, _again(content, receive), send)
@@ -104,7 +104,7 @@ def _is_json(scope: Scope) -> bool:
 
 
 async def _body(receive: Receive) -> bytes:
-    """The whole body, or as much of it as came before the client left."""
+    """Reads the whole body, or as much of it as came before the client left."""
     content = b""
     more = True
     while more:
@@ -115,7 +115,7 @@ async def _body(receive: Receive) -> bytes:
 
 
 def _again(content: bytes, receive: Receive) -> Receive:
-    """`receive` with a body that was read already."""
+    """Returns a `receive` that first gives a body that was read already."""
     messages: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
 
     async def receive_again() -> Message:

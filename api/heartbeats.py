@@ -24,7 +24,7 @@ _write = msgspec.json.Encoder().encode
 async def renew(
     control_plane: ControlPlane, instance_id: str, body: Heartbeat, secret: str | None
 ) -> Lease:
-    """The renewed lease. Raises StaleEpoch, Forbidden or ControlPlaneUnavailable."""
+    """Renews a lease. Raises StaleEpoch, Forbidden or ControlPlaneUnavailable."""
     lease = await control_plane.registry.heartbeat(
         instance_id,
         body.epoch,

@@ -1,4 +1,4 @@
-"""Secrets of instances: drawn for a lease, kept as a digest, shown by calls as the instance."""
+"""Secrets of instances: drawn for a lease, kept as a digest, sent by calls as the instance."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ InstanceSecret: TypeAlias = Annotated[
     str | None,
     Header(
         alias=HEADER,
-        description="What the registration of the instance answered as `secret`. Not needed for an "
-        "instance that took none, nor for a token with a scope beside `worker` that the route "
-        "takes.",
+        description="The `secret` in the answer to the instance's registration. Not needed for an "
+        "instance that took none, nor with a token that has another scope of the route than "
+        "`worker`.",
     ),
 ]
 
@@ -28,13 +28,13 @@ def new_secret() -> str:
 
 
 def digest(secret: str | None) -> str:
-    """What a registry keeps and compares; empty for none."""
+    """Returns what a registry keeps and compares; empty without a secret."""
     return hashlib.sha256(secret.encode()).hexdigest() if secret else ""
 
 
 def asked_of(request: Request, secret: str | None, *scopes: Scope) -> str | None:
-    """The digest of what a caller showed; None for one with any of these scopes, which need show
-    nothing. Without tokens every caller has all scopes."""
+    """Returns the digest of the secret that a caller sent; None for a caller with any of these
+    scopes, which needs none. Without tokens every caller has all scopes."""
     return None if has_any(request, *scopes) else digest(secret)
 
 

@@ -24,7 +24,7 @@ CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _METHODS: Final = frozenset(HTTPMethod)
 _NOBODY: Final = Statistics({}, 0, 0, 0, 0, 0, {}, {})
 _ENDS: Final = (UpdateState.COMMITTED, UpdateState.ABORTED)
-# By role.
+# Metrics with a label for the role.
 _FLEET_LOAD: Final = {
     "requests_running": "Requests that live instances work on.",
     "requests_waiting": "Requests that wait in live instances.",
@@ -35,7 +35,7 @@ _FLEET_LOAD: Final = {
 
 
 class Metrics:
-    """Every metric has its home here; `python -m kvxfer.cli.generated_docs` documents them."""
+    """Every metric of a control plane. `python -m kvxfer.cli.generated_docs` documents them."""
 
     def __init__(self) -> None:
         self.set = metrics = MetricSet("control-plane")
@@ -91,7 +91,7 @@ class Metrics:
             "code",
         )
         self.scale_leader = metrics.gauge(
-            "kvxfer_scale_leader", "1 where this replica applies its decisions."
+            "kvxfer_scale_leader", "1 if this replica applies its decisions."
         )
 
         self.staging_seconds = metrics.histogram(
@@ -101,13 +101,13 @@ class Metrics:
         )
         self.pause_seconds = metrics.histogram(
             "kvxfer_weight_update_pause_seconds",
-            "Pause of an instance that applied a weight update, from the last step before to the "
-            "first step after.",
+            "Pause of an instance that applied a weight update, from the last step before it to "
+            "the first step after it.",
             buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100),
         )
 
     def note_update(self, step: UpdateStep) -> None:
-        """A step of a weight update that this replica took."""
+        """Counts a step of a weight update that this replica took."""
         before, after = step
         if before is None:
             return
@@ -118,7 +118,7 @@ class Metrics:
                 self.pause_seconds.observe(now.pause_seconds)
 
     def note_scaling(self, plan: ScalePlan) -> None:
-        """A round of the autoscaler that went well."""
+        """Counts a round of the autoscaler that succeeded."""
         self.scale_leader.set(plan.leads)
         for decision in (plan.prefill, plan.decode):
             self.scale_wanted.labels(decision.role).set(decision.wanted)
@@ -137,8 +137,8 @@ class Metrics:
         stale_seconds: float | None,
         waiting: Mapping[str, int],
     ) -> bytes:
-        """The exposition in the Prometheus text format, with the fleet as it is now. `waiting` has
-        the requests of each tenant that wait here for a pair."""
+        """Returns the exposition in the Prometheus text format, with the fleet as it is now.
+        `waiting` has the number of requests of each tenant that wait here for a pair."""
         self._waiting = waiting
         self._fleet = fleet
         live = list(instances)
@@ -148,7 +148,7 @@ class Metrics:
         return self.set.render()
 
     def _read_fleet(self) -> None:
-        """What is read off the registry, which counts for all replicas that share it."""
+        """Adds the metrics that are read from the registry, for all replicas that share it."""
         read = self.set.read
         read(
             "gauge",
@@ -179,8 +179,8 @@ class Metrics:
         read(
             "counter",
             "kvxfer_leases_spared_total",
-            "Leases extended once, as most of a fleet or of a zone was about to be gone shortly "
-            "after the registry was unavailable.",
+            "Leases extended once, because most leases of a fleet or of a zone were about to "
+            "expire shortly after the registry was unavailable.",
             samples=lambda: {(): self._fleet.leases_spared},
         )
         read(
@@ -192,7 +192,7 @@ class Metrics:
         read(
             "counter",
             "kvxfer_transfers_ended_total",
-            f"Transfers ended, by why: {', '.join(TransferEnd)}.",
+            f"Transfers ended, by reason: {', '.join(TransferEnd)}.",
             "reason",
             samples=lambda: {
                 (reason,): self._fleet.transfers_ended.get(reason, 0) for reason in TransferEnd
@@ -218,7 +218,7 @@ class Metrics:
             )
 
     def _read_load(self) -> None:
-        """What workers tell with their heartbeats, whatever engine they run."""
+        """Adds the metrics that workers report with their heartbeats, whatever engine they run."""
         for name, text in _FLEET_LOAD.items():
             self.set.read(
                 "gauge",

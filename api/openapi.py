@@ -14,18 +14,18 @@ from kvxfer.api.problem_models import LayoutMismatchProblem, Problem
 from kvxfer.api.staleness import DESCRIPTION, HEADER
 from kvxfer.instances import Change, Snapshot
 
-# Named by responses that FastAPI does not derive from a return type.
+# Models of responses that FastAPI does not derive from a return type.
 _FURTHER_MODELS: Final[tuple[type, ...]] = (Change, Snapshot, Problem, LayoutMismatchProblem)
 _MODE: Final[JsonSchemaMode] = "serialization"
 _IGNORED: Final = {
-    "description": "The members of the body that this version does not know, with commas between "
-    "them. Left out where there are none.",
+    "description": "The members of the body that this version does not know, separated by commas. "
+    "Absent if there are none.",
     "schema": {"type": "string"},
 }
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """The schema of the application, made once."""
+    """Returns the schema of the application, made once."""
     if app.openapi_schema is None:
         schema = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes
@@ -57,7 +57,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
 
 
 def _describe_ignored(path: str, operation: dict[str, Any]) -> None:
-    """Answers to heartbeats, which are made without FastAPI, do not have that header."""
+    """Adds the header of ignored members. Answers to heartbeats, which are made without FastAPI, do
+    not have it."""
     if path.endswith("/heartbeat"):
         return
     for status, response in operation["responses"].items():

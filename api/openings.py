@@ -1,4 +1,4 @@
-"""Transfers are opened and released: two requests of a router for each of its clients'."""
+"""The opening and release of transfers: two requests of a router for each of its clients'."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _write = msgspec.json.Encoder().encode
 async def open_transfer(
     control_plane: ControlPlane, body: TransferRequest, receive: Receive
 ) -> OpenedTransfer:
-    """With `wait_seconds` the request waits its turn, until its client has left."""
+    """Opens a transfer. With `wait_seconds` the request waits its turn, until its client leaves."""
     opening = control_plane.admission.open(body)
     if body.wait_seconds:
         opening = while_connected(receive, control_plane.unless_stopping(opening))
@@ -51,11 +51,11 @@ class OpenTransfers(AnswerDirectly):
     def read(self, content: bytes) -> TransferRequest:
         members: Any = msgspec.json.decode(content)
         if not isinstance(members, dict) or not members.keys() <= _MEMBERS:
-            raise msgspec.ValidationError("a member that is not known")
+            raise msgspec.ValidationError("an unknown member")
         hashes = members.get("prefix_hashes")
         if hashes is not None:
             if not isinstance(hashes, list) or not all(map(_HASH.fullmatch, map(str, hashes))):
-                raise msgspec.ValidationError("a hash that is none")
+                raise msgspec.ValidationError("an invalid hash")
             members["prefix_hashes"] = from_text(hashes)
         return msgspec.convert(members, TransferRequest)
 

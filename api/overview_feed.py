@@ -1,4 +1,4 @@
-"""Looks at the fleet for all watchers, so that they never cost more than a part of the time."""
+"""Overviews of the fleet for all watchers, with pauses that bound their part of the time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from kvxfer.scheduler.registry import Registry
     from kvxfer.scheduler.scaling.history import ScalingHistory
 
-# A look is followed by a pause of so many times the work that it took, in seconds of a processor.
+# The pause after an overview, as a multiple of the CPU time that it took.
 _PAUSE: Final = 9
 _LONGEST_PAUSE: Final = 2.0
 _KEPT: Final = 64
 
 
 class OverviewFeed:
-    """One event loop. Requests for the same at one time get the same look."""
+    """A source of overviews. One event loop. Equal queries at one time get the same overview."""
 
     def __init__(self, registry: Registry, scaling: ScalingHistory, clock: Clock) -> None:
         self._registry = registry
@@ -30,11 +30,11 @@ class OverviewFeed:
         self._clock = clock
         self._turn = asyncio.Lock()
         self._not_before = 0.0
-        # Until when each look is good.
+        # Each overview, with the time until which it is valid.
         self._looks: OrderedDict[OverviewQuery, tuple[float, Overview]] = OrderedDict()
 
     async def look(self, query: OverviewQuery) -> Overview:
-        """The fleet now, or a moment ago where it is large.
+        """Returns an overview of the fleet now, or of a moment ago if the fleet is large.
 
         Raises ControlPlaneUnavailable.
         """

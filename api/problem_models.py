@@ -20,7 +20,7 @@ _COMPARED: Final = [
 
 
 class InvalidMember(BaseModel):
-    """One thing that is wrong with a request."""
+    """One error in a request."""
 
     location: str = Field(description="`body`, `query`, `path` or `header`.")
     field: str = Field(description="Dotted path of the member, for example `layout.block_size`.")
@@ -41,15 +41,15 @@ class _Problem(BaseModel):
 
 
 class Problem(_Problem):
-    """What went wrong, with whom, and what to do about it (RFC 9457).
+    """A problem document (RFC 9457): what went wrong, with whom, and what to do about it.
 
-    `code` is the stable name to program against. Members beyond these say more about one code:
-    `reasons` of no-capacity; `errors` of invalid-argument; `instance_id`, `epoch` and
-    `lease_remaining_seconds` of instance-exists.
+    `code` is the stable name to program against. Some codes have further members: `reasons` of
+    no-capacity; `errors` of invalid-argument; `instance_id`, `epoch` and `lease_remaining_seconds`
+    of instance-exists.
     """
 
     code: str
-    field: str | None = Field(None, description="The member that is at fault, where it is one.")
+    field: str | None = Field(None, description="The member at fault, if it is one.")
     errors: list[InvalidMember] | None = None
     reasons: list[str] | None = None
 
@@ -59,8 +59,8 @@ class LayoutMismatchProblem(_Problem):
 
     code: Literal["layout-mismatch"]
     field: str = Field(
-        description="The first that cannot be mapped: of the instance, its model or its layout.",
+        description="The first field of instance, model or layout that cannot be mapped.",
         json_schema_extra={"enum": [*_COMPARED]},
     )
-    prefill: JsonValue = Field(description="What it is at prefill.")
-    decode: JsonValue = Field(description="What it is at decode.")
+    prefill: JsonValue = Field(description="The field's value at prefill.")
+    decode: JsonValue = Field(description="The field's value at decode.")

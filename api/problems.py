@@ -112,8 +112,8 @@ _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
         "detail": "two instances have the instance_id 'prefill-0': one is alive at "
         "http://10.0.0.5:8000 (epoch 1795046400000001), the other registers from "
         "http://10.0.0.6:8000; leave instance_id out, or make it unique for each replica. An "
-        "instance that replaces another is taken when the lease before ends, in 4.2 s without a "
-        "heartbeat",
+        "instance that replaces another is accepted when the earlier lease ends, in 4.2 s without "
+        "a heartbeat",
         "instance_id": "prefill-0",
         "epoch": 1795046400000001,
         "lease_remaining_seconds": 4.2,
@@ -220,10 +220,10 @@ _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
         "scopes": ["router"],
     },
     RateLimited: {
-        "detail": "too many requests from 'router-1' at 10.0.0.9; come again in 0.012 s",
+        "detail": "too many requests from 'router-1' at 10.0.0.9; retry in 0.012 s",
         "retry_after_seconds": 0.012,
     },
-    BodyTooLarge: {"detail": "the body is larger than the 1048576 bytes that are read"},
+    BodyTooLarge: {"detail": "the body is larger than the limit of 1048576 bytes"},
     ScorerFailed: {
         "detail": "the scorer Fewest cannot weigh a pair of distance 4, with 0 fabric steps and 0 "
         "cached tokens (the cost is nan); correct the scorer, or take another one in "
@@ -239,7 +239,7 @@ _log = logging.getLogger("kvxfer.api")
 
 
 def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
-    """Makes every error of the application, which has these routers, a problem document."""
+    """Makes every error of the application with these routers a problem document."""
 
     @app.exception_handler(KvxferError)
     async def _kvxfer_error(request: Request, error: Exception) -> Response:
@@ -255,7 +255,7 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
 
     @app.exception_handler(Exception)
     async def _internal(request: Request, error: Exception) -> Response:
-        # This answer is made outside of all middleware.
+        # No middleware sees this answer.
         request_id = request.scope.get(REQUEST_ID_KEY, "")
         _log.error(
             "%s %s failed",
@@ -270,7 +270,7 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
 
 
 def responses(*errors: type[KvxferError]) -> dict[int | str, dict[str, Any]]:
-    """The `responses=` of a route that can raise these errors, each with an example."""
+    """Returns the `responses=` of a route that can raise these errors, each with an example."""
     by_status: dict[int, list[type[KvxferError]]] = {}
     for error in sorted(errors, key=lambda error: (_status(error), error.code)):
         by_status.setdefault(_status(error), []).append(error)
@@ -325,12 +325,12 @@ def _answer(
         body["request_id"] = request_id
     # A member of the error never takes the place of one that RFC 9457 defines.
     body.update({name: value for name, value in (members or {}).items() if name not in body})
-    # ASCII: a member's name that the request made up may be no text that UTF-8 can hold.
+    # ASCII: a member's name that the request made up may not be valid in UTF-8.
     return Response(json.dumps(body), status, dict(headers or {}), media_type=MEDIA_TYPE)
 
 
 def answer_error(request: Request, error: KvxferError) -> Response:
-    """The problem document of an error."""
+    """Returns the problem document of an error."""
     status = _status(type(error))
     members: dict[str, object] = {}
     if isinstance(error, ControlPlaneError):
@@ -398,9 +398,9 @@ def _answer_http(request: Request, error: HTTPException, routers: Sequence[APIRo
     code = status.phrase.lower().replace(" ", "-")
     detail, headers = str(error.detail), dict(error.headers or {})
     if status is HTTPStatus.NOT_FOUND:
-        detail = f"there is no {request.url.path} here; /docs lists what there is"
+        detail = f"there is no {request.url.path} here; /docs lists the routes"
     elif status is HTTPStatus.BAD_REQUEST:
-        # FastAPI could not decode the body; broken JSON in UTF-8 comes as invalid.
+        # FastAPI could not decode the body; broken JSON in UTF-8 is a validation error instead.
         status, code = HTTPStatus.UNPROCESSABLE_ENTITY, InvalidArgument.code
         detail = "the body is no JSON text in UTF-8"
     elif status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
@@ -408,7 +408,7 @@ def _answer_http(request: Request, error: HTTPException, routers: Sequence[APIRo
     elif status is HTTPStatus.METHOD_NOT_ALLOWED:
         # Starlette names the methods of one route only; a path may have several.
         allowed = headers["Allow"] = ", ".join(_methods(request.url.path, routers))
-        detail = f"{request.method} is not what {request.url.path} takes; use {allowed}"
+        detail = f"{request.url.path} does not take {request.method}; use {allowed}"
     return _answer(request, status.value, code, detail, headers=headers)
 
 

@@ -1,4 +1,4 @@
-"""What an operator can set about the control plane."""
+"""The control plane's settings."""
 
 from __future__ import annotations
 
@@ -19,34 +19,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Durations are in seconds. Raises InvalidArgument for what cannot be meant."""
+    """The settings of a control plane; durations are in seconds. Raises InvalidArgument for an
+    invalid value."""
 
     cluster_key: bytes = field(repr=False)
-    """The same for control plane and workers; signs the tickets where no ticket keys are given."""
+    """The key that control plane and workers share; it signs tickets if there are no ticket keys.
+    """
     ticket_keys: WatchedFile[TicketKeys] | None = field(default=None, repr=False)
-    """The first of them signs the tickets."""
+    """The keys of tickets; the first one signs."""
     tokens: WatchedFile[Tokens] | None = field(default=None, repr=False)
     """The callers and their scopes; None lets every caller do everything."""
     transfer_seconds: Seconds = 60.0
-    """How long a ticket is valid and its reservation counts."""
+    """The time for which a ticket is valid and its reservation counts."""
     weight_update_seconds: Seconds = 15.0
     """A weight update whose coordinator reports nothing for this long ends."""
     max_waiting: Annotated[int, Meta(ge=0)] = 10_000
-    """Requests that wait for a pair at one replica; of one more the tenant with the most waiting
-    loses its last."""
+    """The most requests that wait for a pair at one replica; one more removes the last request of
+    the tenant with the most waiting."""
     tenants: Mapping[str, float] = field(default_factory=dict)
-    """The tenants that requests wait for in turn, and their weights."""
+    """The weights of the tenants, which take turns when requests wait."""
     rate_limit: Annotated[float, Meta(ge=0)] = 2000.0
-    """Requests per second of one token at one address, and as many at once, without heartbeats; 0
-    is no limit."""
+    """The most requests per second of one token at one address, and as many at once; heartbeats do
+    not count. 0 is no limit."""
     max_body_bytes: Annotated[int, Meta(ge=1)] = 1 << 20
-    """Of a request; block tables may have 1.5 MiB."""
+    """The largest body of a request, in bytes; block tables may have 1.5 MiB."""
     keepalive_seconds: Seconds = 15.0
     """Silence on a watch after which a comment is sent, so that no proxy cuts the stream."""
     sweep_seconds: Seconds = 0.5
-    """How late a watcher may learn that a lease expired."""
+    """The longest delay until a watcher learns that a lease expired."""
     retry_after_seconds: Annotated[int, Meta(ge=1)] = 1
-    """What the Retry-After header of a 503 says."""
+    """The value of the Retry-After header of a 503."""
 
     def __post_init__(self) -> None:
         as_cluster_key(self.cluster_key)
@@ -54,7 +56,7 @@ class Settings:
 
     @property
     def signing_keys(self) -> TicketKeys:
-        """What signs the tickets now."""
+        """The keys that sign tickets now."""
         if self.ticket_keys is not None:
             return self.ticket_keys.current
         from kvxfer.ticket import derived_ticket_keys

@@ -1,4 +1,4 @@
-"""Answers say so while the registry is away and they tell what was last known."""
+"""The header of answers that tell what was last known, while the registry is unavailable."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvxfer.scheduler.registry import Registry
 
 HEADER: Final = "Kvxfer-Stale-Seconds"
 DESCRIPTION: Final = (
-    "Present while the registry cannot be reached: the answer is what was last known, "
-    "so many seconds ago."
+    "Present while the registry is unavailable: the age, in seconds, of the last known state that "
+    "the answer tells."
 )
 
 

@@ -21,13 +21,13 @@ _ATTRIBUTE: Final = REQUEST_ID
 
 
 class TraceStore:
-    """Bounded: the oldest traces go first, a whole one at a time. Event loop only."""
+    """A bounded store: the oldest traces are dropped first, each as a whole. Event loop only."""
 
     def __init__(
         self, max_spans: int = MAX_SPANS, max_spans_per_trace: int = MAX_SPANS_PER_TRACE
     ) -> None:
         self._max_spans, self._max_per_trace = max_spans, max_spans_per_trace
-        # By trace id and span id, so that what is sent again is no news.
+        # Keyed by trace id and span id, so that a span that is sent again is ignored.
         self._traces: OrderedDict[str, dict[str, TraceSpan]] = OrderedDict()
         self._by_request: dict[str, str] = {}
         self._count = 0
@@ -45,7 +45,7 @@ class TraceStore:
             self._forget_oldest()
 
     def find(self, request_id: str) -> Trace:
-        """All spans of a request, or of the trace with that id. Raises UnknownTrace."""
+        """Returns all spans of a request, or of the trace with that id. Raises UnknownTrace."""
         trace = self._traces.get(self._by_request.get(request_id, request_id))
         if not trace:
             raise UnknownTrace(
@@ -57,7 +57,7 @@ class TraceStore:
         return Trace(request_id=request_id, spans=tuple(spans))
 
     def __len__(self) -> int:
-        """Spans."""
+        """Returns the number of spans."""
         return self._count
 
     def _forget_oldest(self) -> None:
@@ -70,7 +70,7 @@ class TraceStore:
 
 
 def own_tracer(store: TraceStore) -> Tracer | None:
-    """A tracer whose spans go into the store of this process; None without OpenTelemetry.
+    """Makes a tracer whose spans go into the store of this process; None without OpenTelemetry.
 
     It begins no trace: only requests that bring one have spans.
     """

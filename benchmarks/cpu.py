@@ -13,7 +13,7 @@ _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(process: Process) -> float:
-    """User and system time of all processes of its group so far."""
+    """Returns the user and system time of all processes of its group so far."""
     total, found = 0.0, False
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

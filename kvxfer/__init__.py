@@ -1,19 +1,19 @@
-"""One-sided writes between processes; with them, KV caches, weights and tokens of MoE layers move.
+"""Moves KV caches, weight updates and tokens of MoE layers between machines by one-sided writes.
 
-An engine and what it gives out:
+An engine and its objects:
 
-    Engine, EngineOptions, EngineHandler    of an asyncio program; its options; told of its peers
-    PolledEngine                            of a program that polls
-    Peer, PeerGroup                         engines that it is connected to
+    Engine, EngineOptions, EngineHandler    for asyncio programs; its options; a handler of events
+    PolledEngine                            for programs that poll
+    Peer, PeerGroup                         connected engines
     Memory, MemoryRegion, alloc_shared      memory to write from and into
     Operation, OperationGroup, Scattered    writes under way
-    Counter, CounterMirror, StreamWait      what has arrived, also for streams and kernels of GPUs
-    Watcher, WatchFor                       what holds writes back until their bytes are computed
+    Counter, CounterMirror, StreamWait      counts of arrivals, also for GPU streams and kernels
+    Watcher, WatchFor                       writes that wait until their bytes are computed
     ReceivePool, Received, RemotePool       messages into registered slots
 
-    KvxferError                             base of all errors
+    KvxferError                             the base of all errors
 
-On top of it:
+On top of the engine:
 
     kvxfer.kv        KV caches: layouts, block pools, the two sessions of a transfer
     kvxfer.weights   weight updates
@@ -82,7 +82,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily, so that `import kvxfer` costs nothing to a program that only wants the errors.
+    # Imported on first use, so that a program that only needs the errors imports nothing else.
     if name == "KvxferError":
         from kvxfer.errors import KvxferError
 

@@ -18,14 +18,14 @@ class Error(Exception):
     """args: (code, message); `kvxfer.errors.by_code` has the public class."""
 
 _Integers: TypeAlias = Sequence[int] | Buffer | np.ndarray[Any, Any] | _SupportsArray
-"""One dimension: a sequence, a buffer of any type of integer, or what gives an array."""
+"""One dimension: a sequence, a buffer of any type of integer, or an object with `__array__`."""
 
 _Readable: TypeAlias = Buffer | np.ndarray[Any, Any]
 _Writable: TypeAlias = Buffer | np.ndarray[Any, Any]
-"""Contiguous. numpy says that its arrays are buffers only where Python is 3.12 or newer."""
+"""A contiguous buffer. numpy declares its arrays as buffers only from Python 3.12 on."""
 
 class _SupportsArray(Protocol):
-    """A tensor, say."""
+    """An object that converts to an array, such as a tensor."""
 
     def __array__(self) -> NDArray[Any]: ...
 
@@ -36,18 +36,18 @@ class NicFactory(metaclass=_Bound):
     """NICs beside those of the host."""
 
 def end_unused_gpus() -> None:
-    """Gives back what is kept of GPUs for the next engine. Waits for all streams."""
+    """Frees the GPU resources that are kept for the next engine. Waits for all streams."""
 
 def null_nics(*, keeps_order: bool) -> NicFactory:
-    """A network of NICs that move nothing; each engine made with it has one."""
+    """Returns a network of NICs that move nothing; each engine made with it has one NIC."""
 
 class EngineOptions(metaclass=_Bound):
-    """As `kvxfer.EngineOptions` describes them, with a `cluster_key`. Instead of `fabrics` there
-    are the flags `local` and `tcp`, and `verbs` and `ofi`: "never", "if_available" or "required".
+    """The options of `kvxfer.EngineOptions`, and a `cluster_key`. Instead of `fabrics` there are
+    the flags `local` and `tcp`, and `verbs` and `ofi`: "never", "if_available" or "required".
     `more_nics` is a NicFactory."""
 
     def __init__(self, **options: object) -> None:
-        """OPTION_NAMES; those that are left out have the defaults of types.hpp."""
+        """Takes OPTION_NAMES; those that are left out have the defaults of types.hpp."""
 
 class SharedMemory(Buffer):
     """Zeroed host memory that peers on this host can map; a writable buffer of bytes."""
@@ -56,10 +56,10 @@ class SharedMemory(Buffer):
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class MemoryRegion(Buffer):
-    """Registered memory; a writable buffer of bytes where it is host memory."""
+    """Registered memory; a writable buffer of bytes if it is host memory."""
 
     def __init__(self, region: MemoryRegion) -> None:
-        """Another handle of the same region."""
+        """Makes another handle of the same region."""
 
     @property
     def address(self) -> int: ...
@@ -67,7 +67,7 @@ class MemoryRegion(Buffer):
     def nbytes(self) -> int: ...
     @property
     def gpu(self) -> int | None:
-        """CUDA's number, in this process, of the GPU that it is memory of; None for host memory."""
+        """The GPU of the memory, by CUDA's number in this process; None for host memory."""
     @property
     def nics(self) -> tuple[str | None, ...]: ...
     @property
@@ -89,7 +89,7 @@ class MemoryRegion(Buffer):
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class WatchWord(metaclass=_Bound):
-    """A 64-bit word of host memory at zero; `address` is where compute adds to it."""
+    """A 64-bit word of host memory, initially zero. Compute adds to it at `address`."""
 
     def __init__(self) -> None: ...
     @property
@@ -107,7 +107,7 @@ class StreamWord(metaclass=_Bound):
 
 class StreamWait(metaclass=_Bound):
     def reached(self) -> bool:
-        """False while the stream waits. Raises what has ended the wait."""
+        """Returns False while the stream waits. Raises the error that ended the wait."""
     @property
     def address(self) -> int: ...
 
@@ -118,12 +118,13 @@ class CounterMirror(metaclass=_Bound):
     def address(self) -> int: ...
 
 class TransferEngine(metaclass=_Bound):
-    """Any method from any thread. Submitting returns (operation id, writes, bytes)."""
+    """The transfer engine. Any thread may call any method. Methods that submit writes return
+    (operation id, writes, immediates, bytes)."""
 
     def __init__(self, options: EngineOptions) -> None: ...
     def close(self) -> None: ...
     def poll(self) -> bool:
-        """Without a thread: does what there is to do. Whether anything moved."""
+        """Does the pending work of an engine without a thread. Returns whether anything moved."""
     @property
     def address(self) -> str: ...
     @property
@@ -137,10 +138,11 @@ class TransferEngine(metaclass=_Bound):
     def drain(
         self,
     ) -> list[tuple[str, int, int, str, str, bytes, str, int, list[tuple[int, str, str]]]]:
-        """Completions: (kind, id, peer, code, text, data, fabric, CLOCK_MONOTONIC ns, failed).
+        """Returns completions: (kind, id, peer, code, text, data, fabric, CLOCK_MONOTONIC ns,
+        failed).
 
-        id: of the operation; the immediate of counter, arrival and released; of peer_up 1 if the
-        peer has connected, 0 if this engine has. failed: the parts of a write that failed:
+        id: the operation's; for counter, arrival and released the immediate; for peer_up 1 if the
+        peer connected, 0 if this engine did. failed: the parts of a write that failed, as
         (part, code, text).
         """
 
@@ -231,8 +233,8 @@ class TransferEngine(metaclass=_Bound):
         length: int,
         imm: int,
     ) -> tuple[int, int]:
-        """The operation's id, and the nanoseconds that scatter() took in native code: to each peer
-        its `length` bytes of the source, one part after the other."""
+        """Returns the operation's id, and the nanoseconds that scatter() took in native code. Each
+        peer gets its `length` bytes of the source, one part after the other."""
 
     def barrier(
         self,
@@ -243,7 +245,7 @@ class TransferEngine(metaclass=_Bound):
         after: tuple[WatchWord, int] | None,
     ) -> tuple[int, int, list[int], int]: ...
     def wake(self) -> None:
-        """Looks at watched words now."""
+        """Checks the watched words now."""
     def stream_word(self, gpu: int) -> StreamWord: ...
     def mirror_counter(self, gpu: int, imm: int) -> CounterMirror: ...
     def wait_on_stream(
@@ -254,19 +256,20 @@ class TransferEngine(metaclass=_Bound):
     def grant(self, imm: int, ranges: Sequence[tuple[MemoryRegion, int, int]]) -> list[bytes]: ...
     def counter_value(self, imm: int) -> int: ...
     def poll_counter(self, imm: int, total: int, for_seconds: float) -> int:
-        """Polls until the counter is at `total` or more, or for so many seconds. Its value."""
+        """Polls until the counter is at `total` or more, or for `for_seconds`. Returns its
+        value."""
     def expect(self, imm: int, total: int, *, at_least: bool) -> None: ...
     def subscribe(self, imm: int) -> None: ...
     def take_arrivals(self, imm: int) -> int: ...
     def release_counter(self, imm: int) -> None: ...
     def begin_release_counter(self, imm: int) -> bool:
-        """False: a completion "released" follows."""
+        """Returns False if a completion "released" follows."""
 
 class MoeExchange(metaclass=_Bound):
     """Dispatch and combine of token rows: docs/architecture.md. One thread at a time.
 
-    It drains the engine, which must have a thread. Buffers are given by their address: contiguous
-    rows of `hidden` elements. Dtypes are "f32", "bf16", "f16" and "f8_e4m3".
+    It drains the engine, which must have a thread. A buffer is the address of contiguous rows of
+    `hidden` elements. Dtypes are "f32", "bf16", "f16" and "f8_e4m3".
     """
 
     def __init__(
@@ -289,7 +292,8 @@ class MoeExchange(metaclass=_Bound):
         spin: float = 0.0,
         timeout: float = 30.0,
     ) -> None:
-        """`spin`: seconds before a wait sleeps. `timeout`: seconds of a write over the engine."""
+        """Takes `spin`, the seconds before a wait sleeps, and `timeout`, the seconds for a write
+        over the engine."""
     # Pairs.
     @property
     def memory_fd(self) -> int: ...
@@ -300,7 +304,7 @@ class MoeExchange(metaclass=_Bound):
     def add_local(self, rank: int, peer: int, memory: int, nbytes: int, doorbell: int) -> None:
         """Duplicates both descriptors."""
     def open_remote(self, rank: int, peer: int) -> bytes:
-        """Terms for that rank's add_remote()."""
+        """Returns terms for that rank's add_remote()."""
     def add_remote(self, rank: int, peer: int, terms: bytes) -> None: ...
     def remove(self, rank: int) -> None: ...
     def memory_parts(self) -> list[tuple[str, int]]: ...
@@ -308,24 +312,24 @@ class MoeExchange(metaclass=_Bound):
     def set_view(
         self, number: int, alive: Sequence[bool], table: NDArray[np.int64], first_step: int
     ) -> None:
-        """table: by logical expert, rank << 32 | local expert, or -1."""
+        """Sets the view. `table` has, by logical expert, rank << 32 | local expert, or -1."""
     def leave_out(self, step: int) -> None:
-        """No rank runs it: its dispatch_wait() says so."""
+        """Marks a step that no rank runs: its dispatch_wait() says so."""
     def skip_step(self) -> None:
-        """Does not take the next step, which no rank runs."""
+        """Skips the next step, which no rank runs."""
     def set_hosts(self, hosts: Sequence[int]) -> None:
-        """By rank, a number of its host; ranks of one have added each other as local."""
+        """Sets the host number of each rank; ranks of one host have added each other as local."""
     @property
     def next_step(self) -> int: ...
     def lost(self) -> list[int]: ...
     def why_lost(self, rank: int) -> tuple[str, str]:
-        """(code, text) of its last loss; code "ok": it was not lost."""
+        """Returns (code, text) of its last loss; the code is "ok" if it was not lost."""
     # A step.
     def input(self, slot: int) -> int:
-        """The address of room for max_tokens rows."""
+        """Returns the address of room for max_tokens rows."""
     def answers(self, slot: int) -> int:
-        """The address of room for ranks * max_tokens rows by source, which combine_send() does not
-        copy; 0: there is none."""
+        """Returns the address of room for ranks * max_tokens rows by source, which combine_send()
+        does not copy; 0 if there is none."""
     def check_free(self, slot: int) -> None:
         """Raises unless dispatch_send() is the slot's next call."""
     def check_placed(self, slot: int) -> None:
@@ -338,15 +342,17 @@ class MoeExchange(metaclass=_Bound):
         ids: NDArray[np.int64],
         weights: NDArray[np.float32],
     ) -> int:
-        """The step. ids and weights are [count, top_k]; others are converted. scales 0: none."""
+        """Returns the step. ids and weights are [count, top_k]; arrays of other types are
+        converted. scales is 0 without scales."""
     def dispatch_wait(
         self, slot: int, timeout: float
     ) -> Literal["done", "left out", "events", "deadline"]: ...
     def arrival(
         self, slot: int, by_source: bool, align: int, capacity: int | None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
-        """Rows by local expert, rows by source rank, where those of each source or expert begin,
-        and the rows of all. Only by expert: a multiple of `align`, or `capacity` apart."""
+        """Returns the rows of each local expert, the rows of each source rank, the first row of
+        each source or expert, and the rows in all. By expert, the first rows are multiples of
+        `align`, or `capacity` apart."""
     def place(
         self,
         slot: int,
@@ -357,16 +363,16 @@ class MoeExchange(metaclass=_Bound):
         ids: int,
         weights: int,
     ) -> tuple[int, ...]:
-        """ids [rows, top_k] int32 and weights [rows, top_k] float32 only by source, else 0. Lost
-        ranks whose rows are zero or not there."""
+        """Writes the rows, and returns lost ranks whose rows are zero or absent. ids [rows, top_k]
+        int32 and weights [rows, top_k] float32 are for an order by source only, otherwise 0."""
     def combine_send(self, slot: int, y: int) -> None: ...
     def combine_wait(self, slot: int, timeout: float) -> Literal["done", "events", "deadline"]: ...
     def combine(self, slot: int, out: int) -> tuple[int, ...]:
-        """Ranks that had rows of ours, and whose contribution is absent."""
+        """Returns the ranks that had rows of this one and whose contribution is absent."""
     def awaited(self, slot: int) -> list[int]: ...
     def events(
         self,
     ) -> list[tuple[str, int, int, str, str, bytes, str, int, list[tuple[int, str, str]]]]:
-        """As TransferEngine.drain(), without what is the exchange's."""
+        """Returns completions as TransferEngine.drain(), without the exchange's own."""
     def quiet(self) -> bool:
-        """There are none, and no rank of the view is lost."""
+        """Whether there are no events, and no rank of the view is lost."""

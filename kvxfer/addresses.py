@@ -1,4 +1,4 @@
-"""Hosts and ports as text: how they are joined, and what is an address that other hosts reach."""
+"""Hosts and ports as text: joins them, and checks that other hosts can reach an address."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HTTP_FORM: Final = "http://HOST:PORT"
 ENGINE_FORM: Final = "kvx://HOST:PORT/ENGINE_ID"
 BOOTSTRAP_FORM: Final = "HOST:PORT"
 
-# What a server listens on for all addresses of its host.
+# A server that listens on one of these listens on all addresses of its host.
 EVERY_ADDRESS: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104
 _LABELS: Final = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*\.?")
 _DIGITS: Final = re.compile(r"[0-9.]+")
@@ -21,12 +21,12 @@ _CREDENTIALS: Final = re.compile(r"(?<=//)[^/]*@")
 
 
 def host_and_port(host: str, port: int) -> str:
-    """`HOST:PORT` as URLs have it: an IPv6 address is in brackets."""
+    """Returns `HOST:PORT` as in a URL: an IPv6 address is in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def require_address(what: str, text: str, form: str) -> None:
-    """Raises InvalidArgument unless `text` is written as `form`, one of those above, and names a
+    """Raises InvalidArgument unless `text` has the form `form`, one of those above, and names a
     host that others can reach. `what` names it in the message. The port of a URL may be left out.
     """
     scheme, has_scheme, rest = form.rpartition("://")
@@ -41,13 +41,13 @@ def require_address(what: str, text: str, form: str) -> None:
     if parts.hostname in EVERY_ADDRESS:
         raise InvalidArgument(
             f"{what} is {shown!r}, which is where a server listens, not an address at which others "
-            "reach it; give one of its host's (a worker has it from its option `host`)"
+            "reach it; give one of its host's addresses (a worker has it from its option `host`)"
         )
 
 
 def _fault(parts: SplitResult, scheme: str, *, bare: bool) -> str | None:
-    """What is wrong with an address; `bare` if nothing may follow the port. Raises ValueError where
-    the port is no number of 16 bits."""
+    """Returns the fault of an address, or None; `bare` if nothing may follow the port. Raises
+    ValueError if the port is not a number of 16 bits."""
     if scheme and parts.scheme not in (scheme, f"{scheme}s"):
         return f"it does not begin with {scheme}://"
     if "@" in parts.netloc:
@@ -60,9 +60,9 @@ def _fault(parts: SplitResult, scheme: str, *, bare: bool) -> str | None:
     if bracketed or _DIGITS.fullmatch(host):
         # A zone, as in fe80::1%eth0, is known to one host alone.
         if "%" in host or not _is_numeric(host):
-            return f"{host} is no IP address that other hosts reach"
+            return f"{host} is not an IP address that other hosts can reach"
     elif not _LABELS.fullmatch(host):
-        return f"{host} is no name of a host"
+        return f"{host} is not a host name"
     if parts.port == 0 or parts.netloc.endswith(":"):
         return "it has no port"
     if bare and (parts.path or parts.query or parts.fragment):

@@ -1,4 +1,4 @@
-"""What a worker has in its prefix cache, and what of that the control plane does not know yet."""
+"""The contents of a worker's prefix cache, and their changes to publish to the control plane."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from kvxfer.instances import BlockUpdate
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, MAX_HASHES_PER_UPDATE
 
-# What every control plane keeps, also one that has not said how many.
+# Every control plane keeps at least this many, also one that has not reported its capacity.
 _LEAST: Final = 1024
 
 
@@ -24,14 +24,14 @@ class CachedBlocks:
         self.limit = limit
         self._kept = _LEAST
         self._held: dict[int, None] = {}
-        # What is to be told: in it come only hashes that are held, and those that were told.
+        # Unpublished changes: only held hashes are added, and only published ones removed.
         self._added: dict[int, None] = {}
         self._removed: dict[int, None] = {}
-        # The registration that the changes above follow; 0 where all has to be told.
+        # The registration that the changes above follow; 0 if all hashes have to be published.
         self._epoch = 0
 
     def add(self, hashes: Iterable[int]) -> None:
-        """Blocks are in the cache, or were used again: they are the newest now."""
+        """Adds blocks that are in the cache, or were used again: they are the newest now."""
         for number in hashes:
             if number in self._held:
                 del self._held[number]
@@ -43,20 +43,22 @@ class CachedBlocks:
         self._trim()
 
     def remove(self, hashes: Iterable[int]) -> None:
-        """Blocks were evicted."""
+        """Removes blocks that were evicted."""
         for number in hashes:
             if number in self._held:
                 self._drop(number)
 
     def clear(self) -> None:
-        """Nothing is in the cache any more."""
+        """Removes all blocks."""
         self._held.clear()
         self.lost()
 
     def take(self, epoch: int) -> BlockUpdate | None:
-        """What to publish under this epoch; None where nothing changed. Call `lost` if it fails.
+        """Returns what to publish under this epoch; None if nothing changed. Call `lost` if
+        publishing fails.
 
-        One update has 1,024 hashes at most, the newest first: the rest has its turn later.
+        An update adds and removes at most 1,024 hashes each. The newest are added first, the rest
+        by later updates.
         """
         reset = epoch != self._epoch
         if reset:
@@ -74,11 +76,11 @@ class CachedBlocks:
         return BlockUpdate(added=newest, removed=gone, reset=reset)
 
     def lost(self) -> None:
-        """The last update may be lost, so the next one has everything."""
+        """Makes the next update contain all hashes, as the last one may be lost."""
         self._epoch = 0
 
     def kept(self, capacity: int) -> None:
-        """The control plane keeps so many hashes."""
+        """Limits the hashes to `capacity`, the number that the control plane keeps."""
         self._kept = capacity
         self._trim()
 

@@ -1,10 +1,10 @@
 """A digest of the weights of a model, from its files or from its tensors as they are loaded.
 
-It covers the name, shape and dtype of each tensor, and of its bytes (row-major, little-endian) two
-samples of at most 512: around the middle, and at a place that follows from its name. So it is the
-same for every parallel size and kernel, however many files the tensors are in and in whatever
-order, and takes a fraction of the time of reading them all. Training changes every tensor; a change
-of a few elements by hand may go unseen.
+It covers the name, shape and dtype of each tensor, and two samples of at most 512 bytes of its data
+(row-major, little-endian): around the middle, and at a place that follows from its name. It does
+not depend on parallel sizes, kernels, the number of files or the order of tensors, and takes a
+fraction of the time of reading all data. Training changes every tensor; a change of a few elements
+by hand may go unnoticed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _MAX_HEADER_BYTES: Final = 100 << 20  # as safetensors itself
 
 Shape: TypeAlias = tuple[int, ...]
 Read: TypeAlias = Callable[[int, int], bytes]
-"""So many bytes of a tensor from an offset on."""
+"""Reads a tensor's bytes; takes an offset and a size."""
 
-# As safetensors names them -> as torch does.
+# safetensors' name -> torch's.
 _DTYPES: Final = {
     "F64": "float64",
     "F32": "float32",
@@ -50,8 +50,8 @@ class CheckpointDigest:
         self._digests: dict[str, bytes] = {}
 
     def add(self, name: str, shape: Iterable[int], dtype: str, nbytes: int, read: Read) -> None:
-        """A tensor; `dtype` as torch names it, without its prefix. One that comes again counts
-        once."""
+        """Adds a tensor. `dtype` is torch's name without its prefix. A tensor that is added again
+        counts once."""
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         digest.update(json.dumps([name, list(shape), dtype, nbytes]).encode())
         size = min(nbytes, _SAMPLE_BYTES)
@@ -64,7 +64,7 @@ class CheckpointDigest:
         return len(self._digests)
 
     def hexdigest(self) -> str:
-        """Of all tensors so far: 32 hexadecimal digits."""
+        """Returns the digest of all tensors so far: 32 hexadecimal digits."""
         whole = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         for name in sorted(self._digests):
             whole.update(self._digests[name])
@@ -72,14 +72,14 @@ class CheckpointDigest:
 
 
 def digest_of_folder(folder: Path) -> str:
-    """The digest of a checkpoint folder's safetensors files.
+    """Returns the digest of a checkpoint folder's safetensors files.
 
-    Raises InvalidArgument where there are none, or one is damaged.
+    Raises InvalidArgument if there are none, or one is damaged.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise InvalidArgument(
-            f"{folder} has no safetensors files to tell its weights by; give them a name instead"
+            f"{folder} has no safetensors files to identify its weights by; give them a name"
         )
     digest = CheckpointDigest()
     for path in files:
@@ -88,13 +88,13 @@ def digest_of_folder(folder: Path) -> str:
                 _add_file(digest, file, path.stat().st_size)
         except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
             raise InvalidArgument(
-                f"{path} is no safetensors file ({error}); download it again"
+                f"{path} is not a safetensors file ({error}); download it again"
             ) from error
     return digest.hexdigest()
 
 
 def digest_of_tensors(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> str:
-    """The digest of torch tensors by the names that they have in the checkpoint."""
+    """Returns the digest of torch tensors by the names that they have in the checkpoint."""
     digest = CheckpointDigest()
     for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
         dtype = str(tensor.dtype).removeprefix("torch.")

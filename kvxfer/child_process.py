@@ -1,4 +1,4 @@
-"""`kvxfer` commands that a process starts, watches, and always takes down again."""
+"""`kvxfer` commands that a process starts, watches, and always stops again."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ProcessFailed(KvxferError):
 class Child:
     """One `kvxfer` command as a child process. Loop only.
 
-    Use it as an async context manager: leaving it stops the process, first by SIGTERM. It gets
-    SIGTERM as well when this process dies in any other way. Ctrl-C in the terminal reaches this
+    Use it as an async context manager: leaving it stops the process, first by SIGTERM. The child
+    also gets SIGTERM when this process dies in any other way. Ctrl-C in the terminal reaches this
     process only, which then stops its children in order.
     """
 
@@ -53,7 +53,7 @@ class Child:
         self._output = asyncio.gather(self._read_stdout(), self._read_stderr())
         # Cancelled on exit, and then not awaited.
         self._output.add_done_callback(lambda output: output.cancelled() or output.exception())
-        # At once: a signal to a process that has exited reaps it, and its id is gone.
+        # Opened before any signal: a signal to a process that has exited reaps it and frees its id.
         self._exit = asyncio.create_task(self._exited(os.pidfd_open(self._process.pid)))
         return self
 
@@ -81,18 +81,18 @@ class Child:
         return self._process.pid
 
     def terminate(self) -> None:
-        """Tells the process to stop, and does not wait for it."""
+        """Tells the process to stop, without waiting for it."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
 
     async def exit_code(self) -> int:
-        """Waits until the process exits."""
+        """Waits until the process exits, and returns its exit code."""
         return await asyncio.shield(self._exit)
 
     async def ready(self, seconds: float) -> dict[str, Any]:
-        """The first line of its output, a JSON object.
+        """Returns the first line of its output, a JSON object.
 
-        Raises ProcessFailed where it exits first, or takes longer than `seconds`.
+        Raises ProcessFailed if it exits first, or takes longer than `seconds`.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -101,7 +101,7 @@ class Child:
                     value = json.loads(line)
                     if isinstance(value, dict):
                         return value
-                # Its output is an error, over several lines, or there is none.
+                # The output is an error over several lines, or empty.
                 await self.fail_on_exit()
         except TimeoutError:
             pass
@@ -117,7 +117,7 @@ class Child:
         raise ProcessFailed(f"the {self.name} {how}{self._words()}", exit_code=code)
 
     def _words(self) -> str:
-        """The error that it printed, else the end of its stderr."""
+        """Returns the error that it printed, or else the end of its stderr."""
         with contextlib.suppress(ValueError, KeyError, TypeError):
             error = json.loads(self._stdout)["error"]
             return f": {error['message']} [{error['code']}]"
@@ -136,7 +136,7 @@ class Child:
         )
 
     async def _exited(self, pidfd: int) -> int:
-        """The exit code, once the process has exited."""
+        """Returns the exit code once the process has exited."""
         loop, exited = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(pidfd, exited.set)
         try:
@@ -162,7 +162,7 @@ class Child:
 
 @contextlib.asynccontextmanager
 async def _reading(pipe: IO[bytes] | None) -> AsyncIterator[asyncio.StreamReader]:
-    """What arrives in a pipe, which is closed afterwards."""
+    """Yields a reader of the pipe, which is closed afterwards."""
     stream = asyncio.StreamReader(limit=_LINE_LIMIT)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(stream), pipe

@@ -8,19 +8,19 @@ import time
 from datetime import UTC, datetime
 from typing import Final, Protocol
 
-# By how much the wall clocks of two hosts may differ. NTP corrects a clock that is off by more than
-# about a second, so those of two hosts that it keeps are less than two seconds apart.
+# The most seconds by which the wall clocks of two hosts may differ. NTP corrects a clock that is
+# off by more than about a second, so two clocks that it keeps are less than two seconds apart.
 CLOCK_LEEWAY: Final = 5.0
 
 
 class Clock(Protocol):
-    """What the time is read from: of this machine, or of a test."""
+    """A source of time: this machine's, or a test's."""
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary point, never set back: what deadlines are measured with."""
+        """Returns seconds from an arbitrary point, never set back. Deadlines use it."""
 
     def unix(self) -> float:
-        """Seconds since the Unix epoch: what tickets and records carry."""
+        """Returns seconds since the Unix epoch. Tickets and records use it."""
 
     def sleep(self, seconds: float) -> None:
         """Blocks the calling thread. Not for coroutines: they have `asyncio.sleep`."""
@@ -46,7 +46,7 @@ SYSTEM_CLOCK: Final = SystemClock()
 
 
 def as_text(unix: float) -> str:
-    """Seconds since the Unix epoch, as a time of day in UTC."""
+    """Returns seconds since the Unix epoch as a date and time in UTC."""
     try:
         return f"{datetime.fromtimestamp(unix, UTC):%Y-%m-%d %H:%M:%S}Z"
     except (OverflowError, ValueError, OSError):
@@ -54,5 +54,5 @@ def as_text(unix: float) -> str:
 
 
 def unix_ns(clock: Clock) -> int:
-    """`unix()` in nanoseconds, exact to some hundreds of them."""
+    """Returns `unix()` in nanoseconds, exact to some hundreds of nanoseconds."""
     return int(clock.unix() * 1e9)

@@ -1,4 +1,4 @@
-"""The secret that one cluster shares: engines authenticate with it, tickets are signed by it."""
+"""The secret that one cluster shares: engines authenticate with it, tickets are signed with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIN_BYTES: Final = 16
 
 
 def as_cluster_key(key: bytes | str) -> bytes:
-    """The key as bytes. Raises InvalidArgument where it is too short to be a secret."""
+    """Returns the key as bytes. Raises InvalidArgument if it is too short to be a secret."""
     raw = key.encode() if isinstance(key, str) else bytes(key)
     if len(raw) < MIN_BYTES:
         raise InvalidArgument(
@@ -24,7 +24,7 @@ def as_cluster_key(key: bytes | str) -> bytes:
 
 
 def read_cluster_key(file: Path | None = None) -> bytes:
-    """The key from `file`, or from KVXFER_CLUSTER_KEY where there is none.
+    """Returns the key from `file`, or without a file from KVXFER_CLUSTER_KEY.
 
     White space around the key in a file is not part of it. Raises InvalidArgument.
     """

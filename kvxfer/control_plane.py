@@ -1,4 +1,4 @@
-"""Where the control plane is, what a client shows to it, and whom the client trusts."""
+"""The addresses of the control plane, and the credentials and trusted CAs of a client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Addresses:
     """The URLs of a control plane's replicas: those that are given, separated by commas, else those
     of the environment, else the usual one on this host.
 
-    One is asked until it does not answer, then the next. Raises InvalidArgument.
+    A client asks one until it does not answer, then the next. Raises InvalidArgument.
     """
 
     def __init__(self, urls: str | None) -> None:
@@ -44,7 +44,7 @@ class Addresses:
         return self.all[self._asked]
 
     def turn_from(self, url: str) -> None:
-        """`url` did not answer."""
+        """Moves on to the next URL after `url` did not answer."""
         if url == self.current:
             self._asked = (self._asked + 1) % len(self.all)
 
@@ -60,22 +60,22 @@ def _not_a_url(url: str, why: str = "") -> str:
 class Credentials:
     """A bearer token, and files for TLS; each may be None.
 
-    The token file is read again when it changes, so that a token is exchanged without a restart.
+    The token file is read again when it changes, so that a token is replaced without a restart.
     """
 
     token: str | None = field(default=None, repr=False)
-    """Without it the one in `token_file`."""
+    """The token; None takes the one in `token_file`."""
     token_file: Path | None = None
     ca_file: Path | None = None
-    """Signs the control plane's certificate; None trusts what the system trusts."""
+    """The CA of the control plane's certificate; None trusts the CAs of the system."""
     cert_file: Path | None = None
     """The client certificate, for a control plane that asks for one."""
     key_file: Path | None = None
-    """Its key; None where `cert_file` has it too."""
+    """The key of the client certificate; None if `cert_file` has it too."""
 
     @classmethod
     def from_environment(cls) -> Self:
-        """KVXFER_TOKEN, or KVXFER_TOKEN_FILE, and KVXFER_CA_FILE, _CERT_FILE and _KEY_FILE."""
+        """Reads KVXFER_TOKEN or KVXFER_TOKEN_FILE, and KVXFER_CA_FILE, _CERT_FILE and _KEY_FILE."""
 
         def file(name: str) -> Path | None:
             value = os.environ.get(f"KVXFER_{name}_FILE")
@@ -90,8 +90,8 @@ class Credentials:
         )
 
     def auth(self) -> httpx2.Auth | None:
-        """What authorises requests of httpx2; None without a token. Raises InvalidArgument where
-        the token file cannot be read."""
+        """Returns the authorization for requests of httpx2; None without a token. Raises
+        InvalidArgument if the token file cannot be read."""
         return self._auth()
 
     def _auth(self) -> _Bearer | None:
@@ -104,15 +104,16 @@ class Credentials:
         return _Bearer(lambda: file.current, file.refresh)
 
     def bearer(self) -> Callable[[], str] | None:
-        """What returns the token as it is now, for clients of another library; None without one.
+        """Returns a function that returns the current token, for clients of another library; None
+        without a token.
 
-        Raises InvalidArgument where the token file cannot be read.
+        Raises InvalidArgument if the token file cannot be read.
         """
         auth = self._auth()
         return None if auth is None else auth.token
 
     def tls(self) -> ssl.SSLContext:
-        """Raises InvalidArgument, which names the file that does not fit."""
+        """Returns the TLS context. Raises InvalidArgument that names the file that does not fit."""
         if self.key_file is not None and self.cert_file is None:
             raise InvalidArgument(
                 f"there is a client key, {self.key_file}, but no certificate; set KVXFER_CERT_FILE"
@@ -133,7 +134,7 @@ class Credentials:
 
 
 class _Bearer(httpx2.Auth):
-    """Adds the token; one that is refused is looked up anew and sent once more if it changed."""
+    """A bearer token. After a 401 it is read again, and a changed token is sent once more."""
 
     def __init__(self, token: Callable[[], str], refresh: Callable[[], bool]) -> None:
         self.token, self._refresh = token, refresh
@@ -154,5 +155,5 @@ def _parse_token(content: bytes) -> str:
 
 def _checked(token: str, what: str) -> str:
     if not token.isascii() or not token.isprintable() or not token or " " in token:
-        raise InvalidArgument(f"{what} is no bearer token: it is one word of ASCII characters")
+        raise InvalidArgument(f"{what} is not a bearer token: that is one word in ASCII")
     return token

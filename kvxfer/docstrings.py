@@ -1,4 +1,4 @@
-"""The texts below the members of a class, which say what each of them means."""
+"""The texts below the members of a class, which describe each of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @cache
 def docstrings(cls: type) -> Mapping[str, str]:
-    """The texts of a class and of its bases, by the members' names."""
+    """Returns the texts of a class and its bases, by member name."""
     said: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if base.__module__ in ("builtins", "msgspec") or "__annotations__" not in vars(base):

@@ -1,4 +1,4 @@
-"""Every error kvxfer raises, as one hierarchy.
+"""Every error that kvxfer raises, as one hierarchy.
 
 `code` is the stable machine name: the same word appears in native completions, REST problem
 details, metrics labels and `--json` output. The message says what failed, with whom, and what
@@ -20,7 +20,7 @@ _Error = TypeVar("_Error", bound=KvxferError)
 
 
 class InvalidArgument(KvxferError, ValueError):
-    """The caller passed something that cannot be meant."""
+    """The caller passed an invalid argument."""
 
     code = "invalid-argument"
 
@@ -101,7 +101,7 @@ class PermissionDenied(EngineError):
 
 
 class FabricUnavailable(EngineError):
-    """A fabric was asked for that this build or host does not have."""
+    """The requested fabric is not part of this build or not on this host."""
 
     code = "fabric-unavailable"
 
@@ -113,13 +113,13 @@ class GpuLost(EngineError):
 
 
 class PeerError(EngineError):
-    """The peer cannot be talked to."""
+    """Communication with a peer failed."""
 
     code = "peer-error"
 
 
 class ConnectFailed(PeerError):
-    """There is no answer at the address, or none of this protocol."""
+    """The address does not answer, or not in this protocol."""
 
     code = "connect-failed"
 
@@ -131,13 +131,13 @@ class AuthenticationFailed(PeerError):
 
 
 class PeerRestarted(PeerError):
-    """Another engine (a new epoch) answers at the address of the one that was meant."""
+    """Another engine (a new epoch) answers at the address of the wanted one."""
 
     code = "peer-restarted"
 
 
 class ProtocolError(PeerError):
-    """The peer said something that the protocol does not allow: another version, or a defect."""
+    """The peer violated the protocol: it has another version, or a defect."""
 
     code = "protocol-error"
 
@@ -149,7 +149,7 @@ class NicLost(PeerError):
 
 
 class PeerLost(PeerError):
-    """The connection to the peer is gone: it exited, crashed or disconnected."""
+    """The connection to the peer ended: the peer exited, crashed or disconnected."""
 
     code = "peer-lost"
 
@@ -205,7 +205,7 @@ class LeaseExpired(TransferError, TimeoutError):
 
 
 class TransferCancelled(TransferError):
-    """The other side, or the caller, gave the transfer up."""
+    """The other side, or the caller, cancelled the transfer."""
 
     code = "transfer-cancelled"
 
@@ -238,22 +238,21 @@ class PromptTooLong(TransferError, ValueError):
 
 
 class WeightUpdateError(KvxferError):
-    """An update of a model's weights failed.
-    `report` is the UpdateReport, where there is one."""
+    """An update of a model's weights failed. `report` is the UpdateReport, if there is one."""
 
     code = "weight-update-error"
     report: object = None
 
 
 class WeightUpdateAborted(WeightUpdateError):
-    """Not all ranks have staged the update: none applies it, and all serve what they served."""
+    """Not all ranks have staged the update: none applies it, and all serve the old weights."""
 
     code = "weight-update-aborted"
 
 
 class WeightsMismatch(WeightUpdateError):
-    """What training ranks push does not fit what inference ranks want or serve, or what the same
-    ranks held before. The same push would be refused again."""
+    """The pushed weights do not fit those that inference ranks want or serve, or those that the
+    same training ranks held before. The same push would be refused again."""
 
     code = "weights-mismatch"
 
@@ -277,14 +276,14 @@ class WrongVersion(WeightUpdateError):
 
 
 class RequestAborted(WeightUpdateError):
-    """The request ended for an update of the weights; nothing of it is kept. Send it again."""
+    """The request was aborted by an update of the weights; its output is lost. Send it again."""
 
     code = "request-aborted"
 
 
 class RankLost(KvxferError):
-    """A process of a model that several compute together has ended, failed or hung. The others end
-    with it: start the instance again."""
+    """One of the processes that compute a model together has ended, failed or hung. The others end
+    too: start the instance again."""
 
     code = "rank-lost"
 
@@ -293,15 +292,15 @@ class RankLost(KvxferError):
 
 
 class RankExcluded(KvxferError):
-    """The other ranks of a MoE group go on without this one, which was frozen or cut off. Close
+    """The other ranks of a MoE group continue without this one, which was frozen or cut off. Close
     the group, and join it again."""
 
     code = "rank-excluded"
 
 
 class StepRefused(KvxferError):
-    """Another rank of a MoE group could not begin this step, so no rank runs it. The group goes on
-    with the next step."""
+    """Another rank of a MoE group could not begin this step, so no rank runs it. The group
+    continues with the next step."""
 
     code = "step-refused"
 
@@ -319,8 +318,8 @@ class ControlPlaneError(KvxferError):
     """The control plane refused or failed a request.
 
     `details` are further facts by name, such as the `reasons` of NoCapacity; over REST they are
-    the extension members of the problem document. `request_id` is what the logs of the control
-    plane call the request, where it came to one.
+    the extension members of the problem document. `request_id` names the request in the logs of
+    the control plane, if one received it.
     """
 
     code = "control-plane-error"
@@ -334,7 +333,8 @@ class ControlPlaneError(KvxferError):
 class ControlPlaneUnavailable(ControlPlaneError):
     """No control plane answers, or it cannot serve now.
 
-    `hurried`: the deadline left too little of the client's timeout to say that there is no answer.
+    `hurried`: the deadline left too little of the client's timeout to conclude that there is no
+    answer.
     """
 
     code = "control-plane-unavailable"
@@ -358,13 +358,13 @@ class UnknownInstance(ControlPlaneError):
 
 
 class StaleEpoch(ControlPlaneError):
-    """The instance's lease expired or a newer registration took its place."""
+    """The instance's lease expired, or a newer registration replaced it."""
 
     code = "stale-epoch"
 
 
 class NotAggregating(ControlPlaneError):
-    """No instance of the model serves requests alone, and this one cannot be served by a pair."""
+    """No instance of the model serves requests alone, and no pair can serve this request."""
 
     code = "not-aggregating"
 
@@ -398,7 +398,7 @@ class TransferExists(ControlPlaneError):
 
 
 class BlockTableExists(ControlPlaneError):
-    """The transfer has a block table already, and it is another one."""
+    """The transfer already has another block table."""
 
     code = "block-table-exists"
 
@@ -426,7 +426,7 @@ class OldVersion(ControlPlaneError):
 
 
 class WeightUpdateDecided(ControlPlaneError):
-    """It was decided otherwise about the weight update."""
+    """The weight update was already decided otherwise."""
 
     code = "weight-update-decided"
 
@@ -438,14 +438,15 @@ class Unauthenticated(ControlPlaneError):
 
 
 class Forbidden(ControlPlaneError):
-    """The token is known, but has none of the scopes that the route takes, or the call acts as an
-    instance without its secret."""
+    """The token is known, but has none of the scopes that the route requires, or the call acts as
+    an instance without its secret."""
 
     code = "forbidden"
 
 
 class RateLimited(ControlPlaneError):
-    """This caller sends more requests than it may; `details["retry_after_seconds"]` says when."""
+    """The caller sends more requests than it may. It may retry after
+    `details["retry_after_seconds"]`."""
 
     code = "rate-limited"
 
@@ -464,7 +465,7 @@ class UntrustedCertificate(ControlPlaneError):
 
 
 class ScorerFailed(KvxferError):
-    """Another package's scorer gave no number that pairs can be compared by."""
+    """Another package's scorer returned no number by which pairs can be compared."""
 
     code = "scorer-failed"
 
@@ -479,13 +480,13 @@ class ScalingFailed(KvxferError):
 
 
 class NotLeader(KvxferError):
-    """Another control-plane replica leads the autoscaling by now; nothing was written."""
+    """Another control-plane replica now leads the autoscaling; nothing was written."""
 
     code = "not-leader"
 
 
 def by_code(code: str) -> type[KvxferError]:
-    """The error class of a code; `KvxferError` where the code is unknown."""
+    """Returns the error class of a code; `KvxferError` if the code is unknown."""
     pending: list[type[KvxferError]] = [KvxferError]
     while pending:
         candidate = pending.pop()
@@ -496,8 +497,8 @@ def by_code(code: str) -> type[KvxferError]:
 
 
 def without_traceback(error: _Error) -> _Error:
-    """The same error without a traceback, which keeps the frames that it went through, and all that
-    was under way in them: for one that is kept, or raised again."""
+    """Returns the same error without a traceback, for an error that is kept or raised again. A
+    traceback keeps alive the frames that the error passed, with their local variables."""
     again = type(error).__new__(type(error), *error.args)
     again.__dict__.update(error.__dict__)
     return again

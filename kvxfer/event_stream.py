@@ -17,7 +17,7 @@ _LINE_END: Final = re.compile(rb"\r\n|\n|\r")
 
 @dataclass(frozen=True, slots=True)
 class ServerSentEvent:
-    """One event. `id` is the last one seen, as the standard has it."""
+    """One event. `id` is the last one seen, as the standard requires."""
 
     event: str
     data: str
@@ -25,19 +25,19 @@ class ServerSentEvent:
 
 
 class EventParser:
-    """Feed it chunks as they come; comments and events without data give nothing."""
+    """A parser of chunks as they come. Comments and events without data yield nothing."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
         self._event = ""
         self._data: list[str] = []
-        self._nbytes = 0  # of _data
+        self._nbytes = 0  # bytes in _data
         self._id: str | None = None
 
     def feed(self, chunk: bytes) -> list[ServerSentEvent]:
-        """The events that this chunk completes. Bytes that are no UTF-8 become U+FFFD.
+        """Returns the events that this chunk completes. Bytes that are not UTF-8 become U+FFFD.
 
-        Raises ProtocolError for an event without an end.
+        Raises ProtocolError for an event of more than MAX_EVENT_BYTES.
         """
         ends = self._rest.endswith(b"\r") or _LINE_END.search(chunk) is not None
         self._rest += chunk

@@ -1,7 +1,7 @@
 """The secret that comes with the lease of an instance, which calls as the instance show.
 
-The worker's process has it in memory. `kvxfer drain` beside it, such as a preStop hook, finds it in
-a file that only the worker's user can read.
+The worker's process has it in memory. `kvxfer drain` on the same host, such as a preStop hook,
+finds it in a file that only the worker's user can read.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ HEADER: Final = "Kvxfer-Instance-Secret"
 
 
 def keep_secret(instance_id: str, secret: str) -> Path:
-    """The file that has it from now on, in KVXFER_RUNTIME_DIR, else in the user's folder for such
-    files, else in one for this user in that of temporary files. Raises OSError."""
+    """Writes the secret to a file and returns its path: in KVXFER_RUNTIME_DIR, else in the user's
+    runtime folder, else in a folder for this user among the temporary files. Raises OSError."""
     file = _file(instance_id)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Made anew for this user alone, whatever another one has put there.
+    # A new file that only this user can read, whatever another user has put there.
     descriptor, path = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as written:
@@ -32,7 +32,7 @@ def keep_secret(instance_id: str, secret: str) -> Path:
 
 
 def kept_secret(instance_id: str) -> str | None:
-    """What a worker of this user keeps; None where there is nothing that can be read."""
+    """Returns the secret that a worker of this user keeps; None if none can be read."""
     try:
         return _file(instance_id).read_text(encoding="ascii").strip() or None
     except (OSError, UnicodeDecodeError):

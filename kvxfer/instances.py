@@ -1,4 +1,4 @@
-"""What the control plane knows of a worker: records that registry, REST API and client share."""
+"""Records of workers, shared by registry, REST API and client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ InstanceId: TypeAlias = Annotated[
     str,
     Meta(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$",
-        description="Names the instance: letters, digits and . _ : -, at most 128 characters.",
+        description="The instance's id: letters, digits and . _ : -, at most 128 characters.",
         examples=["prefill-0"],
     ),
 ]
@@ -27,7 +27,7 @@ Epoch: TypeAlias = Annotated[
     Meta(
         ge=1,
         le=2**63 - 1,
-        description="Names one registration of an instance; a later one has a greater epoch.",
+        description="The number of an instance's registration; a later one has a greater epoch.",
         examples=[1795046400000001],
     ),
 ]
@@ -36,9 +36,9 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 PositiveCount: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 # A 64-bit chain hash: it names a prefix of a prompt (kvxfer.prefix_hashes).
 BlockHash: TypeAlias = Annotated[int, HexInt, Meta(examples=["9f1c2a7be0d44c5e"])]
-# What feeds the autoscaler; None where it is not measured.
+# A measurement for the autoscaler; None if it is not measured.
 Measured: TypeAlias = Annotated[float, Meta(ge=0, le=1e12)] | None
-# What a client may ask for; an instance that is gone is not held any more.
+# The states that a client may ask for. The registry forgets an instance that is gone.
 LiveState: TypeAlias = Literal["joining", "ready", "draining"]
 UnixTime: TypeAlias = Annotated[float, Meta(examples=[1795046460.0])]
 
@@ -71,15 +71,15 @@ class Role(Word):
 
 
 class InstanceState(Word):
-    """Where an instance is in its life. It moves forward; only the undo of a drain leads back."""
+    """The stage of an instance's life. Stages only move forward, except when a drain is undone."""
 
     JOINING = "joining"  # registered, not yet able to take transfers
     READY = "ready"
-    DRAINING = "draining"  # finishes what it has, gets nothing new
+    DRAINING = "draining"  # finishes its work and gets no new work
     GONE = "gone"  # deregistered, or its lease expired
 
     def advanced_to(self, wanted: InstanceState) -> InstanceState:
-        """The later of the two states; this one if the other is not known."""
+        """Returns the later of the two states, or this one if the other is unknown."""
         if not wanted.known:
             return self
         order = list(InstanceState)
@@ -87,7 +87,7 @@ class InstanceState(Word):
 
 
 class Traffic(Record, frozen=True, kw_only=True):
-    """What one worker has delivered to another over one fabric, over the last seconds."""
+    """The recent traffic from one worker to another over one fabric."""
 
     to: InstanceId
     """The decode instance."""
@@ -96,108 +96,107 @@ class Traffic(Record, frozen=True, kw_only=True):
 
 
 class Load(Record, frozen=True, kw_only=True):
-    """What a worker says of itself with each heartbeat."""
+    """The load that a worker reports with each heartbeat."""
 
     running: Count = 0
     """Requests that are being computed."""
     waiting: Count = 0
     """Requests that are queued."""
     free_blocks: Count | None = None
-    """KV blocks that are free now; None where the worker does not count them."""
+    """Free KV blocks; None if the worker does not count them."""
     cached_blocks: Count | None = None
-    """KV blocks that the prefix cache holds, in use or free; None where there is no such count."""
+    """KV blocks in the prefix cache, in use or free; None if the worker does not count them."""
     queues: bool = False
-    """Whether a request for which there are no free blocks waits there. Otherwise the worker
-    refuses it, and is not chosen for it."""
+    """Whether a request that lacks free blocks waits at the worker. Otherwise the worker refuses
+    it, and pairing does not choose the worker for it."""
     requests_per_second: Measured = None
-    """Requests that arrive and are not refused, over the last minute or so. This one and those
-    below feed the autoscaler; None where the worker does not measure them."""
+    """Requests per second that arrive and are not refused, over about the last minute. The
+    autoscaler uses this rate and the three values below; None if the worker does not measure
+    them."""
     tokens_per_second: Measured = None
-    """Tokens of these prompts at prefill, of output that decode emits."""
+    """Tokens per second: of the prompts at prefill, of the output at decode."""
     ttft_p90: Measured = None
-    """90th percentile of the seconds to the first token."""
+    """90th percentile of the time to the first token, in seconds."""
     itl_p90: Measured = None
-    """90th percentile of the seconds between two tokens."""
+    """90th percentile of the time between two tokens, in seconds."""
     sent: Annotated[tuple[Traffic, ...], Meta(max_length=256)] = ()
-    """The KV cache that goes to each decode worker now, the most first."""
+    """Current KV cache traffic to each decode worker, the highest rate first."""
     models: Annotated[tuple[ModelName, ...], Meta(max_length=1024)] = ()
-    """What requests may ask for beside the model: aliases, and adapters that are loaded."""
+    """Names that requests may use besides `model`: aliases and loaded adapters."""
 
 
 class Reserved(Record, frozen=True, kw_only=True):
-    """What open transfers hold of an instance."""
+    """The transfers that are open on an instance and the KV blocks that they reserve there."""
 
     transfers: int = 0
     blocks: int = 0
 
 
 class Prefilling(Record, frozen=True, kw_only=True):
-    """What an instance has to compute for the open transfers that it is the prefill side of."""
+    """The open transfers that an instance prefills, and the prompt tokens that it must compute."""
 
     transfers: int = 0
     tokens: int = 0
-    """Of their prompts, but for those that it was taken to have in its cache; 2,000 for a prompt of
+    """Tokens of their prompts, without those assumed to be in its cache; 2,000 for a prompt of
     unknown length."""
 
 
 class InstanceSpec(Record, frozen=True, kw_only=True):
-    """What a worker registers."""
+    """The description of a worker in its registration."""
 
     instance_id: InstanceId
     role: Role
     model: ModelName
     """Only instances of one model make a pair."""
     engine_address: EngineAddress
-    """Where its transfer engine listens, `kvx://HOST:PORT/ENGINE_ID`."""
+    """Address of its transfer engine, `kvx://HOST:PORT/ENGINE_ID`."""
     http_address: HttpAddress = ""
-    """Where its inference API listens, `http://HOST:PORT`; an IPv6 address is in brackets. The
-    router needs it; empty for an engine without an HTTP API, which is for clients that open
-    transfers themselves."""
+    """Address of its inference API, `http://HOST:PORT`; an IPv6 address is in brackets. The router
+    needs it. Empty for an engine without an HTTP API, whose clients open transfers themselves."""
     layout: KvLayout
     num_blocks: Annotated[PositiveCount, Meta(examples=[4096])]
     """KV blocks of one layer in its pool."""
     fabrics: Annotated[tuple[_Fabric, ...], Meta(min_length=1, max_length=16)] = ("local", "tcp")
-    """What its engine can transfer over, the best one first."""
+    """Fabrics that its engine can use, the best one first."""
     rank_addresses: Annotated[tuple[EngineAddress, ...], Meta(max_length=1024)] = ()
-    """Where the engine of each rank listens, stage by stage and in a stage by `tp_rank`; empty
-    where the one at `engine_address` is all that is registered."""
+    """Engine address of each rank, by pipeline stage and within a stage by `tp_rank`; empty if only
+    the engine at `engine_address` is registered."""
     bootstrap_address: Annotated[str, Meta(pattern=r"^(\S+:\d{1,5})?$", max_length=512)] = ""
-    """Of a prefill instance of SGLang, where its bootstrap server listens, `HOST:PORT`: requests
-    for a pair with it name that and a room, as SGLang's router does."""
+    """Address of the bootstrap server of an SGLang prefill instance, `HOST:PORT`. Requests for a
+    pair with this instance name the address and a room, as with SGLang's router."""
     labels: Annotated[
         Mapping[Annotated[str, Meta(max_length=63)], _Label],
         Meta(max_length=64, examples=[{"zone": "eu-1a", "host": "node-5"}]),
     ] = field(default_factory=dict)
-    """Where it runs: `zone`, `rack`, `host` and `numa` decide which pairs are near; any other is
-    for people."""
+    """Labels of its place. `zone`, `rack`, `host` and `numa` decide which pairs are near; other
+    labels are for people."""
     identity: ModelIdentity | None = None
-    """What its KV cache is of; None where the worker does not tell."""
+    """The model behind its KV cache; None if the worker does not report it."""
     kv_versions: tuple[_KvVersion, _KvVersion] = VERSIONS
-    """The oldest and the newest version of the KV protocol that it speaks: those of its
-    KvEndpoint."""
+    """The oldest and the newest version of the KV protocol that its KvEndpoint speaks."""
     aggregates: bool = False
-    """Whether it serves requests without a ticket alone, from the prompt to the last token."""
+    """Whether it can serve a request alone, from the prompt to the last token, without a ticket."""
 
 
 class ToldSpec(InstanceSpec, frozen=True, kw_only=True):
-    """A spec as it comes from another process, whose version of kvxfer may be an older one."""
+    """A spec from another process, which may run an older version of kvxfer."""
 
     kv_versions: tuple[_KvVersion, _KvVersion] = UNTOLD
     """The oldest and the newest version of the KV protocol that it speaks; workers of version 7 do
-    not tell."""
+    not report them."""
 
 
 class RegisterInstance(ToldSpec, frozen=True, kw_only=True):
-    """A worker that joins. Raises ValueError where the members do not go together."""
+    """The request of a worker to join. Raises ValueError if members contradict each other."""
 
     state: Literal["joining", "ready"] = "joining"
     """`ready` for a worker that can take transfers at once."""
     incarnation: Annotated[str, Meta(max_length=128)] = ""
-    """Random per process. A process that registers again while it still holds the id itself gets a
-    new epoch instead of instance-exists."""
+    """Random text that names the process. A process that registers again while it holds the id
+    itself gets a new epoch instead of instance-exists."""
     takes_secret: bool = False
-    """Whether the worker keeps the secret that comes with its lease, and shows it with each call as
-    this instance. Calls as one that does not take it need none."""
+    """Whether the worker keeps the secret that comes with its lease and shows it with each call as
+    this instance. If not, such calls need no secret."""
 
     def __post_init__(self) -> None:
         if self.instance_id == "watch":
@@ -223,7 +222,7 @@ class RegisterInstance(ToldSpec, frozen=True, kw_only=True):
 
     @property
     def spec(self) -> InstanceSpec:
-        """What stays registered."""
+        """The part of the request that stays registered."""
         return InstanceSpec(**_members(self))
 
 
@@ -238,26 +237,26 @@ class Instance(ToldSpec, frozen=True, kw_only=True):
     reserved: Reserved = field(default_factory=Reserved)
     prefilling: Prefilling = field(default_factory=Prefilling)
     started: int = 0
-    """Transfers to it that were released since it last told its load: requests that it decodes and
-    has not told of. Pairing takes them for running ones."""
+    """Transfers to it that were released since its last load report: requests that it decodes but
+    has not reported. Pairing counts them as running."""
     drain_deadline: float | None = None
-    """The time until which it may finish its requests; None if it does not drain."""
+    """Deadline for finishing its requests; None if it does not drain."""
     has_secret: bool = False
     """Whether calls as this instance need the secret of its lease."""
 
     @classmethod
     def of(cls, spec: InstanceSpec, **registration: Any) -> Instance:
-        """The instance that registered with `spec`; the members of its registration take the place
-        of those of the spec."""
+        """Returns the instance that registered with `spec`; `registration` overrides members of the
+        spec."""
         return cls(**{**_members(spec), **registration})
 
     @property
     def weights_version(self) -> int | None:
-        """Of the weights that it serves; None where it does not tell."""
+        """The version of the weights that it serves; None if it does not report it."""
         return None if self.identity is None else self.identity.weights_version
 
     def serves(self, model: str | None) -> bool:
-        """Whether requests for this model may come to it; None is any."""
+        """Whether it serves requests for this model; None stands for any model."""
         return model is None or model == self.model or model in self.load.models
 
 
@@ -266,16 +265,15 @@ class InstanceList(Record, frozen=True, kw_only=True):
 
     instances: tuple[Instance, ...]
     stale_seconds: float | None = None
-    """None where the list is current; else the registry cannot be reached, and this is what was
-    known so many seconds ago."""
+    """Age of the list in seconds if the registry cannot be reached; None if the list is current."""
 
 
 class Heartbeat(Record, frozen=True, kw_only=True):
-    """A sign of life. What is left out stays as it was."""
+    """A sign of life. Members that are left out stay as they were."""
 
     epoch: Epoch
     state: Annotated[LiveState | None, Meta(examples=["ready"])] = None
-    """States only move forward: one behind the current state is ignored."""
+    """The worker's state. States only move forward: one behind the current state is ignored."""
     load: Load | None = None
 
 
@@ -285,37 +283,37 @@ class Lease(Record, frozen=True, kw_only=True):
     instance_id: InstanceId
     epoch: Epoch
     state: InstanceState
-    """As the control plane holds it: `draining` tells a worker that it is being drained."""
+    """State in the registry; `draining` tells the worker that it is being drained."""
     lease_seconds: Annotated[float, Meta(examples=[6.0])]
-    """Without a heartbeat for this long the instance is gone."""
+    """Seconds without a heartbeat after which the instance is gone."""
     heartbeat_interval: Annotated[float, Meta(examples=[2.0])]
-    """Seconds between the heartbeats that the control plane would like."""
+    """Seconds between heartbeats that the control plane asks for."""
     role: Role
-    """As the control plane holds it: another one than before tells a worker to change sides."""
+    """Role in the registry; a new role tells the worker to change sides."""
     reserved: Reserved
-    """What open transfers hold of the instance: requests that may still be on their way to it."""
+    """Reservations of open transfers, whose requests may still be on their way to the instance."""
     drain_seconds: float | None = None
-    """How long a draining worker may still take; None if it does not drain."""
+    """Seconds that a draining worker may still take; None if it does not drain."""
     at: UnixTime | None = None
-    """The clock of the control plane when it answered. A worker whose clock differs refuses
-    tickets."""
+    """Time at the control plane when it answered, in seconds since the Unix epoch. A worker whose
+    clock differs refuses tickets."""
 
 
 class Registered(Lease, frozen=True, kw_only=True):
     """The lease that a registration begins."""
 
     secret: str | None = None
-    """Calls as this instance show it in the header `Kvxfer-Instance-Secret`. It is told this once;
-    None for a worker that does not take it."""
+    """Secret that calls as this instance show in the header `Kvxfer-Instance-Secret`. Only this
+    answer has it; None for a worker that does not take it."""
 
 
 class BlockUpdate(Record, frozen=True, kw_only=True):
-    """What changed about the KV blocks that an instance has cached. It may be sent again."""
+    """A change of the KV blocks that an instance has cached. It may be sent again."""
 
     added: Annotated[tuple[BlockHash, ...], Meta(max_length=MAX_HASHES_PER_UPDATE)] = ()
     removed: Annotated[tuple[BlockHash, ...], Meta(max_length=MAX_HASHES_PER_UPDATE)] = ()
     reset: bool = False
-    """Whether all that was there before is gone."""
+    """Whether all blocks published before are gone."""
 
 
 class PublishBlocks(BlockUpdate, frozen=True, kw_only=True):
@@ -328,16 +326,17 @@ class PublishedBlocks(Record, frozen=True, kw_only=True):
     """The answer to a BlockUpdate."""
 
     held: Annotated[int, Meta(examples=[417])]
-    """How many hashes of the instance the control plane has now."""
+    """Hashes of the instance that the control plane has now."""
     capacity: Annotated[int, Meta(examples=[MAX_HASHES_PER_INSTANCE])]
-    """How many it keeps. Of one that has more it forgets those before the last update."""
+    """The most hashes that it keeps of an instance. If there are more, it forgets those from before
+    the last update."""
 
 
 class DrainRequest(Record, frozen=True, kw_only=True):
-    """How long an instance may take to finish what it has."""
+    """The time that an instance may take to finish its work."""
 
     deadline_seconds: Annotated[float, Meta(ge=0, le=7 * 24 * 3600)] = 60.0
-    """After that the worker leaves all the same."""
+    """Seconds after which the worker leaves even if it has not finished."""
 
 
 class RoleChange(Record, frozen=True, kw_only=True):
@@ -347,7 +346,7 @@ class RoleChange(Record, frozen=True, kw_only=True):
 
 
 class ChangeCause(Word):
-    """Why an instance changed."""
+    """The reason for a change of an instance."""
 
     REGISTERED = "registered"
     STATE_CHANGED = "state-changed"
@@ -357,7 +356,7 @@ class ChangeCause(Word):
 
 
 class Change(Record, frozen=True, kw_only=True):
-    """One step of the fleet. Heartbeats that only report load are no change."""
+    """A change of one instance. A heartbeat that only reports load is not a change."""
 
     id: int
     cause: ChangeCause
@@ -366,7 +365,7 @@ class Change(Record, frozen=True, kw_only=True):
 
 
 class Snapshot(Record, frozen=True, kw_only=True):
-    """Every live instance at the moment of change `id`; it replaces whatever was known before."""
+    """Every live instance at the moment of change `id`. It replaces all earlier news."""
 
     id: int
     instances: tuple[Instance, ...]

@@ -1,4 +1,4 @@
-"""How a KV cache lies in memory: what two instances compare before they move a block."""
+"""The layout of a KV cache in memory. Two instances compare theirs before they move a block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ITEM_BYTES: Final[dict[str, int]] = {
     "uint8": 1,
 }
 
-# Layouts come from other processes too, and what is done for each rank or layer has to end.
+# Layouts also come from other processes, so work per rank or layer needs a bound.
 _MOST: Final = 1 << 16
 _MOST_ELEMENTS: Final = 1 << 30
 _MOST_RANKS: Final = 1024
@@ -40,7 +40,7 @@ _Group: TypeAlias = Annotated[int, Meta(ge=0, le=_MOST)]
 
 
 class Packing(NamedTuple):
-    """How K or V of one head of a block lies where an engine has its own order.
+    """An engine's own order of K or V of one head of a block.
 
     It has `rows` rows. In each row, every `tokens` tokens make a unit of
     `head_size * tokens / rows` elements. Units are the same for every block size.
@@ -51,9 +51,9 @@ class Packing(NamedTuple):
 
 
 def packing_of(name: str, head_size: int) -> tuple[Packing, Packing] | None:
-    """Of K and of V, which follow each other; None where the order is not known by that name.
+    """Returns the packings of K and of V, which follow each other; None if the name is unknown.
 
-    Both are of vLLM's CPU attention.
+    Both known orders are those of vLLM's CPU attention.
 
     - `vec`: K is transposed, `[head_size, tokens]`; V is `[tokens, head_size]`
     - `amx`: K is `[tokens / 16, 16 * head_size]`, V `[head_size / 16, tokens / 2, 16 * 2]`
@@ -67,7 +67,7 @@ def packing_of(name: str, head_size: int) -> tuple[Packing, Packing] | None:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What some layers of a model keep, where not all keep the same: fields as in KvLayout."""
+    """The shape of some layers of a model, if not all are equal. The fields are as in KvLayout."""
 
     num_kv_heads: Annotated[_Size, Meta(examples=[1])]
     head_size: Annotated[_Elements, Meta(examples=[132])]
@@ -78,7 +78,7 @@ class LayerShape:
     packing: Annotated[str, Meta(max_length=_LONGEST_NAME)] = ""
     sections: Annotated[tuple[_Elements, ...], Meta(max_length=MOST_SECTIONS)] = ()
     block_size: Annotated[int, Meta(ge=0, le=_MOST)] = 0
-    """Tokens per block where that is a multiple of the layout's; 0 for the layout's own."""
+    """Tokens per block, a multiple of the layout's; 0 for the layout's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,40 +91,38 @@ class KvLayout:
     - `kv="interleaved"`: one, `[num_blocks, 2, block_size, heads, head_size]`
     - `kv="joined"`: one, `[num_blocks, block_size, heads, head_size]`: the `head_size` elements are
       all that the engine keeps of one head of one token, K and V side by side, in the form that
-      `packing` names. Both sides have it
-    - `kv="opaque"`: one, `[num_blocks, heads, bytes]`: K and V of a head of a block lie in the
-      engine's own order that `packing` names. Block sizes have to be equal on both sides, unless
-      packing_of() knows it
-    - `kv="state"`: one, `[num_blocks, bytes]`: what a recurrent layer (Mamba, linear attention)
-      keeps of all tokens up to the last one of the block. It has `sections` of some kinds
-      (convolution, recurrence), one after the other, each `[heads, section]`; together a head has
-      `head_size` elements. Of a prompt only its last block has to be there
+      `packing` names. Both sides must have the same form
+    - `kv="opaque"`: one, `[num_blocks, heads, bytes]`: K and V of a head of a block are in the
+      engine's own order, which `packing` names. Block sizes must be equal on both sides, unless
+      packing_of() knows the order
+    - `kv="state"`: one, `[num_blocks, bytes]`: the state that a recurrent layer (Mamba, linear
+      attention) keeps of all tokens up to the last one of the block. It has `sections` (such as
+      convolution and recurrence), one after the other, each `[heads, section]`; a head has
+      `head_size` elements in all sections together. Only the last block of a prompt is required
     - `mla=True`: one, `[num_blocks, block_size, head_size]`, whatever `kv` says: K and V are one
       latent vector per token, whole on every TP rank
 
-    with `heads` and `block_size` swapped where `order="HND"`.
+    with `heads` and `block_size` swapped if `order="HND"`.
 
-    `layer_groups` names the KV cache group of each layer where each group has its own block ids.
-    A transfer then has a block table for each group; blocks may be absent in it. The tables have
-    the same number of entries, one for each `block_size` tokens. The blocks of a group may hold
-    more tokens, which the shape of its layers says: then each stands in the last of the entries of
-    its tokens.
+    `layer_groups` names the KV cache group of each layer if each group has its own block ids. A
+    transfer then has a block table for each group, in which blocks may be absent. The tables have
+    the same number of entries, one for each `block_size` tokens. The shape of a group's layers may
+    give its blocks more tokens: then each block is in the last of the entries of its tokens.
 
-    Where layers keep different things of a token (a draft model, the indexer of sparse attention),
-    `layer_shapes` names the shape of each layer: 0 is what the fields here say, `n` is
-    `shapes[n - 1]`. What is said of a layer below then holds for `of_layer()` alone.
+    If layers keep different data of a token (a draft model, the indexer of sparse attention),
+    `layer_shapes` names the shape of each layer: 0 stands for the fields here, `n` for
+    `shapes[n - 1]`. The properties of a layer below then hold only for `of_layer()`.
 
-    Every field describes the whole model
-    except `tp_rank` and `pp_rank`. Raises InvalidArgument that names the field, its value and
-    the remedy.
+    Every field describes the whole model, except `tp_rank` and `pp_rank`. Raises InvalidArgument
+    that names the field, its value and the remedy.
     """
 
     num_layers: Annotated[_Size, Meta(examples=[28])]
     num_kv_heads: Annotated[_Size, Meta(examples=[8])]
-    """Before tensor parallelism."""
+    """KV heads before tensor parallelism."""
     head_size: Annotated[_Elements, Meta(examples=[128])]
-    """Elements of one head of one token; of K and V together with `kv` joined; of the whole block
-    with `kv` state."""
+    """Elements of one head of one token; with `kv` joined, of K and V together; with `kv` state, of
+    the whole block."""
     dtype: Annotated[str, Meta(examples=["bfloat16"])]
     """Element type as torch names it."""
     block_size: Annotated[_Size, Meta(examples=[16])]
@@ -134,21 +132,22 @@ class KvLayout:
     pp_size: _Ranks = 1
     pp_rank: _Rank = 0
     order: HeadOrder = "NHD"
-    """Tokens before heads, or heads before tokens."""
+    """Tokens before heads (NHD), or heads before tokens (HND)."""
     kv: KvArrangement = "separate"
-    """K and V in two planes, in one, side by side for each token, or in the engine's own order."""
+    """K and V in two planes, in one, side by side for each token, or in the engine's own order; or
+    a recurrent state."""
     mla: bool = False
-    """K and V are one latent vector per token."""
+    """Whether K and V are one latent vector per token."""
     packing: Annotated[str, Meta(max_length=_LONGEST_NAME)] = ""
-    """The name of the engine's own order or form, with `kv` opaque, joined or state."""
+    """Name of the engine's own order or form, with `kv` opaque, joined or state."""
     sections: Annotated[tuple[_Elements, ...], Meta(max_length=MOST_SECTIONS)] = ()
-    """With `kv` state, elements of a head in each of its sections."""
+    """Elements of a head in each section, with `kv` state."""
     layer_groups: Annotated[tuple[_Group, ...], Meta(max_length=_MOST)] = ()
-    """The KV cache group of each layer, where groups have separate block ids."""
+    """KV cache group of each layer, if groups have separate block ids."""
     shapes: Annotated[tuple[LayerShape, ...], Meta(max_length=_MOST_SHAPES)] = ()
-    """What layers keep that do not keep what the fields above say."""
+    """Shapes of layers that differ from the fields above."""
     layer_shapes: Annotated[tuple[_Group, ...], Meta(max_length=_MOST)] = ()
-    """The shape of each layer, where there are several: 0, or n for shapes[n - 1]."""
+    """Shape of each layer, if there are several: 0, or n for shapes[n - 1]."""
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "block_size"):
@@ -171,7 +170,7 @@ class KvLayout:
             )
         if (self.opaque or self.state) and self.order != "HND":
             raise InvalidArgument(
-                f"KvLayout.order is {self.order!r} with kv={self.kv!r}, where heads are outermost; "
+                f"KvLayout.order is {self.order!r} with kv={self.kv!r}, which has heads outermost; "
                 "pass 'HND'"
             )
         self._require_packing()
@@ -221,7 +220,7 @@ class KvLayout:
         if self.packing == "amx" and (self.block_size % 16 or self.head_size % 16):
             raise InvalidArgument(
                 f"KvLayout.packing is 'amx' with block_size {self.block_size} and head_size "
-                f"{self.head_size}; both are multiples of 16 there"
+                f"{self.head_size}; both have to be multiples of 16"
             )
 
     def _require_sections(self) -> None:
@@ -248,7 +247,7 @@ class KvLayout:
         ):
             raise InvalidArgument(
                 f"KvLayout.layer_groups is {groups!r} for {self.num_layers} layers; pass the group "
-                "of each layer, counted from 0, or () where they have none"
+                "of each layer, counted from 0, or () if there are none"
             )
 
     def _require_shapes(self) -> None:
@@ -267,14 +266,14 @@ class KvLayout:
             raise InvalidArgument(
                 f"KvLayout.layer_shapes is {of_layers!r} for {self.num_layers} layers and "
                 f"{len(shapes)} shapes beside the layout's own; pass the shape of each layer, each "
-                "of them used, or () where all layers have the same"
+                "of them used, or () if all layers have the same"
             )
         for shape in range(len(shapes) + 1):
-            self.of_shape(shape)  # as a layout it has to be possible
+            self.of_shape(shape)  # raises if the shape is not possible
         self._require_block_sizes()
 
     def _require_block_sizes(self) -> None:
-        """Layers with the same block ids have blocks of the same size."""
+        """Raises InvalidArgument unless layers with the same block ids have blocks of one size."""
         if not any(shape.block_size for shape in self.shapes):
             return
         for shape in self.shapes:
@@ -282,7 +281,7 @@ class KvLayout:
                 raise InvalidArgument(
                     f"KvLayout.shapes has a shape with kv={shape.kv!r} and block_size "
                     f"{shape.block_size}; pass a multiple of the layout's {self.block_size}, or 0 "
-                    "for that, as for every state"
+                    "for the same, and 0 for every state"
                 )
         sizes = [self.block_size, *(each.block_size or self.block_size for each in self.shapes)]
         pairs = zip(self.layer_groups, self.layer_shapes, strict=False)
@@ -304,8 +303,8 @@ class KvLayout:
         tp_rank: int = 0,
         layer_groups: tuple[int, ...] = (),
     ) -> Self:
-        """The layout of layers of these shapes. Raises InvalidArgument, also where none of them has
-        blocks of `block_size` tokens."""
+        """Returns the layout of layers of these shapes. Raises InvalidArgument, also if none of
+        them has blocks of `block_size` tokens."""
         shapes = sorted(dict.fromkeys(of_layers), key=lambda shape: shape.block_size)
         if smallest := shapes[0].block_size:
             raise InvalidArgument(
@@ -323,7 +322,7 @@ class KvLayout:
         )
 
     def of_shape(self, shape: int) -> KvLayout:
-        """The layout as if all layers had that shape; groups are a matter of the whole alone."""
+        """Returns the layout as if all layers had that shape, without groups."""
         if not self.shapes:
             return self
         own = self.shapes[shape - 1] if shape else None
@@ -332,12 +331,12 @@ class KvLayout:
         return replace(self, layer_groups=(), shapes=(), layer_shapes=(), **said)
 
     def of_layer(self, layer: int) -> KvLayout:
-        """The layout as if all layers had the shape of this one, counted on this rank."""
+        """Returns the layout as if all layers had the shape of this one, counted on this rank."""
         return self.of_shape(self.layer_shapes[self.first_layer + layer]) if self.shapes else self
 
     @property
     def of_layers(self) -> tuple[KvLayout, ...]:
-        """of_layer() of each layer of this rank."""
+        """The result of of_layer() for each layer of this rank."""
         count = self.layers_per_rank
         if not self.shapes:
             return (self,) * count
@@ -352,11 +351,11 @@ class KvLayout:
 
     @property
     def rank(self) -> int:
-        """This rank among all of its instance: stage by stage, in a stage by `tp_rank`."""
+        """The number of this rank in its instance: by stage, and within a stage by `tp_rank`."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     def of_rank(self, rank: int) -> KvLayout:
-        """The layout of another rank of the same instance."""
+        """Returns the layout of another rank of the same instance."""
         pp_rank, tp_rank = divmod(rank, self.tp_size)
         return replace(self, pp_rank=pp_rank, tp_rank=tp_rank)
 
@@ -367,36 +366,36 @@ class KvLayout:
 
     @property
     def heads_per_rank(self) -> int:
-        """KV heads that lie on this rank; more ranks than heads means each head is repeated."""
+        """KV heads on this rank. With more ranks than heads, each head is repeated."""
         return max(1, self.num_kv_heads // self.tp_size)
 
     @property
     def first_head(self) -> int:
-        """Whole-model index of this rank's first KV head."""
+        """The whole-model index of this rank's first KV head."""
         return self.tp_rank * self.num_kv_heads // self.tp_size
 
     @property
     def head_replicas(self) -> int:
-        """Ranks of a pipeline stage that have the same KV heads as this one, itself among them."""
+        """Ranks of a pipeline stage that have the same KV heads as this one, including itself."""
         return max(1, self.tp_size // self.num_kv_heads)
 
     @property
     def layers_per_rank(self) -> int:
-        """Layers that lie on this pipeline stage."""
+        """Layers on this pipeline stage."""
         return self.num_layers // self.pp_size
 
     @property
     def first_layer(self) -> int:
-        """Whole-model index of this pipeline stage's first layer."""
+        """The whole-model index of this pipeline stage's first layer."""
         return self.pp_rank * self.layers_per_rank
 
     @property
     def num_groups(self) -> int:
-        """Block tables of a transfer."""
+        """The number of block tables of a transfer."""
         return max(self.layer_groups, default=0) + 1
 
     def group_of(self, layer: int) -> int:
-        """The KV cache group of a layer of this rank."""
+        """Returns the KV cache group of a layer of this rank."""
         return self.layer_groups[self.first_layer + layer] if self.layer_groups else 0
 
     @property
@@ -406,38 +405,38 @@ class KvLayout:
 
     @property
     def opaque(self) -> bool:
-        """Whether K and V of one head of a block lie in the engine's own order."""
+        """Whether K and V of one head of a block are in the engine's own order."""
         return self.kv == "opaque" and not self.mla
 
     @property
     def joined(self) -> bool:
-        """Whether K and V of one head of one token lie side by side, to be moved as one vector."""
+        """Whether K and V of one head of one token are side by side, to be moved as one vector."""
         return self.kv == "joined" and not self.mla
 
     @property
     def state(self) -> bool:
-        """Whether a block is the state of a recurrent layer, however many tokens it is of."""
+        """Whether a block is the state of a recurrent layer, whatever its number of tokens."""
         return self.kv == "state" and not self.mla
 
     @property
     def packings(self) -> tuple[Packing, Packing] | None:
-        """How K and V of a head of a block lie, where the layout is opaque and that is known."""
+        """The order of K and V of a head of a block, if the layout is opaque and it is known."""
         return packing_of(self.packing, self.head_size) if self.opaque else None
 
     @property
     def vectors(self) -> int:
-        """Vectors of a head of a token that can be told apart: K and V, or one for both."""
+        """Separate vectors of a head of a token: K and V, or one for both."""
         return 1 if self.mla or self.opaque or self.joined or self.state else 2
 
     @property
     def vector_bytes(self) -> int:
-        """Bytes of one head of one token: K or V alone, or both where they are joined or opaque. Of
-        a state, those of one head of one block."""
+        """Bytes of one head of one token: K or V alone, or both if they are joined or opaque. For a
+        state, bytes of one head of one block."""
         return self.head_size * self.item_bytes * (2 if self.opaque else 1)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in one layer on this rank, K and V together; of a state none."""
+        """Bytes of one token in one layer on this rank, K and V together; 0 for a state."""
         return 0 if self.state else self.vectors * self.heads_per_rank * self.vector_bytes
 
     @property
@@ -458,5 +457,5 @@ class KvLayout:
         return sum(layer.block_bytes for layer in self.of_layers)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that `tokens` tokens need."""
+        """Returns the number of blocks that `tokens` tokens need."""
         return -(-tokens // self.block_size)

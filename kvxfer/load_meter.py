@@ -1,4 +1,4 @@
-"""What a worker measures of itself for the autoscaler: rates and latencies of the last minute."""
+"""Rates and latencies of a worker over the last minute, for the autoscaler."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Final
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 
 _SECONDS: Final = 60.0
-# Counts within a second become one.
+# Counts within a second are merged.
 _BUCKET_SECONDS: Final = 1.0
-# Latencies kept at most; beyond it the oldest go first.
+# The most latencies that are kept; the oldest are dropped first.
 _SAMPLES: Final = 4096
 
 
@@ -31,8 +31,8 @@ class LoadMeter:
 
     @contextmanager
     def request(self, tokens: int = 0) -> Iterator[None]:
-        """Counts a request, with so many tokens of its prompt, while it is computed and from then
-        on; not if it fails meanwhile."""
+        """Counts a request and the `tokens` of its prompt from the start of the block. If the block
+        fails, both are taken back."""
         self.requests(1)
         self.tokens(tokens)
         try:
@@ -43,19 +43,20 @@ class LoadMeter:
             raise
 
     def requests(self, count: int) -> None:
-        """Requests arrived; fewer than none: some that had arrived were not computed."""
+        """Counts arrived requests. A negative count takes back some that were not computed."""
         self._count(self._requests, count)
 
     def tokens(self, count: int) -> None:
-        """Tokens came in, or were emitted; fewer than none: some that came were not computed."""
+        """Counts tokens that arrived or were emitted. A negative count takes back some that were
+        not computed."""
         self._count(self._tokens, count)
 
     def first_token(self, seconds: float) -> None:
-        """A request got its first token after so many seconds."""
+        """Notes that a request got its first token after `seconds`."""
         self._ttft.append((self._clock.monotonic(), seconds))
 
     def next_tokens(self, seconds: float) -> None:
-        """A token came so many seconds after the one before."""
+        """Notes that a token came `seconds` after the one before."""
         self._itl.append((self._clock.monotonic(), seconds))
 
     @property
@@ -85,13 +86,13 @@ class LoadMeter:
 
     def _rate(self, samples: deque[tuple[float, float]]) -> float:
         self._forget(samples)
-        # A worker that has just begun has no whole window yet; one second keeps it from infinity.
+        # A worker that has just started has no whole window yet; one second bounds the rate.
         watched = min(self._clock.monotonic() - self._began, self._seconds)
-        # What is taken back may have been forgotten before.
+        # A count that is taken back may already have left the window: the sum may be negative.
         return max(sum(value for _, value in samples), 0.0) / max(watched, 1.0)
 
     def _p90(self, samples: deque[tuple[float, float]]) -> float | None:
-        """The smallest value that at least nine of ten do not exceed; None without any."""
+        """Returns the smallest value that at least nine of ten do not exceed; None without any."""
         self._forget(samples)
         if not samples:
             return None

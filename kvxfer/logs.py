@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import structlog
 from structlog.typing import Processor
 
-# Nothing of kvxfer logs a secret. This is for what others put into an error or a header.
+# kvxfer itself logs no secret. These are for the errors and headers of others.
 _SECRETS: Final = (
     re.compile(r"(?i)(\bbearer\s+)[A-Za-z0-9._~+/=-]+"),
     re.compile(r"()\beyJ[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*"),  # a ticket is a JWT
@@ -19,7 +19,7 @@ _SECRETS: Final = (
 _SECRET_NAMES: Final = frozenset({"authorization", "ticket", "token", "cluster_key"})
 _REDACTED: Final = "[redacted]"
 AUDIT: Final = "kvxfer.audit"
-"""The logger of decisions about the fleet, which speaks at any level of the others."""
+"""The logger of decisions about the fleet; it logs at info, whatever the level of the others."""
 
 
 def configure_logging(
@@ -54,7 +54,7 @@ def configure_logging(
 
 
 def redact(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
-    """A structlog processor: takes tokens and tickets out of an event, wherever they stand."""
+    """Removes tokens and tickets from an event, wherever they stand. A structlog processor."""
     for name, value in event.items():
         if name.lower() in _SECRET_NAMES:
             event[name] = _REDACTED

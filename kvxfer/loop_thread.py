@@ -25,7 +25,8 @@ _ASK_SECONDS: Final = 1.0
 
 
 class LoopThread(abc.ABC):
-    """Runs _serve() on a separate loop from begin() to close(). Any thread may call it."""
+    """A thread that runs _serve() on its own event loop from begin() to close(). Any thread may
+    call it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -41,11 +42,11 @@ class LoopThread(abc.ABC):
 
     @abc.abstractmethod
     async def _serve(self) -> None:
-        """Sets `_started` when everything is there, and ends when `_closing` is set."""
+        """Sets `_started` when everything is ready, and ends when `_closing` is set."""
 
     def begin(self) -> None:
-        """Returns when _serve() has started. Raises what keeps it from that, and DeadlineExceeded;
-        nothing of it goes on then."""
+        """Returns when _serve() has started. Raises the error that prevents that, or
+        DeadlineExceeded; the thread has then been closed."""
         self._thread.start()
         try:
             self._started.result(START_SECONDS)
@@ -59,12 +60,12 @@ class LoopThread(abc.ABC):
 
     @property
     def ended(self) -> bool:
-        """Whether the thread has ended, and all that _serve() had with it."""
+        """Whether the thread has ended, and with it everything of _serve()."""
         return self._ended.is_set()
 
     def run(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
-        """The result of a coroutine on the loop. Raises TimeoutError after `seconds`, and
-        EngineClosed where the thread has ended, and in a forked process, which does not have it."""
+        """Returns the result of a coroutine on the loop. Raises TimeoutError after `seconds`, and
+        EngineClosed if the thread has ended or in a forked process, which does not have it."""
         self._require_own_process(work)
         try:
             running = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -77,8 +78,9 @@ class LoopThread(abc.ABC):
             raise EngineClosed("the transfer engine of this process has ended") from error
 
     def answers(self, seconds: float, now: float) -> bool:
-        """False once the loop has done nothing for so many seconds. For one thread that asks often:
-        where it pauses itself, this process may not have run at all, which is not counted."""
+        """Returns False once the loop has done nothing for `seconds`, and in a forked process. One
+        thread asks often. After more than a second between its calls the time starts again, as the
+        whole process may not have run."""
         if os.getpid() != self._process:
             return False
         paused, self._looked_at = now - self._looked_at > _ASK_SECONDS, now
@@ -96,7 +98,8 @@ class LoopThread(abc.ABC):
         self._asked_since = None
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Starts a coroutine on the loop; it tells of its end itself. Raises as run() does."""
+        """Starts a coroutine on the loop; it reports its end itself. Raises EngineClosed as run()
+        does."""
         self._require_own_process(work)
         try:
             self._loop.call_soon_threadsafe(self._begin, work)
@@ -105,7 +108,8 @@ class LoopThread(abc.ABC):
             raise EngineClosed("the transfer engine of this process has ended") from error
 
     def _require_own_process(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Not the parent's loop: its descriptors are this process's too, so it would be woken."""
+        """Raises EngineClosed in a forked process, which shares the descriptors of its parent's
+        loop and would wake it."""
         if os.getpid() != self._process:
             work.close()
             raise EngineClosed(
@@ -114,7 +118,7 @@ class LoopThread(abc.ABC):
             )
 
     def close(self) -> None:
-        """Ends _serve(). Any number of times. A forked process has nothing to end."""
+        """Ends _serve(). May be called any number of times; does nothing in a forked process."""
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stop)

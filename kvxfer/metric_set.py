@@ -1,4 +1,4 @@
-"""The metrics of one process: made in one place, which so knows what docs/metrics.md has to say."""
+"""The metrics of one process. They are all made here, so docs/metrics.md can be generated."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvxfer.version import __version__
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 Samples: TypeAlias = Mapping[Any, float]
-"""Values by the values of the labels: tuples of strings."""
+"""Values by label values, which are tuples of strings."""
 
 _UNITS: Final = ("seconds", "bytes", "blocks")
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What an operator has to know of a metric. `name` is the one in the exposition."""
+    """The description of a metric for operators. `name` is the one in the exposition."""
 
     name: str
     kind: Kind
@@ -30,24 +30,24 @@ class Family:
 
     @property
     def unit(self) -> str:
-        """As Prometheus' conventions have it: the last word of the name; empty for a number."""
+        """The last word of the name, by Prometheus' conventions; empty for a plain number."""
         word = self.name.removesuffix("_total").rpartition("_")[2]
         return word if word in _UNITS else ""
 
     @property
     def base(self) -> str:
-        """What Prometheus' library calls it: it adds _total to counters itself."""
+        """The name for Prometheus' library, which adds _total to counters itself."""
         return self.name.removesuffix("_total")
 
 
 class MetricSet(Collector):
-    """Makes metrics and renders them. Labels come from fixed sets: nothing that a client or a peer
-    makes up becomes one."""
+    """The metrics of a process, and their text form. Label values come from fixed sets, never from
+    a client or a peer."""
 
     def __init__(self, component: str) -> None:
         self.families: list[Family] = []
         self._registry = CollectorRegistry()
-        # For fleets with two versions, during an upgrade.
+        # During an upgrade a fleet has two versions.
         self.gauge(
             "kvxfer_build_info", "1, with the version of kvxfer that runs.", "component", "version"
         ).labels(component, __version__).set(1)
@@ -72,7 +72,7 @@ class MetricSet(Collector):
         *labels: str,
         samples: Callable[[], Samples],
     ) -> None:
-        """A metric that is read off something else at each scrape."""
+        """Adds a metric whose samples are read elsewhere at each scrape."""
         family = Family(name, kind, text, labels)
 
         def collect() -> Metric:
@@ -85,22 +85,23 @@ class MetricSet(Collector):
         self.add(family, collect)
 
     def add(self, family: Family, collect: Callable[[], Metric]) -> None:
-        """A metric whose samples `collect` makes at each scrape."""
+        """Adds a metric whose samples `collect` makes at each scrape."""
         self._note(family)
         self._registry.register(_Read(collect))
 
     def collect(self) -> Iterator[Metric]:
-        """Without the times at which counters and histograms began: a series more for each."""
+        """Yields all metrics, without the times at which counters and histograms began, which would
+        be one more series for each."""
         for metric in self._registry.collect():
             metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
             yield metric
 
     def describe(self) -> list[Metric]:
-        """Nothing is read before the first scrape."""
+        """Returns nothing, so that nothing is read before the first scrape."""
         return []
 
     def render(self) -> bytes:
-        """The Prometheus text format."""
+        """Returns the metrics in the Prometheus text format."""
         return generate_latest(cast(CollectorRegistry, self))
 
     def _note(self, family: Family) -> Family:

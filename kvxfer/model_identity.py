@@ -1,4 +1,4 @@
-"""What the bytes of a KV cache depend on beside the prompt and its layout."""
+"""The identity of a model: everything that a KV cache depends on besides prompt and layout."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _Said: TypeAlias = Annotated[str, Meta(max_length=4096)]
 
 
 class ModelIdentity(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """The model behind a KV cache. Two instances exchange one only where every field is equal.
+    """The model behind a KV cache. Two instances exchange one only if every field is equal.
 
-    An empty field is what the model does not have, or what its engine cannot tell.
+    A field is empty if the model has no such property, or its engine cannot report it.
     """
 
     checkpoint: Annotated[_Said, Meta(examples=["5b0c2e9d7a4f41d38c6e1f2a90b7d3c4"])] = ""
     """Digest of the weights (kvxfer.checkpoint_digest), or a name that an operator gave them."""
     weights_version: WeightsVersion = 0
-    """Grows with each update of the weights in place; the updater sets it."""
+    """Version of the weights. The updater increases it with each update in place."""
     model_dtype: Annotated[_Said, Meta(examples=["bfloat16"])] = ""
-    """Of what the model computes, as torch names it; that of the cache is in its layout."""
+    """Dtype in which the model computes, as torch names it; the cache's is in its layout."""
     quantization: _Said = ""
-    """Of the weights."""
+    """Quantization of the weights."""
     kv_scales: _Said = ""
-    """How K and V were scaled, where the cache is of fewer bits."""
+    """Scaling of K and V, if the cache has fewer bits."""
     rope: _Said = ""
-    """Rotary embedding: canonical JSON of its settings."""
+    """Settings of the rotary embedding as canonical JSON."""
     sliding_window: _Said = ""
     """Tokens that attention looks back."""
     connector: Annotated[_Said, Meta(examples=["vllm/1"])] = ""
-    """What of an engine's own conventions the two sides share, such as `vllm/1`."""
+    """Conventions of the engine that both sides share, such as `vllm/1`."""
 
 
 FIELDS: Final = ModelIdentity.__struct_fields__
@@ -43,7 +43,8 @@ FIELDS: Final = ModelIdentity.__struct_fields__
 def require_same_model(prefill: ModelIdentity | None, decode: ModelIdentity | None) -> None:
     """Raises LayoutMismatch with the first field that differs.
 
-    None is an instance of an earlier version that does not tell: there is nothing to compare.
+    None stands for an instance of an earlier version, which does not report its model and is not
+    compared.
     """
     if prefill is None or decode is None:
         return

@@ -1,6 +1,6 @@
-"""One look at all of the fleet: records that control plane, page and `kvxfer top` share.
+"""Records of an overview of the fleet, shared by control plane, page and `kvxfer top`.
 
-Its size does not grow with the fleet: what is many is counted by place, or comes in pages.
+The size of an overview does not grow with the fleet: it counts by place and lists by page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BytesPerSecond: TypeAlias = Annotated[float, Meta(examples=[9400000000.0])]
 
 
 class Level(StrEnum):
-    """What one place of the map is, the widest first."""
+    """The kinds of places on the map, the widest first."""
 
     ZONE = "zone"
     RACK = "rack"
@@ -34,31 +34,31 @@ class Level(StrEnum):
 
 
 class OverviewQuery(Struct, frozen=True, kw_only=True):
-    """Which instances to look at, and which of them to list. None takes all."""
+    """The instances to look at, and the page of them to list. None stands for all."""
 
     instance_id: str | None = None
     model: str | None = None
     role: Role | None = None
     state: InstanceState | None = None
     zone: str | None = None
-    """As labels have it; empty for instances without the label."""
+    """Value of the label; empty for instances without the label."""
     rack: str | None = None
     host: str | None = None
     search: str | None = None
-    """Part of an instance's id, in whatever case."""
+    """Part of an instance's id, in upper or lower case."""
     offset: int = 0
     limit: int = 50
 
 
 class RoleSummary(Record, frozen=True, kw_only=True):
-    """All instances of one role together. Rates are those of the instances that report them."""
+    """All instances of one role together. Rates cover the instances that report them."""
 
     role: Role
     joining: int = 0
     ready: int = 0
     draining: int = 0
     running: int = 0
-    """Requests."""
+    """Requests that are being computed."""
     waiting: int = 0
     blocks: int = 0
     """KV blocks of the instances that count them."""
@@ -66,20 +66,21 @@ class RoleSummary(Record, frozen=True, kw_only=True):
     requests_per_second: float = 0.0
     tokens_per_second: float = 0.0
     ttft_p90: float | None = None
-    """The highest that an instance reports, in seconds."""
+    """Highest 90th percentile that an instance reports, in seconds."""
     itl_p90: float | None = None
 
 
 class Place(Record, frozen=True, kw_only=True):
-    """One place of the map: a zone, rack, host or instance. What is wider than it has a name."""
+    """One place on the map: a zone, rack, host or instance."""
 
     name: _InstanceId
     zone: _Zone
     rack: _Rack | None
-    """None where the place is not within one rack."""
+    """Rack of the place; None for a zone."""
     host: _Host | None
+    """Host of the place; None for a zone or rack."""
     prefill: int = 0
-    """Instances, by role and by state."""
+    """Instances of this role. Those below are counts by role, then by state."""
     decode: int = 0
     both: int = 0
     joining: int = 0
@@ -90,11 +91,11 @@ class Place(Record, frozen=True, kw_only=True):
     blocks: int = 0
     used_blocks: int = 0
     bytes_per_second: float = 0.0
-    """Sent and received."""
+    """Bytes per second that its instances send and receive."""
 
 
 class InstanceSummary(Record, frozen=True, kw_only=True):
-    """One row of the list of instances."""
+    """A row of the list of instances."""
 
     instance_id: _InstanceId
     role: Role
@@ -106,17 +107,17 @@ class InstanceSummary(Record, frozen=True, kw_only=True):
     running: int
     waiting: int
     transfers: int
-    """Open ones, which hold a reservation."""
+    """Open transfers, which hold a reservation."""
     blocks: int
     used_blocks: int | None
     weights_version: int | None
-    """Of the weights that it serves; None where it does not tell."""
+    """Version of the weights that it serves; None if it does not report it."""
     sent_bytes_per_second: _BytesPerSecond
     received_bytes_per_second: float
     heartbeat_seconds: float
-    """Since the last heartbeat."""
+    """Seconds since the last heartbeat."""
     drain_seconds: Annotated[float | None, Meta(examples=[None])]
-    """Until its deadline; None if it is not drained."""
+    """Seconds until its drain deadline; None if it does not drain."""
 
 
 class TransferSummary(Record, frozen=True, kw_only=True):
@@ -140,30 +141,30 @@ class UpdateSummary(Record, frozen=True, kw_only=True):
     version: int
     state: UpdateState
     instances: int
-    """Those that take part."""
+    """Instances that take part."""
     staged: int
-    """How many of them have the weights; those that serve them, too."""
+    """Instances that have the weights, including those that serve them."""
     committed: int
-    """How many of them serve the weights."""
+    """Instances that serve the weights."""
     failed: int
-    """How many of them failed or are lost."""
+    """Instances that failed or are lost."""
     error: Annotated[str, Meta(examples=[""])]
-    """Empty, or why it ended as it did."""
+    """Error of the update; empty without one."""
     age_seconds: float
-    """Since it was announced."""
+    """Seconds since it was announced."""
     pause_seconds: float | None
-    """The longest that an instance had."""
+    """Longest pause of an instance, in seconds; None if no instance reports one."""
 
 
 class FabricTraffic(Record, frozen=True, kw_only=True):
-    """What is delivered over one fabric."""
+    """The traffic over one fabric."""
 
     fabric: _Fabric
     bytes_per_second: _BytesPerSecond
 
 
 class PairTraffic(Record, frozen=True, kw_only=True):
-    """What one prefill worker delivers to one decode worker."""
+    """The traffic from one prefill worker to one decode worker over one fabric."""
 
     prefill: _InstanceId
     decode: _DecodeId
@@ -188,49 +189,49 @@ class ScalingStep(Record, frozen=True, kw_only=True):
 
 
 class ScalingSummary(Record, frozen=True, kw_only=True):
-    """What the autoscaler of this replica decides."""
+    """The decisions of this replica's autoscaler."""
 
     policy: Annotated[str, Meta(examples=["scaling.yaml"])]
     backend: Annotated[str, Meta(examples=["kubernetes"])]
     leads: bool
     """Whether this replica applies its decisions."""
     now: tuple[ScalingStep, ...]
-    """The last decision for each role."""
+    """Last decision for each role."""
     changes: tuple[ScalingStep, ...]
-    """Decisions for another count than there was, the newest first."""
+    """Decisions that changed a count, the newest first."""
 
 
 class Overview(Record, frozen=True, kw_only=True):
-    """The fleet at one moment. It stays small however large the fleet is."""
+    """The fleet at one moment. It stays small, however large the fleet is."""
 
     at: UnixTime
     """Seconds since the Unix epoch."""
     stale_seconds: Annotated[float | None, Meta(examples=[None])]
-    """While the registry is away this is what was known so many seconds ago; None else."""
+    """Age of the data in seconds while the registry is unavailable; None if the data is current."""
     total: int
-    """Instances, whatever is asked for."""
+    """Instances of the whole fleet."""
     matching: int
-    """Instances that are asked for: roles, places and the list are of them, and transfers and
-    traffic have one of them on a side."""
+    """Instances that match the query. Roles, places and the list cover these; transfers and traffic
+    have one of these on a side."""
     models: tuple[_ModelName, ...]
     roles: tuple[RoleSummary, ...]
     level: Level
-    """What a place is: the narrowest with at most 240 of them."""
+    """Kind of the places: the narrowest kind with at most 240 places, or `zone`."""
     places: tuple[Place, ...]
     places_omitted: int
     offset: int
     instances: tuple[InstanceSummary, ...]
-    """A page of them, ordered by id."""
+    """A page of the matching instances, ordered by id."""
     transfers_opened: int
-    """Since the registry began, whatever is asked for."""
+    """Transfers of the whole fleet since the registry began."""
     transfers_open: int
     transfers: tuple[TransferSummary, ...]
-    """The newest 50 of them."""
+    """The newest 50 open transfers."""
     fabrics: tuple[FabricTraffic, ...]
     pairs: tuple[PairTraffic, ...]
-    """The 50 with the most traffic."""
+    """The 50 pairs with the most traffic."""
     pairs_omitted: int
     updates: tuple[UpdateSummary, ...]
-    """Weight updates under way and that ended, the newest 10, whatever is asked for."""
+    """The newest 10 weight updates of the whole fleet, under way or ended."""
     scaling: ScalingSummary | None
-    """None where no autoscaler runs."""
+    """Decisions of the autoscaler; None if none runs."""

@@ -12,22 +12,22 @@ MAX_HASHES_PER_UPDATE: Final = 1024
 MAX_HASHES_PER_INSTANCE: Final = 32 * 1024
 """A cache of two million tokens at 64 a hash."""
 TOKENS_PER_HASH: Final = 64
-"""Of the hashes that kvxfer's own connectors and router make, whatever the size of a KV block."""
+"""The tokens per hash in kvxfer's own connectors and router, whatever the size of a KV block."""
 
 KEPT_BITS: Final = 44
-"""Of a hash, its last ones: all that the registry keeps. In a fleet of 10,000 caches of 450,000
-tokens, one of 250,000 hashes that are in none of them is then taken for one that is."""
+"""The last bits of a hash, all that the registry keeps. In a fleet of 10,000 caches of 450,000
+tokens, one of 250,000 hashes that no cache has is then mistaken for a cached one."""
 
 HASH_BYTES: Final = 6
 LINK_BYTES: Final = 8
 
 
 def chain_hashes(tokens: Sequence[int], tokens_per_hash: int, *, salt: str = "") -> tuple[int, ...]:
-    """One 64-bit hash per full block of tokens, each over the one before it and its own tokens.
+    """Returns one 64-bit hash per full block of tokens, over the hash before it and its tokens.
 
-    So a hash names the whole prefix up to its block, as vLLM's block hashes do. `salt` is what else
-    decides on the KV cache, above all the model, then adapters. The control plane never computes a
-    hash: any other 64-bit chain hash will do where all workers of a model and the routers share it.
+    A hash names the whole prefix up to its block, as vLLM's block hashes do. `salt` is what else
+    the KV cache depends on: above all the model, then adapters. The control plane never computes a
+    hash, so any other 64-bit chain hash works if all workers of a model and the routers share it.
     """
     parent = seed(salt)
     hashes = []
@@ -38,12 +38,12 @@ def chain_hashes(tokens: Sequence[int], tokens_per_hash: int, *, salt: str = "")
 
 
 def seed(salt: str) -> bytes:
-    """The link of a chain that is before its first block."""
+    """Returns the link before the first block of a chain."""
     return hashlib.blake2b(salt.encode(), digest_size=LINK_BYTES).digest()
 
 
 def following(link: bytes, block: Sequence[int]) -> bytes:
-    """The link of the next block."""
+    """Returns the link of the next block."""
     content = link + struct.pack(f"<{len(block)}q", *block)
     return hashlib.blake2b(content, digest_size=LINK_BYTES).digest()
 
@@ -53,15 +53,16 @@ def hash_of(link: bytes) -> int:
 
 
 def prompt_hashes(tokens: Sequence[int], model: str) -> tuple[int, ...]:
-    """What a worker publishes of a prompt that it has computed: a hash per TOKENS_PER_HASH tokens.
+    """Returns the hashes of a computed prompt that a worker publishes, one per TOKENS_PER_HASH
+    tokens.
 
-    `model` is the name that requests have, of an adapter its own.
+    `model` is the name in the request: the model's, or the adapter's.
     """
     return chain_hashes(tokens, TOKENS_PER_HASH, salt=model)
 
 
 class AskedHashes(NamedTuple):
-    """What a router sends of a prompt."""
+    """The hashes of a prompt that a router sends."""
 
     hashes: tuple[int, ...] = ()
     tokens_per_hash: int | None = None
@@ -71,14 +72,16 @@ NO_HASHES: Final = AskedHashes()
 
 
 def asked_hashes(tokens: Sequence[int], model: str) -> AskedHashes:
-    """The hashes of a prompt; of a long one every second, third, …: they reach to its end."""
+    """Returns the hashes of a prompt. Of a long one it takes every second, third, … hash, so that
+    they reach the end."""
     hashes = prompt_hashes(tokens, model)
     step = max(-(-len(hashes) // MAX_HASHES_PER_REQUEST), 1)
     return AskedHashes(hashes[step - 1 :: step], step * TOKENS_PER_HASH)
 
 
 def as_text(hashes: Iterable[int]) -> list[str]:
-    """As the REST API has them: 16 hexadecimal digits, as JSON has no 64-bit numbers."""
+    """Returns the hashes as in the REST API: 16 hexadecimal digits, as JSON has no 64-bit
+    numbers."""
     return [f"{number:016x}" for number in hashes]
 
 
@@ -87,7 +90,7 @@ def from_text(texts: Iterable[str]) -> tuple[int, ...]:
 
 
 def pack(hashes: Iterable[int]) -> bytes:
-    """Six bytes each, as much as is kept of them."""
+    """Returns the kept bits of the hashes, six bytes each."""
     kept = (1 << KEPT_BITS) - 1
     return b"".join((number & kept).to_bytes(HASH_BYTES, "big") for number in hashes)
 

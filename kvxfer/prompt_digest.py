@@ -1,4 +1,4 @@
-"""A name for a prompt, so that both sides of a transfer can tell that they mean the same one."""
+"""A name for a prompt, by which both sides of a transfer check that they mean the same one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 
 def prompt_digest(tokens: Sequence[int], *extras: str) -> bytes:
-    """16 bytes that name a prompt. `extras` is what else its KV cache depends on: an adapter, the
-    images in it."""
+    """Returns 16 bytes that name a prompt. `extras` are what else its KV cache depends on: an
+    adapter, the images in it."""
     digest = hashlib.blake2b(np.asarray(tokens, dtype="<i8").tobytes(), digest_size=16)
     for extra in extras:
         digest.update(b"\0" + extra.encode())

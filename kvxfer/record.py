@@ -1,10 +1,10 @@
-"""What worker, registry, REST API and client say to each other, each said once.
+"""The base of the records that worker, registry, REST API and client exchange.
 
-A record is a msgspec Struct, which costs little to make, to compare and to encode. Its annotations
-are all there is to know about it: the type of a member, its bounds (`msgspec.Meta`), what it means
-(the text below it) and an example. FastAPI takes and answers records as they are, checks them by
-these bounds and describes them in the OpenAPI schema; decoders of msgspec check by them, too. A
-record that is made in Python is not checked, but for what its `__post_init__` refuses.
+A record is a msgspec Struct, which is cheap to make, compare and encode. Its annotations define it
+completely: the type of a member, its bounds (`msgspec.Meta`), its meaning (the text below it) and
+an example. FastAPI accepts and returns records, checks their bounds and describes them in the
+OpenAPI schema; msgspec's decoders check the bounds too. A record made in Python is checked only by
+its `__post_init__`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
-# Only a server of the REST API has pydantic: a worker is spared its import.
+# Only a server of the REST API imports pydantic; a worker does not need it.
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
     from pydantic_core import CoreSchema
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A Struct that FastAPI can take and answer."""
+    """A Struct that FastAPI can accept and return."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -35,8 +35,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Word(StrEnum):
-    """Words that a later version may have more of: lenient() decoding reads those as `unknown`,
-    which is none of the members. All other decoding refuses them."""
+    """A set of words that a later version may extend. lenient() decodes an unknown word as
+    `unknown`, which is not a member; all other decoding refuses it."""
 
     @classmethod
     def _missing_(cls, value: object) -> Word | None:  # noqa: ARG003
@@ -59,7 +59,8 @@ _lenient: Final = ContextVar("lenient", default=False)
 
 
 def lenient(content: bytes, kind: type[T]) -> T:
-    """What a newer version may have said, as far as this one knows it. Raises UNREADABLE."""
+    """Decodes what a newer version may have sent, as far as this one knows it. Raises
+    UNREADABLE."""
     before = _lenient.set(True)
     try:
         return msgspec.json.decode(content, type=kind)
@@ -68,14 +69,14 @@ def lenient(content: bytes, kind: type[T]) -> T:
 
 
 def at_api(**bounds: Any) -> msgspec.Meta:
-    """Bounds, named as those of `Meta`, that the REST API alone checks: between engines, what is
-    beyond them is refused by the name of what it cannot be, and the connection stays."""
+    """Returns bounds, named as those of `Meta`, that only the REST API checks. Between engines a
+    value beyond them is refused with an error that names it, and the connection stays."""
     return msgspec.Meta(extra={"at_api": bounds})
 
 
 class HexInt:
-    """Marks an integer of 64 bits that is text of 16 hexadecimal digits in JSON, which has no
-    numbers of that size."""
+    """A marker of 64-bit integers that are 16 hexadecimal digits in JSON, which has no numbers of
+    that size."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _: Any, __: GetCoreSchemaHandler) -> CoreSchema:

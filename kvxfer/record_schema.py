@@ -1,4 +1,4 @@
-"""How pydantic, and so FastAPI and the OpenAPI schema, sees the records of `kvxfer.record`."""
+"""The schemas of the records of `kvxfer.record` for pydantic, and so for FastAPI and OpenAPI."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SAYS: Final = ("description", "examples")
 _PLAIN: Final[dict[Any, object]] = {bool: False, int: 1, float: 1.0}
 
 ignored: Final[ContextVar[set[str] | None]] = ContextVar("ignored", default=None)
-"""Takes the names of members that were left out of records."""
+"""The names of unknown members that records have ignored."""
 
 
 class _Member(NamedTuple):
@@ -47,8 +47,8 @@ class _Member(NamedTuple):
 
 
 def record_schema(cls: type, handler: GetCoreSchemaHandler) -> CoreSchema:
-    """The schema of a record, or of a dataclass: an object with its members is checked and made one
-    of it; one that is there is taken as it is."""
+    """Returns the schema of a record or dataclass. It checks an object with the members and makes
+    an instance of it; an instance is taken as it is."""
     texts = docstrings(cls)
     tag_field, tag = _tag(cls)
     fields = {
@@ -92,20 +92,20 @@ def record_schema(cls: type, handler: GetCoreSchemaHandler) -> CoreSchema:
 
 
 def hex_schema() -> CoreSchema:
-    """The schema of what HexInt marks."""
+    """Returns the schema of integers that HexInt marks."""
     digits = core_schema.str_schema(pattern="^[0-9a-f]{16}$")
     return core_schema.no_info_after_validator_function(lambda text: int(text, 16), digits)
 
 
 def parameter(kind: Any) -> dict[str, Any]:
-    """What fastapi.Path or Query has to be given for a parameter of an annotated type."""
+    """Returns the arguments of fastapi.Path or Query for a parameter of an annotated type."""
     metas = (note for note in get_args(kind)[1:] if isinstance(note, msgspec.Meta))
     return {name: value for meta in metas for name, value in _given(meta).items()}
 
 
 def example(kind: Any) -> Any:
-    """What a value of this type can look like in JSON: by the examples that annotations give, then
-    by defaults. Raises TypeError where a text has neither."""
+    """Returns an example of this type in JSON: from the examples in annotations, then from
+    defaults. Raises TypeError if a text has neither."""
     if get_origin(kind) is Annotated:
         base, *notes = get_args(kind)
         shown = _examples(notes)
@@ -146,7 +146,7 @@ def _has_example(kind: Any) -> bool:
 
 
 def _examples(notes: Iterable[object]) -> list[Any]:
-    """The last of them is nearest to the member."""
+    """Returns the examples; the last one is nearest to the member."""
     return [note.examples[0] for note in notes if isinstance(note, msgspec.Meta) and note.examples]
 
 
@@ -198,7 +198,7 @@ def _from_base64(text: object) -> object:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ValueError(f"it is no base64 (RFC 4648): {error}") from None
+        raise ValueError(f"it is not base64 (RFC 4648): {error}") from None
 
 
 _BASE64: Final = Annotated[
@@ -209,7 +209,7 @@ _BASE64: Final = Annotated[
 
 
 class _Members:
-    """Marks a Struct or dataclass that is no Record."""
+    """A marker of a Struct or dataclass that is not a Record."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -217,7 +217,7 @@ class _Members:
 
 
 def _for_pydantic(kind: Any) -> Any:
-    """The same type with msgspec's notes as pydantic's."""
+    """Returns the type with msgspec's annotations replaced by pydantic's."""
     if get_origin(kind) is Annotated:
         base, *notes = get_args(kind)
         base = _for_pydantic(base)

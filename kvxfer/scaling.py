@@ -1,4 +1,4 @@
-"""What the autoscaler decides and why: records that its loop, the REST API and the CLI share."""
+"""Records of the autoscaler's decisions, shared by its loop, the REST API and the CLI."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Because: TypeAlias = Annotated[
 
 
 class Rule(StrEnum):
-    """What can ask for workers."""
+    """The rules that can ask for workers."""
 
     RATE = "rate"
     REQUESTS = "requests"
@@ -30,7 +30,7 @@ class Rule(StrEnum):
 
 
 class Bound(StrEnum):
-    """What can keep the count from what the rules ask for."""
+    """The bounds that can change the count that the rules ask for."""
 
     TOLERANCE = "tolerance"
     COOLDOWN = "cooldown"
@@ -42,7 +42,8 @@ class Bound(StrEnum):
 
 
 class Demand(Record, frozen=True, kw_only=True):
-    """A rule that spoke: how many workers the load takes by it, and the sum behind that."""
+    """A rule's demand: the number of workers that the load needs by this rule, and the
+    calculation."""
 
     rule: Rule
     workers: float
@@ -50,7 +51,7 @@ class Demand(Record, frozen=True, kw_only=True):
 
 
 class Clip(Record, frozen=True, kw_only=True):
-    """A bound that changed the count on its way from the demand to what is wanted."""
+    """A bound that changed the count between the demand and the wanted count."""
 
     bound: Bound
     before: int
@@ -63,17 +64,18 @@ class RoleDecision(Record, frozen=True, kw_only=True):
 
     role: Role
     current: int
-    """Workers that there are or that were asked for; draining ones do not count."""
+    """Workers that exist or were requested; draining ones do not count."""
     wanted: int
     direction: Direction
     because: _Because
     """The decision in one line."""
     demands: tuple[Demand, ...]
-    """In the order of the rules; the greatest decides. None spoke: the count stays."""
+    """Demands in the order of the rules. The greatest decides; without any, the count stays."""
     silent: tuple[Annotated[str, Meta(examples=["latency: no worker reports its TTFT"])], ...]
-    """Why each rule that did not speak could not: what is not measured or not in the policy."""
+    """Reason of each rule that makes no demand: a value that is not measured or not in the
+    policy."""
     clips: tuple[Clip, ...]
-    """In the order in which they applied."""
+    """Clips in the order in which they applied."""
 
     @classmethod
     def of(
@@ -86,7 +88,7 @@ class RoleDecision(Record, frozen=True, kw_only=True):
         silent: Iterable[str] = (),
         clips: Iterable[Clip] = (),
     ) -> RoleDecision:
-        """The decision that follows from what spoke."""
+        """Returns the decision that follows from the demands and clips."""
         demands, clips = tuple(demands), tuple(clips)
         strongest = max(demands, key=lambda demand: demand.workers, default=None)
         first = "nothing is measured" if strongest is None else strongest.because
@@ -103,20 +105,21 @@ class RoleDecision(Record, frozen=True, kw_only=True):
 
 
 class ScalePlan(Record, frozen=True, kw_only=True):
-    """What one control-plane replica would do now. Nothing is applied by asking."""
+    """The decision that one control-plane replica would make now. Asking for it applies nothing."""
 
     at: UnixTime
     """Seconds since the Unix epoch."""
     policy: Annotated[str, Meta(examples=["scaling.yaml"])]
-    """The file that the policy was read from, or `default`."""
+    """File of the policy, or `default`."""
     model: Annotated[str | None, Meta(examples=[None])]
-    """The model whose workers count; None where all do."""
+    """Model whose workers count; None if all do."""
     backend: Annotated[str, Meta(examples=["kubernetes"])]
-    """What a decision is applied by: `none`, `processes` or `kubernetes`."""
+    """Backend that applies decisions: `none`, `processes` or `kubernetes`."""
     leads: bool
-    """Whether this replica is the one that applies decisions."""
+    """Whether this replica applies its decisions."""
     observed_seconds: float
-    """How long this replica has been observing; it shrinks nothing before it has seen enough."""
+    """Seconds for which this replica has observed the load. It removes no worker until it has
+    observed long enough."""
     prefill: RoleDecision
     decode: RoleDecision
 

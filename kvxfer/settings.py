@@ -1,6 +1,6 @@
-"""Settings are dataclasses or structs that say the bounds of each member by `msgspec.Meta`.
+"""Settings: dataclasses or structs that state the bounds of each member with `msgspec.Meta`.
 
-`check_bounds` refuses what is beyond them, and the command line makes its options of the same
+`check_bounds` refuses values beyond them, and the command line makes its options from the same
 annotations (`kvxfer.cli.options`).
 """
 
@@ -46,7 +46,7 @@ class Member(NamedTuple):
     notes: tuple[object, ...]
 
     def bounds(self) -> Iterator[tuple[str, float]]:
-        """Each bound as `msgspec.Meta` names it, and its limit."""
+        """Yields each bound, by its name in `msgspec.Meta`, and its limit."""
         for note in self.notes:
             if isinstance(note, msgspec.Meta):
                 for name in _HOLDS:
@@ -55,7 +55,8 @@ class Member(NamedTuple):
 
 
 def check_bounds(settings: Any) -> None:
-    """Raises InvalidArgument that names the first member beyond its bounds. None has none."""
+    """Raises InvalidArgument that names the first member beyond its bounds. None is always within
+    bounds."""
     cls: type = type(settings)
     for name, member in members(cls).items():
         value = getattr(settings, name)
@@ -69,7 +70,7 @@ def check_bounds(settings: Any) -> None:
 
 
 def fields(cls: Any) -> tuple[Any, ...]:
-    """Of a dataclass or a struct: each has a name, a type and a default."""
+    """Returns the fields of a dataclass or a struct; each has a name, a type and a default."""
     return (
         msgspec.structs.fields(cls) if issubclass(cls, msgspec.Struct) else dataclasses.fields(cls)
     )
@@ -77,10 +78,11 @@ def fields(cls: Any) -> tuple[Any, ...]:
 
 @cache
 def members(cls: Any) -> Mapping[str, Member]:
-    """The members of settings by name, without those whose type only type checkers import."""
+    """Returns the members of settings by name, without those whose type only type checkers
+    import."""
     found = {}
     for field in fields(cls):
-        # Each by itself: a name that is not there costs its own member only.
+        # One at a time, so that a name that is not imported leaves out its member only.
         one = SimpleNamespace(__annotations__={field.name: field.type})
         try:
             kinds = get_type_hints(one, vars(sys.modules[cls.__module__]), include_extras=True)

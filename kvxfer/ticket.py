@@ -1,8 +1,9 @@
-"""The ticket of one transfer: a signed promise that a pair may exchange the KV cache of a request.
+"""The ticket of one transfer: signed permission for a pair to exchange the KV cache of a request.
 
-A JWT (RFC 7519) with HS256. The control plane signs it, or a prefill worker that keeps a prompt to
-be fetched; both workers verify it; the router that carries it can neither make nor change one. Its
-`kid` says which key signed it, so that keys can be exchanged while tickets are under way.
+A ticket is a JWT (RFC 7519) with HS256. The control plane signs it, or a prefill worker that keeps
+a prompt to be fetched. Both workers verify it. The router that carries it can neither make nor
+change one. Its `kid` names the key that signed it, so that keys can be replaced while tickets are
+in use.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _MAX_LENGTH: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a ticket says. Times are in seconds since the Unix epoch.
+    """The content of a ticket. Times are in seconds since the Unix epoch.
 
     With an empty `decode_id` it is a bearer ticket: the first decode worker of the cluster that
-    comes with it has the transfer. `prompt_digest` names the prompt, where the signer knows it.
-    `issued_at` is 0 where the signer does not say.
+    comes with it gets the transfer. `prompt_digest` names the prompt, if the signer knows it.
+    `issued_at` is 0 if the signer does not state it.
     """
 
     transfer_id: str
@@ -50,48 +51,49 @@ class Ticket:
     prompt_digest: bytes = b""
     issued_at: float = 0.0
     traceparent: str = ""
-    """The trace that the transfer is a part of, where it is recorded."""
+    """The trace that the transfer is a part of, if it is recorded."""
     adapter: str = ""
-    """Digest of the LoRA of the request, where it has one and the signer knows it."""
+    """The digest of the request's LoRA, if it has one and the signer knows it."""
     token: str = field(default="", compare=False, repr=False)
-    """The ticket as it was signed; empty where it was not verified."""
+    """The signed ticket; empty if it was not verified."""
 
     @property
     def good_until(self) -> float:
         """The time from which a worker refuses it. It is later than `expires_at`, so that a worker
-        whose clock is a little ahead of the signer's takes a new ticket; what a worker remembers of
-        a ticket it remembers until then."""
+        whose clock is a little ahead of the signer's accepts a new ticket. A worker remembers a
+        ticket until then."""
         return self.expires_at + CLOCK_LEEWAY
 
     @property
     def bearer(self) -> bool:
-        """Whether it is good for any decode worker."""
+        """Whether any decode worker may use it."""
         return not self.decode_id
 
 
 class TicketKeys:
     """The keys of a cluster's tickets: the first signs, all of them verify.
 
-    To exchange a key without refusing a ticket, add the new one at the end everywhere, then move it
-    to the front, then take the old one out when its last ticket has expired.
+    To replace a key without refusing a ticket, add the new key at the end everywhere, then move it
+    to the front, then remove the old key when its last ticket has expired.
     """
 
     def __init__(self, secrets: Sequence[bytes | str]) -> None:
-        """Raises InvalidArgument where there is none, or one is too short to be a secret."""
+        """Raises InvalidArgument if there is none, or one is too short to be a secret."""
         if not secrets:
             raise InvalidArgument("there is no ticket key; give at least one")
-        # Derived keys: a signature says nothing about the engines' key.
+        # Derived keys, so that a signature reveals nothing about the engines' key.
         keys = [_hmac(as_cluster_key(secret), _KEY_PURPOSE) for secret in secrets]
         self._by_id = {_hmac(key, _KEY_ID_PURPOSE)[:8].hex(): key for key in keys}
         self.signing_id = next(iter(self._by_id))
 
     @property
     def signing_key(self) -> bytes:
-        """The first of the keys, as it signs: 32 bytes."""
+        """The first key, as derived for signing: 32 bytes."""
         return self._by_id[self.signing_id]
 
     def find(self, key_id: object, what: str = "the ticket") -> bytes:
-        """Raises TicketInvalid where there is no such key; `what` was signed with it."""
+        """Returns the key with this id. Raises TicketInvalid if there is none; `what`, in the
+        message, was signed with it."""
         key = self._by_id.get(key_id) if isinstance(key_id, str) else None
         if key is None:
             raise TicketInvalid(
@@ -103,18 +105,19 @@ class TicketKeys:
 
 @lru_cache(maxsize=8)
 def derived_ticket_keys(cluster_key: bytes | str) -> TicketKeys:
-    """The one key that follows from a cluster key."""
+    """Returns the one key that is derived from a cluster key."""
     return TicketKeys([cluster_key])
 
 
 def watch_ticket_keys(path: Path) -> WatchedFile[TicketKeys]:
-    """The keys of a file, one per line, whatever is put into it later. Raises InvalidArgument."""
+    """Returns the keys of a file, one per line, which follow its later changes. Raises
+    InvalidArgument."""
     return WatchedFile("ticket keys file", path, lambda content: TicketKeys(content.split()))
 
 
 class _DerivedKeys(HMACAlgorithm):
-    """HS256 with keys of `TicketKeys`. They are not checked at each use for being a certificate,
-    which takes as long as the signature."""
+    """HS256 with keys of `TicketKeys`. It leaves out PyJWT's check at each use that a key is not a
+    certificate, which takes as long as the signature."""
 
     def prepare_key(self, key: str | bytes) -> bytes:
         assert isinstance(key, bytes)  # noqa: S101 (no matter of input)
@@ -145,12 +148,12 @@ class _Claims(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
-    """The ticket as a token, a JWT of at most 4,096 characters, signed with the first of `keys`. A
-    cluster key may stand for the key that follows from it.
+    """Returns the ticket as a token, a JWT of at most 4,096 characters, signed with the first of
+    `keys`. A cluster key stands for the key that is derived from it.
 
-    The control plane does this for every transfer that it opens. Without a control plane, the
-    program that sends a request to both workers does it, with their ids and epochs. A prefill
-    worker does it for a prompt that it keeps to be fetched (a bearer ticket).
+    The control plane signs a ticket for every transfer that it opens. Without a control plane, the
+    program that sends a request to both workers signs it, with their ids and epochs. A prefill
+    worker signs one for a prompt that it keeps to be fetched (a bearer ticket).
     """
     keys = as_ticket_keys(keys)
     claims = _Claims(
@@ -174,12 +177,12 @@ def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
 
 
 def verify_ticket(token: str, keys: TicketKeys | bytes | str, *, now: float) -> Ticket:
-    """The ticket of a token that this cluster signed and that is good at `now`; it has the token
-    with it.
+    """Returns the ticket of a token that this cluster signed and that is valid at `now`; the ticket
+    contains the token.
 
-    Raises TicketInvalid where it was not signed with one of the keys, is damaged, or was signed
-    later than `now`; TicketExpired (a TicketInvalid) where it is too late. Of clocks that differ,
-    CLOCK_LEEWAY is let pass.
+    Raises TicketInvalid if it was not signed with one of the keys, is damaged, or was signed later
+    than `now`; TicketExpired (a TicketInvalid) if it has expired. Clocks may differ by
+    CLOCK_LEEWAY.
     """
     keys = as_ticket_keys(keys)
     if len(token) > _MAX_LENGTH:
@@ -192,7 +195,7 @@ def verify_ticket(token: str, keys: TicketKeys | bytes | str, *, now: float) -> 
             keys.find(jwt.get_unverified_header(token).get("kid")),
             algorithms=[_ALGORITHM],
             issuer=_ISSUER,
-            # Compared below: PyJWT would cut the fraction of a second off.
+            # Compared below, as PyJWT would cut off the fraction of a second.
             options={"verify_exp": False, "verify_iat": False},
         )
         claims = msgspec.convert(payload, _Claims)
@@ -229,7 +232,7 @@ def _require_current(ticket: Ticket, now: float) -> None:
             f"this host it is {as_text(now)}: they differ by at least {ahead:.1f} s; synchronise "
             "the clocks of the hosts (NTP)"
         )
-    if now < ticket.good_until:  # one whose end is no number has ended
+    if now < ticket.good_until:  # false for NaN
         return
     said = f"{what} expired {now - ticket.expires_at:.1f} s ago"
     if not issued:
@@ -243,7 +246,7 @@ def _require_current(ticket: Ticket, now: float) -> None:
 
 
 def as_ticket_keys(keys: TicketKeys | bytes | str) -> TicketKeys:
-    """The keys, or the one that follows from a cluster key."""
+    """Returns the keys, or the one that is derived from a cluster key."""
     return keys if isinstance(keys, TicketKeys) else derived_ticket_keys(keys)
 
 

@@ -1,4 +1,4 @@
-"""A trace as the control plane keeps it: records that REST API, client and command line share."""
+"""Records of the traces that the control plane keeps, shared by REST API, client and CLI."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvxfer.record import Record
 
 
 class SpanEvent(Record, frozen=True, kw_only=True):
-    """Something that happened during a span."""
+    """An event during a span."""
 
     name: Annotated[str, Meta(examples=["accepted"])]
     at: Annotated[float, Meta(examples=[1795046400.013])]
@@ -24,10 +24,11 @@ class TraceSpan(Record, frozen=True, kw_only=True):
     trace_id: Annotated[str, Meta(examples=["4bf92f3577b34da6a3ce929d0e0e4736"])]
     span_id: Annotated[str, Meta(examples=["00f067aa0ba902b7"])]
     parent_id: str | None = None
-    """None where nothing called it."""
+    """Span of the caller; None without one."""
     name: Annotated[str, Meta(examples=["kv.write"])]
     service: Annotated[str, Meta(examples=["worker"])]
-    """Which program: router, control-plane, worker, vllm, or what OTEL_SERVICE_NAME says."""
+    """Program that did the work: router, control-plane, worker, vllm, or the value of
+    OTEL_SERVICE_NAME."""
     instance_id: str = ""
     start: Annotated[float, Meta(examples=[1795046400.0125])]
     end: Annotated[float, Meta(examples=[1795046400.0142])]
@@ -40,8 +41,8 @@ class TraceSpan(Record, frozen=True, kw_only=True):
 
 
 class Trace(Record, frozen=True, kw_only=True):
-    """All that was sent about one request."""
+    """All spans of one request."""
 
     request_id: Annotated[str, Meta(examples=["chat-7f3a"])]
     spans: tuple[TraceSpan, ...]
-    """By their start."""
+    """Spans in the order of their start."""

@@ -1,4 +1,4 @@
-"""What the control plane says of pairs: records that registry, REST API and client share."""
+"""Records of pairs and transfers, shared by registry, REST API and client."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ TransferId: TypeAlias = Annotated[str, Meta(examples=["3f0d1f6c5c0b4f6c9d3c6a6f2
 TicketText: TypeAlias = Annotated[str, Meta(max_length=4096, examples=["eyJhbGciOiJIUzI1NiIs…"])]
 
 MAX_WAIT_SECONDS: Final = 60.0
-"""How long a request may be kept waiting for a pair."""
+"""The longest that a request may wait for a pair, in seconds."""
 
 NOMINAL_PROMPT_TOKENS: Final = 2000
-"""What a prompt of unknown length is taken to have."""
+"""The assumed tokens of a prompt of unknown length."""
 
 _RequestId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 _Costs: TypeAlias = Annotated[
@@ -46,48 +46,53 @@ _Tenant: TypeAlias = Annotated[str, Meta(max_length=256)]
 
 
 class TransferRequest(Record, frozen=True, kw_only=True):
-    """A request that needs a prefill and a decode instance, or one for both. Every member may be
-    left out."""
+    """A request that needs a prefill and a decode instance, or one for both. Every member is
+    optional."""
 
     transfer_id: Annotated[
         _TransferName | None, Meta(examples=["3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a"])
     ] = None
-    """The caller's name for the transfer, so that it may ask again where no answer came: letters,
-    digits and . _ : -, at most 128 characters. The control plane makes one where it is left out."""
+    """The caller's name for the transfer: letters, digits and . _ : -, at most 128 characters. With
+    it a caller that got no answer may ask again. If left out, the control plane makes one."""
     request_id: Annotated[_RequestId | None, Meta(examples=["cmpl-7"])] = None
-    """The router's own name for the request; the transfer's id where it is left out."""
+    """The router's name for the request; if left out, the transfer's id."""
     model: Annotated[ModelName | None, Meta(examples=["llama-3.2-3b"])] = None
-    """None takes any model."""
+    """Model to serve the request; None takes any."""
     prompt_tokens: Annotated[PositiveCount | None, Meta(examples=[1900])] = None
-    """KV blocks for so many tokens are reserved on both sides; None reserves none."""
+    """Tokens of the prompt. KV blocks for them are reserved on both sides; None reserves none."""
+    output_tokens: Annotated[PositiveCount | None, Meta(examples=[250])] = None
+    """Expected tokens of the answer. KV blocks for them are reserved too where the answer is
+    computed, at most as many as the largest instance has."""
     weights_version: Annotated[WeightsVersion | None, Meta(examples=[None])] = None
-    """Only instances that serve this version of their weights; None takes any, the same on both
-    sides."""
+    """Version of the weights that both instances have to serve; None takes any version, the same on
+    both sides."""
     avoid: Annotated[tuple[InstanceId, ...], Meta(max_length=64)] = ()
-    """Instances that just failed this request: they are chosen only where their side has no
-    other."""
+    """Instances that just failed this request. They are chosen only if their side has no other."""
     prefix_hashes: Annotated[tuple[BlockHash, ...], Meta(max_length=MAX_HASHES_PER_REQUEST)] = ()
-    """Chain hashes of the prompt's beginning, in its order: prefill instances that published them
-    are preferred."""
+    """Chain hashes of the prompt's beginning, in the order of its tokens. Instances that published
+    them are preferred."""
     tokens_per_hash: PositiveCount | None = None
-    """Tokens from one of them to the next; None is the block size of the prefill instance."""
+    """Tokens from one hash to the next; None stands for the block size of the instance."""
     explain: bool = False
-    """Whether to say in `score` why it is this pair."""
+    """Whether the answer explains the choice in `score`."""
     aggregated: bool = False
-    """Whether one instance has to serve the whole request, without a transfer of its KV cache: the
-    answer names it on both sides, and has no ticket."""
+    """Whether one instance has to serve the whole request, without a transfer of its KV cache. The
+    answer then names it on both sides and has no ticket."""
     or_aggregated: bool = False
-    """Whether one instance may serve the whole request where no pair of ready instances could, with
-    or without room, or where decode lacks little of the prompt (the pairing policy's
-    `alone_tokens`): the answer is as for `aggregated`."""
+    """Whether one instance may serve the whole request if no pair of ready instances could, with or
+    without room, or if decode lacks few tokens of the prompt (`alone_tokens` of the pairing
+    policy). The answer is then as for `aggregated`."""
     wait_seconds: Annotated[float, Meta(ge=0, le=MAX_WAIT_SECONDS)] = 0.0
-    """Where no pair has room the request waits its turn for so long; with 0 it is refused, also
-    where others wait."""
+    """Seconds that the request waits its turn if no pair has room. With 0 it is refused instead,
+    also if other requests wait."""
+    waited_seconds: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds that the request has already waited, at the router or for a worker that then had no
+    room. Its place in the queue is as if it had come that much earlier."""
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
-    """Of the requests that wait those of the lowest number are first, as in vLLM."""
+    """Priority among the requests that wait: the lowest number is first, as in vLLM."""
     tenant: Annotated[_Tenant | None, Meta(examples=[None])] = None
-    """For whom it is: the tenants that requests wait for take turns, by the weights of the pairing
-    policy. Those without a weight are one."""
+    """Tenant of the request. Tenants whose requests wait take turns, by their weights in the
+    pairing policy. All tenants without a weight count as one."""
 
 
 class HandshakeRequest(Record, frozen=True, kw_only=True):
@@ -98,16 +103,16 @@ class HandshakeRequest(Record, frozen=True, kw_only=True):
 
 
 class Party(Record, frozen=True, kw_only=True):
-    """One side of a pair, and where to reach it."""
+    """One side of a pair and its addresses."""
 
     instance_id: InstanceId
     epoch: Epoch
     engine_address: EngineAddress
     http_address: HttpAddress
     rank_addresses: tuple[EngineAddress, ...] = ()
-    """The engine address of each rank, where it has registered more than one."""
+    """Engine address of each rank, if more than one is registered."""
     bootstrap_address: str = ""
-    """Where the bootstrap server of a prefill instance of SGLang listens, `HOST:PORT`."""
+    """Address of the bootstrap server of an SGLang prefill instance, `HOST:PORT`."""
 
     @classmethod
     def of(cls, instance: Instance) -> Party:
@@ -122,27 +127,28 @@ class Party(Record, frozen=True, kw_only=True):
 
 
 class Score(Record, frozen=True, kw_only=True):
-    """Why a pair was chosen: no other pair that was looked at had less cost."""
+    """The cost of the chosen pair. No other pair that was considered costs less."""
 
     cost: float
-    """The sum of all parts; the unit is one request in a queue."""
+    """Sum of all parts. The unit is one request in a queue."""
     prefill: _Costs
-    """What the load of the prefill instance costs, by its parts."""
+    """Cost of the prefill instance's load, by part."""
     decode: _Costs
-    """What the load of the decode instance costs."""
+    """Cost of the decode instance's load, less the value of its cached prefix, by part."""
     pair: Annotated[Mapping[str, float], Meta(examples=[{"distance": 1.0, "prefix": -0.8}])]
-    """What the two are to each other."""
+    """Cost of the distance and the fabric, less the value of prefill's cached prefix, by part."""
     distance: int
-    """0 on one NUMA node, 1 on one host, 2 in one rack, 3 in one zone, 4 beyond."""
+    """Distance of the two: 0 on one NUMA node, 1 on one host, 2 in one rack, 3 in one zone, 4
+    beyond."""
     prefix_tokens: int
-    """Tokens of the prompt that prefill is taken to have in its cache."""
+    """Tokens of the prompt assumed to be in prefill's cache."""
     decode_prefix_tokens: int = 0
-    """The same of decode."""
+    """Tokens of the prompt assumed to be in decode's cache."""
 
 
 class Transfer(Record, frozen=True, kw_only=True):
-    """A pair that is reserved for one request, or one instance that is named on both sides. Times
-    are seconds since the Unix epoch."""
+    """A pair that is reserved for one request, or one instance named on both sides. Times are
+    seconds since the Unix epoch."""
 
     transfer_id: TransferId
     request_id: Annotated[str, Meta(examples=["cmpl-7"])]
@@ -156,18 +162,18 @@ class Transfer(Record, frozen=True, kw_only=True):
     """KV blocks reserved at decode."""
     created_at: UnixTime
     expires_at: Annotated[float, Meta(examples=[1795046520.0])]
-    """From then on the ticket is void and the reservation is given back."""
+    """Time at which the ticket becomes void and the reservation ends."""
     cached_tokens: int = 0
-    """Tokens of the prompt that prefill was taken to have in its cache."""
+    """Tokens of the prompt that were assumed to be in prefill's cache."""
     alone_because: AloneBecause = ""
-    """Why one instance serves a request that may have a pair, too: `no-pair` is ready, or decode
-    lacks little of a `short-prompt`."""
+    """Reason that one instance serves an `or_aggregated` request: `no-pair` (no pair is ready) or
+    `short-prompt` (decode lacks few tokens of the prompt); otherwise empty."""
     score: Score | None = None
-    """Why this pair; None where its request had no `explain`."""
+    """Cost of this pair; None if the request had no `explain`."""
 
     @property
     def tokens_to_compute(self) -> int:
-        """At prefill."""
+        """The tokens that prefill has to compute."""
         if self.prompt_tokens is None:
             return NOMINAL_PROMPT_TOKENS
         return max(self.prompt_tokens - self.cached_tokens, 0)
@@ -179,12 +185,13 @@ class Transfer(Record, frozen=True, kw_only=True):
 
     @property
     def sides(self) -> tuple[tuple[Party, int], ...]:
-        """Its instances, and the KV blocks that it reserves on each: one where it is aggregated."""
+        """The instances with the KV blocks reserved on each; only one if the transfer is
+        aggregated."""
         prefill, decode = (self.prefill, self.prefill_blocks), (self.decode, self.decode_blocks)
         return (prefill,) if self.aggregated else (prefill, decode)
 
     def blocks_on(self, instance_id: str) -> int:
-        """KV blocks that it reserves on one of its instances."""
+        """Returns the KV blocks reserved on one of its instances."""
         return (
             self.prefill_blocks if instance_id == self.prefill.instance_id else self.decode_blocks
         )
@@ -197,11 +204,11 @@ class TransferList(Record, frozen=True, kw_only=True):
 
 
 class OpenedTransfer(Transfer, frozen=True, kw_only=True):
-    """A new transfer with the ticket that both workers ask for."""
+    """A new transfer with the ticket that both workers require."""
 
     ticket: TicketText
-    """Signed proof of this transfer. Hand it to both workers, keep it out of logs. Empty where one
-    instance serves the request alone."""
+    """Signed permission for this transfer. Pass it to both workers and keep it out of logs. Empty
+    if one instance serves the request alone."""
 
     @classmethod
     def of(cls, transfer: Transfer, ticket: str) -> OpenedTransfer:
@@ -210,18 +217,19 @@ class OpenedTransfer(Transfer, frozen=True, kw_only=True):
 
 
 class PlannedCopy(Record, frozen=True, kw_only=True):
-    """What of one cycle of one layer moves from a part of prefill's to a part of decode's."""
+    """The bytes of one layer that move, per cycle, from a part of prefill's cache to a part of
+    decode's."""
 
     prefill_part: Part
     decode_part: Part
     runs: int
     """Ranges of contiguous bytes."""
     bytes: int
-    """Over all runs."""
+    """Bytes of all runs together."""
 
 
 class PlannedLayer(Record, frozen=True, kw_only=True):
-    """Which layer goes where; each side counts from 0 on its own rank."""
+    """A layer of prefill and its target at decode; each side counts from 0 on its own rank."""
 
     prefill_layer: int
     decode_layer: int
@@ -229,7 +237,7 @@ class PlannedLayer(Record, frozen=True, kw_only=True):
 
 
 class PlanSummary(Record, frozen=True, kw_only=True):
-    """What moves between one rank of each side, per cycle: the fewest tokens that fill whole blocks
+    """The plan between one rank of each side. A cycle is the fewest tokens that fill whole blocks
     on both."""
 
     prefill_rank: int
@@ -237,17 +245,17 @@ class PlanSummary(Record, frozen=True, kw_only=True):
     layers: int
     cycle_tokens: int
     runs_per_cycle: int
-    """Ranges of contiguous bytes that one cycle takes over all layers."""
+    """Ranges of contiguous bytes in one cycle of all layers."""
     bytes_per_cycle: int
-    """Bytes that one cycle takes over all layers."""
+    """Bytes in one cycle of all layers."""
     prefill_block_size: int
     """Tokens per block."""
     decode_block_size: int
     """Tokens per block."""
     permutes: bool
-    """Whether decode puts the heads of its blocks into its own order after they have arrived."""
+    """Whether decode reorders the heads of its blocks after they have arrived."""
     layer_map: tuple[PlannedLayer, ...]
-    """One for each of `layers`, in the order in which they move."""
+    """One entry for each of `layers`, in the order in which they move."""
 
 
 class RankPair(Record, frozen=True, kw_only=True):
@@ -265,8 +273,8 @@ class Handshake(Record, frozen=True, kw_only=True):
     prefill: Party
     decode: Party
     fabrics: tuple[Annotated[str, Meta(examples=["tcp"])], ...]
-    """The fabrics that both have, in the order that prefill prefers."""
+    """Fabrics that both can use, in prefill's order of preference."""
     plan: PlanSummary
-    """Between the ranks whose layouts are registered."""
+    """Plan between the ranks whose layouts are registered."""
     rank_pairs: tuple[RankPair, ...]
     """All ranks of both instances that transfer to each other."""

@@ -1,4 +1,4 @@
-"""What decoding bytes from outside may raise."""
+"""The errors that decoding bytes from outside may raise."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from typing import Final
 import msgspec
 
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""msgspec's own errors, and those of Python that it lets through: text that is no UTF-8, nesting
-without an end. To be caught around msgspec's decoders and convert()."""
+"""msgspec's errors, and Python's that it lets through: text that is not UTF-8, endless nesting.
+Catch them around msgspec's decoders and convert()."""

@@ -20,14 +20,14 @@ _Identity: TypeAlias = tuple[int, int, int, int]
 
 
 class WatchedFile(Generic[T]):
-    """What `parse` makes of a file, read again when the file is another one. One thread.
+    """The parsed content of a file, which is read again when the file changes. One thread.
 
     The file may be written in place, replaced by a rename, or reached through a link that is
-    swapped, as Kubernetes does with a mounted secret. It is looked at when `current` is asked for,
-    at most once in `check_seconds`.
+    swapped, as Kubernetes does with a mounted secret. `current` checks it, at most once in
+    `check_seconds`.
 
-    The first read raises InvalidArgument, or what `parse` raises. Where a later one fails, the
-    value before stays and the log says so once.
+    The first read raises InvalidArgument, or what `parse` raises. If a later one fails, the last
+    value stays and the log says so once.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class WatchedFile(Generic[T]):
         return self._value
 
     def refresh(self) -> bool:
-        """Looks at the file now. Returns whether its content is a new value."""
+        """Checks the file now. Returns whether its content is a new value."""
         self._next_check = self._clock.monotonic() + self._check_seconds
         try:
             if self._identify() == self._identity:
@@ -88,4 +88,4 @@ class WatchedFile(Generic[T]):
             if self._identity == failed:
                 return
             self._identity = failed
-        _log.error("%s: the one read before stays in force: %s", self._what, error)
+        _log.error("%s: the last one read stays in force: %s", self._what, error)

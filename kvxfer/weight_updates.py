@@ -1,4 +1,4 @@
-"""Weight updates as the control plane knows them: records of registry, REST API and client."""
+"""Records of weight updates, shared by registry, REST API and client."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ UpdateId: TypeAlias = Annotated[
     str,
     Meta(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$",
-        description="Names the update: letters, digits and . _ : -, at most 128 characters.",
+        description="The update's id: letters, digits and . _ : -, at most 128 characters.",
         examples=["7c1e0b6a52d84f3f9a6d2c1b0e9f8a7d"],
     ),
 ]
 _Version: TypeAlias = Annotated[int, Meta(ge=1, le=2**63 - 1, examples=[7])]
 
 MAX_ENDED_UPDATES: Final = 100
-"""So many updates that have ended are kept, the newest."""
+"""The number of ended updates that are kept, the newest ones."""
 _MAX_INSTANCES: Final = 10_000
 
 _Served: TypeAlias = Annotated[WeightsVersion, Meta(examples=[6])]
@@ -38,30 +38,30 @@ _Text: TypeAlias = Annotated[
 
 
 class UpdatePolicy(Word):
-    """What becomes of requests that run when an instance applies an update."""
+    """The fate of requests that run when an instance applies an update."""
 
     DRAIN = "drain"  # they end with the weights that they began with
     ABORT = "abort"  # they are aborted, and start again with the new weights
-    KEEP = "keep"  # they go on with the new weights
+    KEEP = "keep"  # they continue with the new weights
 
 
 class UpdateState(Word):
-    """Where an update is in its life."""
+    """The stage of an update's life."""
 
-    STAGING = "staging"  # weights are sent; all instances serve what they served
-    COMMITTING = "committing"  # it was decided that all apply it
+    STAGING = "staging"  # weights are sent; all instances serve the old ones
+    COMMITTING = "committing"  # the decision is that all instances apply it
     COMMITTED = "committed"
     ABORTED = "aborted"
 
 
 class PartState(Word):
-    """Where an instance is in an update; it only ever moves forward."""
+    """The stage of an instance in an update. Stages only move forward."""
 
     RECEIVING = "receiving"
     STAGED = "staged"  # all its ranks have the weights
     COMMITTED = "committed"  # it serves them
     FAILED = "failed"
-    LOST = "lost"  # nothing is heard of it any more
+    LOST = "lost"  # it no longer reports
 
     @property
     def ended(self) -> bool:
@@ -69,17 +69,17 @@ class PartState(Word):
 
 
 class Decision(StrEnum):
-    """Whether all instances apply an update, or none does."""
+    """A decision about an update: all instances apply it, or none does."""
 
     COMMIT = "commit"
     ABORT = "abort"
 
 
 class UpdateError(Record, frozen=True, kw_only=True):
-    """Why an update, or one instance in it, failed."""
+    """The error of an update or of one instance in it."""
 
     code: _Code
-    """The stable name of the error, as kvxfer.errors has it."""
+    """Stable name of the error, as in kvxfer.errors."""
     message: _Text = ""
 
 
@@ -87,14 +87,14 @@ class AnnounceUpdate(Record, frozen=True, kw_only=True):
     """An update that a training job begins."""
 
     update_id: UpdateId | None = None
-    """None lets the control plane make one. Announcing an update again under its id does no
-    harm."""
+    """The update's id; if None, the control plane makes one. With an id the announcement may be
+    repeated."""
     model: ModelName
     version: _Version
-    """Greater than every version that the instances serve."""
+    """New version, greater than every version that the instances serve."""
     policy: UpdatePolicy = UpdatePolicy.DRAIN
     instances: Annotated[tuple[InstanceId, ...], Meta(max_length=_MAX_INSTANCES)] = ()
-    """Those that take part; empty for all live instances of the model."""
+    """Instances that take part; empty for all live instances of the model."""
 
 
 class UpdatePart(Record, frozen=True, kw_only=True):
@@ -102,23 +102,23 @@ class UpdatePart(Record, frozen=True, kw_only=True):
 
     instance_id: InstanceId
     epoch: Epoch
-    """The one that it lived under when the update was announced."""
+    """Epoch of the instance when the update was announced."""
     state: PartState = PartState.RECEIVING
     version: _Served = 0
-    """Of the weights that it serves, as last told."""
+    """Version of the weights that it serves, as last reported."""
     digest: _Digest | None = None
-    """Of the weights that it has staged, or serves."""
+    """Digest of the weights that it has staged or serves."""
     pause_seconds: _Pause | None = None
-    """From its last step before to its first step after."""
+    """Seconds from its last step before the update to its first step after it."""
     error: UpdateError | None = None
 
 
 class PartReport(Record, frozen=True, kw_only=True):
-    """News of one instance. What is left out stays as it was."""
+    """A report on one instance. Members that are left out stay as they were."""
 
     instance_id: InstanceId
     state: PartState | None = None
-    """States only move forward: one behind the current state is ignored."""
+    """State of the instance. States only move forward: one behind the current state is ignored."""
     version: _Served | None = None
     digest: _Digest | None = None
     pause_seconds: _Pause | None = None
@@ -126,24 +126,24 @@ class PartReport(Record, frozen=True, kw_only=True):
 
 
 class ReportUpdate(Record, frozen=True, kw_only=True):
-    """What the coordinator tells of an update. What is left out stays as it was; with nothing in
-    it, it only renews the lease."""
+    """The coordinator's report on an update. Members that are left out stay as they were. An empty
+    report only renews the lease."""
 
     state: Literal["committed", "aborted"] | None = None
-    """How it ended."""
+    """Final state, if the update has ended."""
     error: UpdateError | None = None
     bytes: _Bytes | None = None
     instances: Annotated[tuple[PartReport, ...], Meta(max_length=_MAX_INSTANCES)] = ()
 
 
 class DecideUpdate(Record, frozen=True, kw_only=True):
-    """What the sender would decide."""
+    """The decision that the sender asks for."""
 
     decision: Decision
 
 
 class Decided(Record, frozen=True, kw_only=True):
-    """What was decided: the first decision, whichever was asked for later."""
+    """The decision that holds: the first one, whatever was asked for later."""
 
     update_id: UpdateId
     version: _Version
@@ -159,17 +159,17 @@ class WeightUpdate(Record, frozen=True, kw_only=True):
     policy: UpdatePolicy
     state: UpdateState
     decision: Decision | None = None
-    """None as long as nothing is decided."""
+    """Decision about the update; None while there is none."""
     error: UpdateError | None = None
     bytes: _Bytes | None = None
-    """Sent to all instances together; None as long as the coordinator has not told."""
+    """Bytes sent to all instances together; None until the coordinator reports them."""
     started_at: UnixTime
     decided_at: float | None = None
     ended_at: float | None = None
-    """None while it is under way."""
+    """End of the update; None while it is under way."""
     lease_seconds: Annotated[float, Meta(examples=[15.0])]
-    """Without a report of the coordinator for this long it ends, as aborted if nothing is
-    decided."""
+    """Seconds without a report of the coordinator after which the update ends, as aborted if there
+    is no decision."""
     instances: tuple[UpdatePart, ...]
 
     @property
@@ -182,5 +182,4 @@ class WeightUpdateList(Record, frozen=True, kw_only=True):
 
     updates: tuple[WeightUpdate, ...]
     stale_seconds: float | None = None
-    """None where the list is current; else the registry cannot be reached, and this is what was
-    known so many seconds ago."""
+    """Age of the list in seconds if the registry cannot be reached; None if the list is current."""

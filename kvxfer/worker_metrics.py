@@ -1,4 +1,4 @@
-"""A worker's engine and endpoint in Prometheus' format: what moved, failed, was refused."""
+"""The metrics of a worker's engine and endpoint for Prometheus: moved, failed, refused."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 _TRANSFER_SECONDS = Family(
     "kvxfer_kv_transfer_seconds",
     "histogram",
-    "Time of a delivered KV transfer from the session's begin to its last byte, including the wait "
+    "Time of a delivered KV transfer from the session's start to its last byte, including the wait "
     "for the other side.",
     ("direction",),
 )
 
 
-# What alerts watch is there from the start: a series that is born at 1 has not increased.
+# Alerts watch these series, so they exist from the start: one that begins at 1 has not increased.
 _WATCHED: Final = (
     ("handshake", AuthenticationFailed.code),
     ("write", UnknownRegion.code),
@@ -35,7 +35,8 @@ _WATCHED: Final = (
 
 
 class WorkerMetrics(Collector):
-    """Register it with a registry, or take render(). Read off the engine at each scrape."""
+    """The metrics of a worker, read from the engine at each scrape. Register it with a registry, or
+    call render()."""
 
     def __init__(self, engine: Engine, endpoint: KvEndpoint) -> None:
         self._engine = engine
@@ -45,7 +46,7 @@ class WorkerMetrics(Collector):
         self._read_transfers()
 
     def render(self) -> bytes:
-        """The text of `GET /metrics`."""
+        """Returns the text of `GET /metrics`."""
         return self.set.render()
 
     def collect(self) -> Iterator[Metric]:
@@ -85,16 +86,16 @@ class WorkerMetrics(Collector):
         read(
             "counter",
             "kvxfer_peers_lost_total",
-            "Peers that were lost, by how: their connection ended (peer-lost), they were silent "
-            "for peer_timeout (peer-timeout), no NIC was left (nic-lost).",
+            "Lost peers, by cause: their connection ended (peer-lost), they were silent for "
+            "peer_timeout (peer-timeout), no NIC was left (nic-lost).",
             "code",
             samples=lambda: {(c,): n for c, n in self._endpoint.counts.lost_peers.items()},
         )
         read(
             "counter",
             "kvxfer_refused_total",
-            "What was refused, by the code of the error: connections that were not let in "
-            "(handshake), peers cut off for what they did (peer), writes of peers (write), "
+            "Refusals by the code of the error: connections that were not accepted (handshake), "
+            "peers that were disconnected for what they did (peer), writes of peers (write), "
             "messages and offers of peers, tickets of requests.",
             "what",
             "code",
@@ -137,8 +138,8 @@ class WorkerMetrics(Collector):
         read(
             "gauge",
             "kvxfer_kv_blocks",
-            "KV blocks of the pool by state: free, offered, receiving, complete, held; none where "
-            "the inference engine has its own pool.",
+            "KV blocks of the pool by state: free, offered, receiving, complete, held; none if the "
+            "inference engine has its own pool.",
             "state",
             samples=lambda: {
                 (state.name.lower(),): number for state, number in self._endpoint.blocks().items()

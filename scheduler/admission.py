@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,16 +21,18 @@ from kvxfer.scheduler.transfers import already_open, open_transfer, try_transfer
 from kvxfer.transfers import NOMINAL_PROMPT_TOKENS, Transfer, TransferRequest
 
 OTHERS: Final = "other"
-"""The tenant of all requests whose own has no weight."""
+"""The tenant that stands for all tenants without a weight."""
 
-# All lines are looked at so often, whatever was told of room.
+# Seconds between looks at all lines while no room is reported.
 _LOOK_SECONDS: Final = 1.0
 _LONGEST_RETRY_SECONDS: Final = 60
-# A rate is that of the last so many.
+# A rate is measured over at most this many requests.
 _RATE_COUNTS: Final = 100
 
 _Group: TypeAlias = tuple[int, str]
 """Priority and tenant; the requests of a group are served in the order in which they came."""
+_Came: TypeAlias = tuple[float, int]
+"""The time of arrival, less the time waited before, and a number: no two are equal."""
 _LineKey: TypeAlias = tuple[str | None, int | None, bool]
 """Model, weights version, and whether one instance serves the whole request."""
 
@@ -38,39 +41,41 @@ class _Waiter(Struct, eq=False):
     request: TransferRequest
     line: _LineKey
     group: _Group
-    number: int
+    came: _Came
     decided: asyncio.Future[Transfer]
 
     def transfer(self) -> Transfer | None:
-        """What it was given, if anything."""
+        """Returns the transfer that the request was given, if any."""
         done = self.decided.done() and not self.decided.cancelled()
         return self.decided.result() if done and self.decided.exception() is None else None
 
 
 class _Line:
-    """Who waits for the same instances."""
+    """The requests that wait for the same instances."""
 
     def __init__(self) -> None:
-        self.groups: dict[_Group, dict[int, _Waiter]] = {}
-        # When the last ones got their pair.
+        # The requests of each group, in the order in which they came.
+        self.groups: dict[_Group, list[_Waiter]] = {}
+        # The times at which the last requests got their pair.
         self.served: deque[float] = deque(maxlen=_RATE_COUNTS)
 
     def __len__(self) -> int:
         return sum(map(len, self.groups.values()))
 
     def per_second(self, now: float) -> float:
-        """How many get a pair."""
+        """Returns the number of requests that get a pair per second."""
         return len(self.served) / max(now - self.served[0], 1.0) if self.served else 0.0
 
 
 class Admission:
-    """Opens transfers; where there is no room, the request waits for its turn. One event loop.
+    """A queue of requests, which opens their transfers in turn. One event loop.
 
-    Next is a request of the lowest priority number; of these one of the tenant that was given the
-    least for its weight; of these the first that came. What a tenant was given counts in prompt
-    tokens, from where the one with the least stands when it comes: virtual token counters (Sheng
-    et al., "Fairness in Serving Large Language Models", OSDI 2024). Where the next one finds no
-    room, only those that wait for other models go before it.
+    The next request is one of the lowest priority number; among these, one of the tenant that was
+    given the least for its weight; among these, the one that has waited longest. What a tenant was
+    given counts in prompt tokens. A tenant that begins to wait starts from the least count of those
+    that wait, if its count is lower: virtual token counters (Sheng et al., "Fairness in Serving
+    Large Language Models", OSDI 2024). If the next request finds no room, only requests of other
+    lines overtake it.
     """
 
     def __init__(
@@ -82,8 +87,8 @@ class Admission:
         clock: Clock,
         tenants: Mapping[str, float] | None = None,
     ) -> None:
-        """Every transfer is reserved for `seconds`. `tenants` are those with a share, and their
-        weights; all others share one of weight 1."""
+        """Reserves every transfer for `seconds`. `tenants` maps the tenants with a share to their
+        weights; all others together have weight 1."""
         self._registry = registry
         self._seconds = seconds
         self._max_waiting = max_waiting
@@ -101,14 +106,14 @@ class Admission:
 
     @property
     def waiting(self) -> Mapping[str, int]:
-        """How many requests of each tenant wait."""
+        """The number of waiting requests of each tenant."""
         return {tenant: self._waiting[tenant] for tenant in self._weights}
 
     async def open(self, request: TransferRequest) -> Transfer:
         """Reserves the best pair as soon as it is the request's turn, within its `wait_seconds`.
 
-        Raises what Registry.choose does: NoCapacity at once where the request does not wait and
-        others do, or where too many wait, and then with `retry_after_seconds`.
+        Raises the errors of Registry.choose. Raises NoCapacity with `retry_after_seconds` at once
+        if too many requests wait, or if others wait and this one does not.
         """
         line = (request.model, request.weights_version, request.aggregated)
         if (opened := await already_open(self._registry, request)) is not None:
@@ -121,7 +126,7 @@ class Admission:
             )
         if self._registry.find(request) is None:
             with suppress(NoCapacity):
-                await self._registry.choose(request)  # raises what no wait can mend
+                await self._registry.choose(request)  # raises errors that no wait can mend
         waiter = self._enter(request, line)
         try:
             async with asyncio.timeout(request.wait_seconds):
@@ -140,14 +145,14 @@ class Admission:
             self._leave(waiter)
 
     def close(self) -> None:
-        """Refuses all that wait."""
+        """Refuses all waiting requests."""
         for line in list(self._lines.values()):
             for group in list(line.groups.values()):
-                for waiter in group.values():
+                for waiter in group:
                     _decide(waiter, refusals.stopping())
 
     async def _in_vain(self, request: TransferRequest) -> KvxferError:
-        """What stands in the way of a request that has waited."""
+        """Returns the error for a request that has waited in vain."""
         waited = f"no room within the {request.wait_seconds:g} s that the request waits"
         try:
             await self._registry.choose(request)
@@ -161,21 +166,21 @@ class Admission:
         with suppress(KvxferError):
             await self._registry.release(transfer.transfer_id)
 
-    # --- who waits -----------------------------------------------------------------------------
+    # --- the waiting requests ------------------------------------------------------------------
 
     def _enter(self, request: TransferRequest, key: _LineKey) -> _Waiter:
         tenant = request.tenant if request.tenant in self._weights else OTHERS
         group = request.priority, tenant
-        if self._waiting.total() >= self._max_waiting:
-            self._make_place(key, group)
+        self._last_number += 1
+        came = self._clock.monotonic() - request.waited_seconds, self._last_number
+        self._make_place(key, group, came)
         if not self._waiting[tenant]:
             least = min((self._given[t] for t in +self._waiting), default=0.0)
             self._given[tenant] = max(self._given.get(tenant, 0.0), least)
-        self._last_number += 1
         decided: asyncio.Future[Transfer] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(request, key, group, self._last_number, decided)
+        waiter = _Waiter(request, key, group, came, decided)
         line = self._lines.setdefault(key, _Line())
-        line.groups.setdefault(group, {})[waiter.number] = waiter
+        insort(line.groups.setdefault(group, []), waiter, key=_came)
         self._waiting[tenant] += 1
         self._hope(key)
         if self._serving is None:
@@ -184,43 +189,59 @@ class Admission:
 
     def _leave(self, waiter: _Waiter) -> None:
         line = self._lines.get(waiter.line)
-        group = {} if line is None else line.groups.get(waiter.group, {})
-        if line is None or group.pop(waiter.number, None) is None:
+        group = [] if line is None else line.groups.get(waiter.group, [])
+        place = bisect_left(group, waiter.came, key=_came)
+        if line is None or group[place : place + 1] != [waiter]:
             return
+        del group[place]
         self._waiting[waiter.group[1]] -= 1
         if not group:
             del line.groups[waiter.group]
         if not line.groups:
             del self._lines[waiter.line]
         else:
-            self._hope(waiter.line)  # the next one may ask for less
+            self._hope(waiter.line)  # the next request may ask for less
 
-    def _make_place(self, key: _LineKey, coming: _Group) -> None:
-        """Refuses the last request of the tenant that has most waiting for its weight, of its worst
-        priority; raises NoCapacity where that is the one that comes."""
+    def _make_place(self, key: _LineKey, coming: _Group, came: _Came) -> None:
+        """Makes sure that a place is left for a request that comes.
+
+        A tenant whose waiting requests fill its share of the places, while others wait, loses its
+        last request of its worst priority. Otherwise, if no place is left, the tenant with the most
+        waiting requests for its weight loses its last one. Raises NoCapacity if the request to
+        lose is the one that comes.
+
+        A tenant thus takes no place that another would take back from a request that has waited.
+        """
         priority, tenant = coming
         counts = self._waiting + Counter({tenant: 1})
-        largest = max(counts, key=lambda name: (counts[name] / self._weights[name], name == tenant))
+        of_all = self._weights[tenant] / sum(self._weights[name] for name in counts)
+        if counts[tenant] > math.ceil(self._max_waiting * of_all):
+            loser = tenant
+        elif counts.total() > self._max_waiting:
+            loser = max(
+                counts, key=lambda name: (counts[name] / self._weights[name], name == tenant)
+            )
+        else:
+            return
         last = max(
             (
-                (group[0], next(reversed(waiting)), waiting)
+                waiting[-1]
                 for line in self._lines.values()
                 for group, waiting in line.groups.items()
-                if group[1] == largest
+                if group[1] == loser
             ),
-            key=lambda found: found[:2],
+            key=lambda waiter: (waiter.group[0], waiter.came),
             default=None,
         )
-        said = f"{self._waiting.total()} requests wait, as many as may"
-        if last is None or (largest == tenant and last[0] <= priority):
+        of_tenant = " of its tenant" if len(counts) > 1 else ""
+        said = f"{self._waiting[loser]} requests{of_tenant} wait, which is the limit"
+        if last is None or (loser == tenant and (last.group[0], last.came) < (priority, came)):
             raise self._full(key, said)
-        _, number, waiting = last
-        displaced = waiting[number]
-        _decide(displaced, self._full(displaced.line, said))
-        self._leave(displaced)
+        _decide(last, self._full(last.line, said))
+        self._leave(last)
 
     def _full(self, key: _LineKey, said: str) -> NoCapacity:
-        """Says when to come again, by the rate at which those that wait get their turn."""
+        """Returns the refusal. The time to retry follows from the rate at which pairs are given."""
         line = self._lines.get(key)
         rate = 0.0 if line is None else line.per_second(self._clock.monotonic())
         seconds = _LONGEST_RETRY_SECONDS
@@ -233,7 +254,7 @@ class Admission:
             retry_after_seconds=float(seconds),
         )
 
-    # --- whose turn it is ----------------------------------------------------------------------
+    # --- the next request ----------------------------------------------------------------------
 
     def _note_room(self, instance: Instance | None) -> None:
         if not self._lines:
@@ -267,14 +288,14 @@ class Admission:
             self._given.clear()
 
     def _next(self) -> _Waiter | None:
-        """The first of the lines that may have room."""
+        """Returns the next request of the lines that may have room."""
         self._hopeful.intersection_update(self._lines)
         heads = (
-            (group[0], self._given[group[1]], next(iter(waiting.values())))
+            (group[0], self._given[group[1]], waiting[0])
             for key in self._hopeful
             for group, waiting in self._lines[key].groups.items()
         )
-        first = min(heads, key=lambda head: (*head[:2], head[2].number), default=None)
+        first = min(heads, key=lambda head: (*head[:2], head[2].came), default=None)
         return None if first is None else first[2]
 
     async def _try(self, waiter: _Waiter) -> None:
@@ -289,7 +310,7 @@ class Admission:
         if transfer is None:
             self._hopeful.discard(waiter.line)
             return
-        if waiter.decided.done():  # it has left meanwhile
+        if waiter.decided.done():  # the request left meanwhile
             await self._give_back(transfer)
             return
         waiter.decided.set_result(transfer)
@@ -298,6 +319,10 @@ class Admission:
         self._given[tenant] += tokens / self._weights[tenant]
         self._lines[waiter.line].served.append(self._clock.monotonic())
         self._leave(waiter)
+
+
+def _came(waiter: _Waiter) -> _Came:
+    return waiter.came
 
 
 def _decide(waiter: _Waiter, error: KvxferError) -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 
 class Arrivals:
-    """Belongs to one event loop. A waiter looks at what there is, then waits, then looks again."""
+    """The waiters in one event loop. A waiter reads the state, then waits, then reads again."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}

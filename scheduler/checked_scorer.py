@@ -1,4 +1,4 @@
-"""What stands between the search and another package's scorer, whose numbers may be none."""
+"""A guard between the search and another package's scorer, which may raise or return no number."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _log = logging.getLogger("kvxfer.pairing")
 
 
 class CheckedScorer(Scorer):
-    """Every load compares with every other one: an instance that the scorer cannot weigh costs
-    infinitely much, so that it is taken for no pair and does not hinder others."""
+    """A scorer whose loads always compare. An instance that the wrapped scorer cannot weigh costs
+    infinitely much: it is in no pair and does not hinder others."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
         self.alone_tokens = scorer.alone_tokens
         self._name = type(scorer).__name__
         self._troubles: dict[str, str] = {}
-        """Of instances by their ids, the latest last."""
+        """The trouble with each instance by its id, the latest last."""
 
     def load_parts(self, instance: Instance) -> Mapping[str, float]:
         return self._scorer.load_parts(instance)
@@ -39,7 +39,7 @@ class CheckedScorer(Scorer):
         return self._scorer.decode_parts(prefix_tokens)
 
     def load(self, instance: Instance) -> float:
-        """Infinite where there is none; the log then says why, once for each cause."""
+        """Returns the load, or infinity if there is none; the log says why, once for each cause."""
         try:
             cost = self._scorer.load(instance)
             trouble = None if math.isfinite(cost) else f"its load is {cost}"
@@ -79,12 +79,12 @@ class CheckedScorer(Scorer):
         raise ScorerFailed(f"the scorer {self._name} cannot weigh {what} ({trouble}); {_REMEDY}")
 
     def nothing_to_choose(self) -> ScorerFailed:
-        """The error where every pair has an instance that cannot be weighed."""
+        """Returns the error for when every pair has an instance that cannot be weighed."""
         latest = next(reversed(self._troubles), None)
         if latest is None:
             return ScorerFailed(f"the costs of the scorer {self._name} add up to inf; {_REMEDY}")
         return ScorerFailed(
-            f"{self._unweighed(latest)}, and there is no pair without such; {_REMEDY}"
+            f"{self._unweighed(latest)}, and every pair has such an instance; {_REMEDY}"
         )
 
     def _unweighed(self, name: str) -> str:

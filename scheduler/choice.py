@@ -1,4 +1,4 @@
-"""Which registry a URL asks for, and how one of the replicas that share it comes to lead."""
+"""The registry that a URL names, and the election of a leader among the replicas that share it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvxfer.scheduler.scoring import Scorer
 
 EMBEDDED: Final = "embedded"
 
-# A control plane sweeps twice a second; what is in Redis goes by the same (lua/prelude.lua).
+# A control plane sweeps twice a second. Redis uses the same silence (lua/prelude.lua).
 _SILENCE_SECONDS: Final = 1.0
 _LEADER_SECONDS: Final = 30.0
 # A leader campaigns once per round; one that is late keeps its term.
@@ -29,7 +29,7 @@ def make_registry(
     scorer: Scorer | None = None,
     keyspace: Keyspace = _KEYSPACE,
 ) -> Registry:
-    """The embedded registry for `embedded`, else the one in Redis.
+    """Returns the embedded registry for `embedded`, else the one in Redis.
 
     Raises InvalidArgument and NotBuilt.
     """
@@ -47,9 +47,9 @@ def make_registry(
 
 
 def make_leader(url: str, *, interval: float, keyspace: Keyspace = _KEYSPACE) -> Leader:
-    """This replica's part in the election of an autoscaler that decides every `interval` seconds.
+    """Returns this replica's part in the election of an autoscaler.
 
-    `url` is one that `make_registry` took.
+    `url` is one that `make_registry` accepted. The autoscaler decides every `interval` seconds.
     """
     if url == EMBEDDED:
         return OnlyReplica()
@@ -57,7 +57,7 @@ def make_leader(url: str, *, interval: float, keyspace: Keyspace = _KEYSPACE) ->
     from kvxfer.scheduler.scaling.redis_leader import RedisLeader
 
     return RedisLeader(
-        RedisUrl.parse(url).client(timeout=_TIMEOUT),
+        RedisUrl.parse(url).client(timeout=_TIMEOUT, prefix=keyspace.registry_prefix),
         seconds=max(_LEADER_SECONDS, _ROUNDS_PER_TERM * interval),
         prefix=keyspace.registry_prefix,
     )

@@ -1,4 +1,4 @@
-"""Files that an operator writes: YAML, or TOML where the name ends in .toml."""
+"""Files that an operator writes: YAML, or TOML if the name ends in .toml."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AT: Final = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>[^`]*)`
 
 
 def read_document(path: Path, what: str) -> Any:
-    """What the file says. Raises InvalidArgument, and NotBuilt where YAML cannot be read here."""
+    """Returns the file's content. Raises InvalidArgument, and NotBuilt if PyYAML is missing."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -27,7 +27,7 @@ def read_document(path: Path, what: str) -> Any:
         try:
             return tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise InvalidArgument(f"{path} is no TOML: {error}") from error
+            raise InvalidArgument(f"{path} is not TOML: {error}") from error
     try:
         import yaml
     except ModuleNotFoundError as error:
@@ -38,7 +38,7 @@ def read_document(path: Path, what: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise InvalidArgument(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        raise InvalidArgument(f"{path} is not YAML: {' '.join(str(error).split())}") from error
 
 
 def convert(
@@ -49,9 +49,9 @@ def convert(
     reference: str,
     remedies: Mapping[str, str] | None = None,
 ) -> T:
-    """The document as a struct. `reference` lists what is known in it.
+    """Returns the document as a struct. `reference` names the text that lists its members.
 
-    `remedies` have the words for a wrong member, by its path, that say more than its type does.
+    `remedies` maps the path of a member to an error text that says more than its type does.
     Raises InvalidArgument that names the file, the member, its value and the remedy.
     """
     document = {} if document is None else document
@@ -63,7 +63,7 @@ def convert(
 
 
 def _sentence(message: str, document: Any, reference: str, remedies: Mapping[str, str]) -> str:
-    """msgspec's words with the path in front and the value that is at fault."""
+    """Returns msgspec's message with the member's path in front, and the wrong value."""
     found = _AT.match(message)
     what, path = (found["what"], found["path"]) if found else (message, None)
     keys = re.findall(r"\.?([^.\[\]]+)", path or "")

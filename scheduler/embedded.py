@@ -52,27 +52,28 @@ _PORTION: Final = 100
 
 @dataclass(slots=True)
 class _Holder:
-    """The holder of an id, and until when."""
+    """The holder of an id, and when its lease ends."""
 
     incarnation: str
     deadline: float
     secret: str
     leaving: bool = False
-    """Whether its worker has said that it is draining, which no operator can undo."""
+    """Whether its worker has reported that it drains, which no operator can undo."""
 
 
-# What may run out, and when: (deadline, kind, id, epoch of the instance or 0).
+# An entry that may expire: (deadline, kind, id, epoch of the instance or 0).
 _Expiry: TypeAlias = tuple[float, Literal["instance", "transfer"], str, int]
 
 
 class EmbeddedRegistry(Registry):
-    """Belongs to one event loop. No step awaits after its start, which makes each one atomic.
+    """A registry in one event loop. No step awaits after its start, so each step is atomic.
 
     Change ids and epochs are one ascending number. It starts at the microseconds since the Unix
-    epoch, so that both go on ascending when the process restarts.
+    epoch, so that both keep ascending when the process restarts.
 
-    Where steps come regularly, two that are more than `silence_seconds` apart say that the process
-    was stopped or starved: no lease could be renewed, and all leases are moved by that time.
+    Set `silence_seconds` only if steps come regularly. Two steps that are farther apart show that
+    the process was stopped or starved and that no lease could be renewed; all leases are then
+    extended by that time.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class EmbeddedRegistry(Registry):
         self._clock = clock
         self._silence_seconds = silence_seconds
         self._stepped = self._clock.monotonic()
-        # When steps were taken again after a silence, until leases are spared for it.
+        # The time of the last step that ended a silence; -inf once leases were spared for it.
         self._unwell_at = -math.inf
         self._feed = ChangeFeed(last_id=int(self._clock.unix() * 1e6), capacity=feed_capacity)
         self.room = Room()
@@ -98,7 +99,7 @@ class EmbeddedRegistry(Registry):
         self._tables: dict[str, BlockTable] = {}
         self._arrivals = Arrivals()
         self._updates = EmbeddedUpdates(clock)
-        # One entry per instance and transfer; a renewed lease is put back when its turn comes.
+        # One entry per instance and transfer; the entry of a renewed lease is put back when due.
         self._expiries: list[_Expiry] = []
         self._registrations = 0
         self._leases_expired = self._leases_spared = 0
@@ -369,9 +370,9 @@ class EmbeddedRegistry(Registry):
         self._arrivals.announce_all()
 
     async def _begin(self) -> float:
-        """The start of every step: what has run out by now is ended. Returns the time.
+        """Starts a step: ends what has expired, and returns the time.
 
-        Others have a turn after each portion; what follows the last one is atomic.
+        Other tasks run after each portion; what follows the last one is atomic.
         """
         while True:
             if self._feed.closed:
@@ -389,7 +390,7 @@ class EmbeddedRegistry(Registry):
             await asyncio.sleep(0)
 
     def _expired(self, now: float) -> bool:
-        """Ends a portion of what has run out. Returns whether that was all."""
+        """Ends a portion of what has expired. Returns whether nothing is left."""
         removed, may_spare = 0, True
         while self._expiries and self._expiries[0][0] <= now:
             if removed >= _PORTION:
@@ -456,7 +457,7 @@ class EmbeddedRegistry(Registry):
             raise refusals.wrong_secret(instance_id, shown)
 
     def _check(self, party: Party, blocks: int) -> None:
-        """That `party` can take a reservation of so many blocks."""
+        """Checks that `party` can take a reservation of `blocks` blocks."""
         instance = self._living(party.instance_id, party.epoch)
         if instance.state is not InstanceState.READY:
             raise refusals.not_ready(instance.instance_id, instance.state)

@@ -26,12 +26,12 @@ from kvxfer.weight_updates import (
 
 
 class EmbeddedUpdates:
-    """Belongs to one event loop. Every step begins with `end_lapsed`."""
+    """The updates of a registry, in one event loop. Every step begins with `end_lapsed`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._ledger = UpdateLedger()
-        # Until when those under way have their lease: one of each model.
+        # The ends of the leases of the updates under way, at most one per model.
         self._deadlines: dict[str, float] = {}
         self.ended: Counter[UpdateState] = Counter()
 
@@ -60,7 +60,7 @@ class EmbeddedUpdates:
         before = self.get(update_id)
         after = decided(before, decision, now=self._clock.unix())
         step = UpdateStep(before, after)
-        # Asking for a decision that is there renews no lease.
+        # A decision that was made before renews no lease.
         return step if after is before else self._take(step)
 
     def end_lapsed(self, now: float) -> None:
@@ -70,7 +70,7 @@ class EmbeddedUpdates:
                 self._take(UpdateStep(before, lapsed(before, at=self._clock.unix())))
 
     def extend(self, seconds: float) -> None:
-        """Time in which no coordinator could report."""
+        """Extends all leases by a time in which no coordinator could report."""
         for update_id in self._deadlines:
             self._deadlines[update_id] += seconds
 

@@ -10,10 +10,10 @@ _AGAIN_SECONDS: Final = 0.5
 
 
 async def end(task: asyncio.Task[Any]) -> None:
-    """Cancels a task and waits for its end. Raises what else it ended with.
+    """Cancels a task and waits for its end. Raises any error that it ended with.
 
-    It is cancelled more than once if need be: Python 3.11's wait_for, in the Redis client, may
-    swallow a cancellation, and a task that loops would go on for ever.
+    Cancels again if need be: Python 3.11's wait_for, in the Redis client, may swallow a
+    cancellation, and a task that loops would never end.
     """
     while not task.done():
         task.cancel()

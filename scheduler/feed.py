@@ -1,4 +1,4 @@
-"""The last changes of the fleet, kept so that a watcher can go on where it was cut off."""
+"""The last changes of the fleet, kept so that a watcher can resume where it was cut off."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ChangeFeed:
         return at < len(self._changes) and self._changes[at].id == position
 
     def after(self, position: int, *, limit: int) -> list[Change]:
-        """The first `limit` changes after a position that the feed covers."""
+        """Returns the first `limit` changes after a position that the feed covers."""
         first = bisect_right(self._changes, position, key=_id)
         return list(islice(self._changes, first, first + limit))
 

@@ -16,7 +16,7 @@ from kvxfer.transfers import Transfer, TransferRequest
 
 
 class Fleet:
-    """Belongs to one event loop. What an instance has reserved follows from its transfers."""
+    """The instances and transfers, in one event loop. Reservations follow from the transfers."""
 
     def __init__(self, scorer: Scorer | None = None, room: Room | None = None) -> None:
         self._instances: dict[str, Instance] = {}
@@ -31,7 +31,7 @@ class Fleet:
         return self._transfers.get(transfer_id)
 
     def transfers(self) -> tuple[Transfer, ...]:
-        """Every open transfer, the oldest first."""
+        """Returns every open transfer, the oldest first."""
         return tuple(sorted(self._transfers.values(), key=lambda t: t.created_at))
 
     @property
@@ -39,11 +39,11 @@ class Fleet:
         return len(self._transfers)
 
     def held_by(self, instance_id: str) -> Collection[str]:
-        """The ids of the open transfers of an instance."""
+        """Returns the ids of the open transfers of an instance."""
         return tuple(self._held[instance_id])
 
     def put(self, instance: Instance) -> None:
-        """Adds a registration without transfers, or replaces what was known of the same one."""
+        """Adds a registration without transfers, or updates the record of a known one."""
         before = self._instances.get(instance.instance_id)
         if before is None or before.epoch != instance.epoch:
             self._held[instance.instance_id] = set()
@@ -56,29 +56,29 @@ class Fleet:
         self._index.put(instance)
 
     def remove(self, instance_id: str) -> Instance:
-        """Takes an instance out; its transfers have to be ended before."""
+        """Removes an instance, whose transfers must have ended."""
         self._index.remove(instance_id)
         del self._held[instance_id]
         return self._instances.pop(instance_id)
 
     def publish(self, instance_id: str, added: bytes, removed: bytes, *, reset: bool) -> int:
-        """As PrefixIndex.publish. Raises KeyError for an instance that is not here."""
+        """Publishes as PrefixIndex.publish does. Raises KeyError for an unknown instance."""
         if instance_id not in self._instances:
             raise KeyError(instance_id)
         return self._index.publish(instance_id, added, removed, reset=reset)
 
     def open(self, transfer: Transfer) -> None:
-        """Counts a transfer against its instances, where it is not counted already."""
+        """Counts a transfer against its instances, unless it is already counted."""
         self._transfers[transfer.transfer_id] = transfer
         self._count(transfer, 1)
 
     def sent(self, transfer: Transfer, prefix_hashes: tuple[int, ...]) -> None:
-        """The prompt is on its way, unless the transfer has ended already."""
+        """Notes that the prompt is on its way, unless the transfer has ended already."""
         if transfer.transfer_id in self._transfers:
             self._index.sent(transfer, prefix_hashes)
 
     def end(self, transfer_id: str, *, released: bool = False) -> Transfer:
-        """Gives back what a transfer reserved; one that was released is started on decode."""
+        """Gives back what a transfer reserved; a released one counts as started on decode."""
         transfer = self._transfers.pop(transfer_id)
         self._count(transfer, -1)
         self._index.ended(transfer_id)
@@ -88,18 +88,18 @@ class Fleet:
         return transfer
 
     def snapshot(self) -> tuple[Instance, ...]:
-        """Every instance, ordered by id."""
+        """Returns every instance, ordered by id."""
         return tuple(self._instances[instance_id] for instance_id in sorted(self._instances))
 
     def census(self) -> Counter[tuple[Role, InstanceState]]:
         return Counter((i.role, i.state) for i in self._instances.values())
 
     def choose(self, request: TransferRequest) -> Pair:
-        """As PairIndex.choose."""
+        """Chooses as PairIndex.choose does."""
         return self._index.choose(request)
 
     def find(self, request: TransferRequest) -> Pair | None:
-        """As PairIndex.find."""
+        """Finds as PairIndex.find does."""
         return self._index.find(request)
 
     def _count(self, transfer: Transfer, sign: int) -> None:
@@ -117,7 +117,7 @@ class Fleet:
 
 
 def counted(instance: Instance, transfer: Transfer, sign: int) -> Instance:
-    """The instance with a transfer more, or with -1 one less."""
+    """Returns the instance with one transfer more, or with one less if `sign` is -1."""
     reserved, prefilling = instance.reserved, instance.prefilling
     reserved = Reserved(
         transfers=reserved.transfers + sign,

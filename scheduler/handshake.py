@@ -1,4 +1,4 @@
-"""Whether two instances can transfer to each other, and what would move."""
+"""The handshake of two instances: whether they can transfer, and what would move."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvxfer.transfers import (
 
 
 async def shake_hands(registry: Registry, prefill_id: str, decode_id: str) -> Handshake:
-    """The plan of a pair and where both listen; in whatever state they are, nothing is reserved.
+    """Returns the plan of a pair and the addresses of both. Reserves nothing.
 
-    Raises UnknownInstance, LayoutMismatch that names the field, and InvalidArgument where an
-    instance does not take that role or both are the same.
+    The instances may be in any state. Raises UnknownInstance, LayoutMismatch that names the field,
+    and InvalidArgument if an instance does not take that role or both are the same.
     """
     if prefill_id == decode_id:
         raise InvalidArgument(
@@ -88,7 +88,7 @@ def _summary(plan: TransferPlan) -> PlanSummary:
 
 
 def _by_parts(layer: LayerPlan) -> Iterator[PlannedCopy]:
-    """All copies between each two parts as one."""
+    """Yields one copy for all copies between the same two parts."""
     for src_part, dst_part in dict.fromkeys((c.src_part, c.dst_part) for c in layer.copies):
         between = [c for c in layer.copies if (c.src_part, c.dst_part) == (src_part, dst_part)]
         yield PlannedCopy(

@@ -1,4 +1,4 @@
-"""What a registry in Redis takes there."""
+"""The keys and memory that a registry takes in Redis."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _PREFIX: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}|\{[A-Za-z0-9._:-]{1,64}\}")
 
 @dataclass(frozen=True, slots=True)
 class Keyspace:
-    """Raises InvalidArgument."""
+    """The keys and memory of one registry in Redis. Raises InvalidArgument."""
 
     registry_prefix: str = "kvxfer"
-    """With a registry in Redis: what all keys begin with, before a colon. One for each fleet; in
+    """The prefix, before a colon, of all keys of a registry in Redis. One for each fleet; in
     braces, as {kvxfer}, for a Redis Cluster."""
     registry_log_bytes: Annotated[int, Meta(ge=1 << 16)] = 64 << 20
-    """With a registry in Redis: the most that its log takes, from which replicas follow."""
+    """The most bytes that the log of a registry in Redis takes. Replicas follow this log."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -1,7 +1,7 @@
-"""When leases that end are no sign of workers that died.
+"""A guard for leases that end although their workers live.
 
-Shortly after the registry was unavailable most of a fleet, or of a zone, may not have got through
-again. The registry in Redis decides the same (redis_registry/lua/prelude.lua).
+Shortly after the registry was unavailable, most of a fleet or of a zone may not have reconnected
+yet. The registry in Redis decides the same (redis_registry/lua/prelude.lua).
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
-# Fewer leases than these end for reasons of their workers.
+# Fewer late leases than this are the fault of their workers.
 _MASS: Final = 10
-# For so many leases after the registry was unavailable, leases may be spared.
+# The time after an outage of the registry, in leases, in which leases may be spared.
 AFTER: Final = 2
-# A lease that has less than this part left was not renewed by a heartbeat that was due.
+# A lease with less than this part left was not renewed by a heartbeat that was due.
 LATE: Final = 0.5
 
 _log = logging.getLogger("kvxfer.registry")
 
 
 def spared(late: Mapping[str, str], fleet: Mapping[str, str]) -> list[str]:
-    """Of instances whose heartbeat is late the ones whose lease is to be extended: all where they
-    are most of the fleet, else those of each zone that they are most of.
+    """Returns the instances whose lease is to be extended, out of those whose heartbeat is late.
 
-    Both map an instance to its zone, or to nothing where it has none.
+    These are all if they are most of the fleet, else those of each zone where most are late. Both
+    arguments map an instance to its zone, or to "" if it has none.
     """
     if len(late) < _MASS:
         return []
@@ -38,7 +38,7 @@ def spared(late: Mapping[str, str], fleet: Mapping[str, str]) -> list[str]:
 
 def say(leases: int) -> None:
     _log.warning(
-        "most of a fleet or of a zone was about to be gone shortly after the registry was "
+        "most leases of a fleet or of a zone were about to end shortly after the registry was "
         "unavailable; %d leases are extended once",
         leases,
     )

@@ -1,4 +1,4 @@
-"""How long a registration lives without a heartbeat."""
+"""The time that a registration lives without a heartbeat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvxfer.settings import Seconds, check_bounds
 
 @dataclass(frozen=True, slots=True)
 class LeasePolicy:
-    """Three heartbeats fit into a lease, so that one lost on the way costs no worker its place."""
+    """The length of a lease: three heartbeats, so that one lost heartbeat ends no registration."""
 
     lease_seconds: Seconds = 6.0
     """A worker without a heartbeat for this long is gone."""

@@ -1,4 +1,4 @@
-"""Makes one look at the fleet out of the records of the registry."""
+"""One look at the fleet, made from the records of the registry."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_PAIRS: Final = 50
 MAX_MODELS: Final = 50
 MAX_UPDATES: Final = 10
 
-# After so many records others on the event loop have a turn.
+# Records that are looked at before others on the event loop have a turn.
 _TURN: Final = 256
 
 T = TypeVar("T")
@@ -52,10 +52,11 @@ async def look(
     stale_seconds: float | None = None,
     scaling: ScalingSummary | None = None,
 ) -> Overview:
-    """The fleet as `query` wants it. `instances` are ordered by id, `transfers` by age, and
-    `updates` with the newest first; `sent` is what each instance sends.
+    """Returns the part of the fleet that `query` asks for. `instances` are ordered by id,
+    `transfers` by age, and `updates` with the newest first; `sent` is the traffic that each
+    instance sends. `now` is in seconds since the Unix epoch.
 
-    `now` in seconds since the Unix epoch. Gives way to others on the event loop.
+    Other tasks on the event loop get their turns meanwhile.
     """
     asked = _filter(query)
     matching: list[Instance] = []
@@ -143,7 +144,8 @@ def _filter(query: OverviewQuery) -> Callable[[Instance], bool]:
 async def _places(
     matching: Sequence[Instance], received: Sums, rates: Mapping[str, float]
 ) -> tuple[Level, tuple[Place, ...], int]:
-    """At the narrowest level that has at most MAX_PLACES of them, and how many were left out."""
+    """Returns the narrowest level with at most MAX_PLACES places, its places, and how many were
+    left out."""
     where: list[tuple[str, ...]] = []
     async for some in _by_turns(matching):
         where += ((*place_of(each.labels)[:3], each.instance_id) for each in some)
@@ -171,7 +173,7 @@ async def _places(
 
 
 def _more(limit: int, items: Iterable[object]) -> bool:
-    """Whether there are more different ones than `limit`."""
+    """Returns whether more than `limit` items are different."""
     found = set()
     for item in items:
         found.add(item)
@@ -227,7 +229,7 @@ async def _roles(matching: Sequence[Instance]) -> tuple[RoleSummary, ...]:
 async def _pairs(
     instances: Sequence[Instance], sent: Mapping[str, Sequence[Traffic]], ids: set[str] | None
 ) -> list[tuple[float, str, str, str]]:
-    """Rate, prefill, decode and fabric."""
+    """Returns rate, prefill, decode and fabric of each pair."""
     found = []
     async for some in _by_turns(instances):
         found += [

@@ -1,4 +1,4 @@
-"""The ready instances sorted by load and place, so that a pair is found without a look at all."""
+"""The ready instances, sorted by load and place, so that a search need not look at all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from kvxfer.scheduler.pairing import (
     SIDES,
     Kind,
     Pair,
-    blocks_for,
     fabric_steps,
     kind_of,
     mismatch_of,
@@ -42,38 +41,38 @@ from kvxfer.scheduler.shelves import (
 from kvxfer.scheduler.topology import LABELS, distance, place_of
 from kvxfer.transfers import AloneBecause, Score, Transfer, TransferRequest
 
-# How many of the least loaded prefill instances a choice looks at.
+# A choice looks at this many of the least loaded prefill instances.
 _PREFILLS: Final = 16
-# Among how many of them it looks for those that have a block which very many have.
+# If very many instances have a block, a choice looks for it among this many of the least loaded.
 _SIFTED: Final = 256
 _APART_KEPT: Final = 4096
 
-# (cost, used, prefill id, decode id): of two pairs the lesser one is chosen.
+# (cost, used, prefill id, decode id): the lesser of two pairs is chosen.
 _Weight: TypeAlias = tuple[float, float, str, str]
-# What a pair costs beside both loads, by the distance of the two.
+# The cost of a pair beside both loads, by the distance of the two.
 _Apart: TypeAlias = list[float]
 
 
 class _Search(Struct):
-    """One choice: the blocks that the prompt takes per kind, which instances to leave out, and what
-    was looked up already."""
+    """One choice: the blocks that the request takes per kind and side, the instances to leave out,
+    and the results of earlier look-ups."""
 
     request: TransferRequest
-    needs: dict[int, int]
+    needs: dict[int, dict[Role, int]]
     among: dict[int, set[str] | None]
-    """Of each kind the instances that serve the request; None where all do."""
+    """The instances of each kind that serve the request; None if all do."""
     avoid: dict[Role, frozenset[str]]
-    """Of each side; in the last resort of none."""
+    """The instances to leave out on each side; empty in the last resort."""
     depths: dict[Role, dict[str, int]] = {}
-    """Of each side: how many of the request's hashes lead to the deepest one that an instance
-    has."""
+    """The number of the request's hashes up to the deepest one that an instance has, by side and
+    instance."""
     heads: dict[Shelf, list[LoadKey]] = {}
     few: dict[tuple[int, Role], dict[Shelf, list[LoadKey]] | None] = {}
-    """The shelves of those that fit, of a kind and side where these are few."""
+    """The shelves of the instances that fit, for a kind and side where these are few."""
 
 
 class PairIndex:
-    """Belongs to one event loop. `put` and `remove` cost O(log n) comparisons."""
+    """An index of instances, in one event loop. `put` and `remove` cost O(log n) comparisons."""
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class PairIndex:
         scorer: Scorer | None = None,
         room: Room | None = None,
     ) -> None:
-        """`room` is told of every instance that can take more than before."""
+        """Tells `room` of every instance that can take more than before."""
         self._room = room or Room()
         self._scorer = scorer or WeightedScorer()
         if type(self._scorer) is not WeightedScorer:
@@ -95,13 +94,13 @@ class PairIndex:
         self._kinds: dict[Kind, int] = {}
         self._last_kind = 0
         self._of_kind: Counter[int] = Counter()
-        # Two kinds that match, by number -> how far down prefill's fabrics the common one is.
+        # Numbers of two kinds that match -> how many fabrics prefill prefers to the common one.
         self._matches: dict[tuple[int, int], int] = {}
         for instance in instances:
             self.put(instance)
 
     def put(self, instance: Instance) -> None:
-        """Adds an instance, or takes note that the one with its id changed."""
+        """Adds an instance, or updates the one with its id."""
         before = self._entries.get(instance.instance_id)
         if before is not None and before.instance.epoch == instance.epoch:
             kind, place = before.kind, before.place
@@ -125,12 +124,14 @@ class PairIndex:
         self._forget(self._shelves.remove(instance_id).kind)
 
     def publish(self, instance_id: str, added: bytes, removed: bytes, *, reset: bool) -> int:
-        """As PrefixIndex.publish, for an instance that is here."""
+        """Publishes as PrefixIndex.publish does, for an instance of this index."""
         return self._prefixes.publish(instance_id, added, removed, reset=reset)
 
     def sent(self, transfer: Transfer, hashes: tuple[int, ...]) -> None:
-        """The prompt of a transfer that was opened here is on its way to both instances. It counts
-        at those that say what they have cached: others may have no cache."""
+        """Notes that the prompt of a transfer opened here is on its way to both instances.
+
+        It counts at instances that report cached blocks; others may have no cache.
+        """
         sides = (party.instance_id for party, _ in transfer.sides)
         caching = [name for name in sides if self._prefixes.knows(name)]
         if hashes and caching:
@@ -144,22 +145,23 @@ class PairIndex:
         self._sent.remove(instance_id)
 
     def choose(self, request: TransferRequest) -> Pair:
-        """The pair of least cost of two ready instances with one model and layouts that map.
+        """Returns the pair of least cost: two ready instances of one model with layouts that map.
 
         An aggregated request gets the least loaded instance that serves requests alone, on both
-        sides; so does one that may be aggregated, where there are no pairs. Otherwise:
+        sides. A request that may be aggregated gets such an instance if there are no pairs, or if
+        one lacks little of the prompt (Scorer.alone_tokens). Otherwise:
 
-        The cost is the scorer's (scheduler/scoring.py). Of equal pairs the one with less of its KV
-        cache in use, then the first by id. An instance takes part where the blocks of the prompt
-        are neither reserved by others nor reported as used, and one that is to be avoided only
-        where its side has no other.
+        The cost is the scorer's (scheduler/scoring.py). Of equal pairs, the one with less of its KV
+        cache in use comes first, then the first by id. An instance takes part if the blocks of the
+        prompt are neither reserved by others nor reported as used. An instance to avoid takes part
+        only if its side has no other.
 
         Looks at the 16 least loaded prefill instances of each kind and at those that have most of
-        the prompt's prefix (PrefixIndex.longest), and for each at the least loaded decode instance
-        of its NUMA node, host, rack, zone and of all, and at those that have most. Raises
-        PromptTooLong where the prompt fits into no cache at all, NoCapacity with the `reasons`
-        where there is no pair, NotAggregating where none serves requests alone, and ScorerFailed
-        where there is no pair whose cost is a number.
+        the prompt's prefix (PrefixIndex.longest). For each, looks at the least loaded decode
+        instance of its NUMA node, host, rack, zone and of all, and at those that have most of the
+        prefix. Raises PromptTooLong if the prompt fits into no cache at all, NoCapacity with the
+        `reasons` if there is no pair, NotAggregating if no instance serves requests alone, and
+        ScorerFailed if there is no pair whose cost is a number.
         """
         pair = self.find(request)
         if pair is None:
@@ -175,7 +177,7 @@ class PairIndex:
         return Refusing(self._shelves, self._kinds, request).refusal()
 
     def find(self, request: TransferRequest) -> Pair | None:
-        """As `choose`, with None where there is no pair."""
+        """Returns the pair as `choose` does, or None if there is none."""
         avoid: frozenset[str] = frozenset(request.avoid)
         none: frozenset[str] = frozenset()
         if request.aggregated:
@@ -225,23 +227,23 @@ class PairIndex:
             return None
         if isinstance(self._scorer, CheckedScorer) and best[0] == inf:
             raise self._scorer.nothing_to_choose()
-        prefill, decode = (self._entries[instance_id].instance for instance_id in best[2:])
+        prefill, decode = (self._entries[instance_id] for instance_id in best[2:])
         return Pair(
-            prefill,
-            decode,
-            blocks_for(prefill, request),
-            blocks_for(decode, request),
-            self._tokens(search, Role.PREFILL, prefill.instance_id),
+            prefill.instance,
+            decode.instance,
+            search.needs[prefill.kind][Role.PREFILL],
+            search.needs[decode.kind][Role.DECODE],
+            self._tokens(search, Role.PREFILL, best[2]),
             score=self._score(search, *best[2:]) if request.explain else None,
         )
 
     def _find_short(self, request: TransferRequest, avoid: frozenset[str]) -> Pair | None:
-        """The decode instance of least cost that serves requests alone and lacks little of the
-        prompt, as both sides of a pair."""
+        """Returns the decode instance of least cost that serves requests alone and lacks little of
+        the prompt, as both sides of a pair."""
         most, prompt = self._scorer.alone_tokens, request.prompt_tokens
         if not most or prompt is None or (prompt > most and not request.prefix_hashes):
             return None
-        search = self._search(request, self._aggregating(request), dict.fromkeys(SIDES, avoid))
+        search = self._search_one(request, avoid)
         levels = self._prefixes.levels(request.prefix_hashes, self._sent)
         cached = self._depths_of(search, Role.DECODE, levels)
         search.depths = {Role.DECODE: cached}
@@ -256,34 +258,34 @@ class PairIndex:
         if not costs:
             return None
         name = min(costs)[2]
-        return self._alone(request, name, "short-prompt", self._tokens(search, Role.DECODE, name))
+        return self._alone(search, name, "short-prompt", self._tokens(search, Role.DECODE, name))
 
-    def _aggregating(self, request: TransferRequest) -> list[tuple[Kind, int]]:
-        return [
+    def _search_one(self, request: TransferRequest, avoid: frozenset[str]) -> _Search:
+        """Starts a search among the instances that serve requests alone."""
+        kinds = [
             (kind, number)
             for kind, number in self._kinds.items()
             if kind.aggregates and kind.serves(request)
         ]
+        return self._search(replace(request, aggregated=True), kinds, dict.fromkeys(SIDES, avoid))
 
     def _find_one(
         self, request: TransferRequest, avoid: frozenset[str], because: AloneBecause = ""
     ) -> Pair | None:
-        """The least loaded instance that can serve the request alone, as both sides of a pair; one
-        to avoid only where there is no other."""
-        search = self._search(request, self._aggregating(request), dict.fromkeys(SIDES, avoid))
+        """Returns the least loaded instance that can serve the request alone, as both sides of a
+        pair. An instance to avoid is taken only if there is no other."""
+        search = self._search_one(request, avoid)
         shelves = product(search.needs, SIDES)
         heads = (next(self._fitting(search, (kind, side, ())), None) for kind, side in shelves)
         least = min((head for head in heads if head is not None), default=None)
         if least is None:
             return self._find_one(request, frozenset(), because) if avoid else None
-        return self._alone(request, least[2], because)
+        return self._alone(search, least[2], because)
 
-    def _alone(
-        self, request: TransferRequest, name: str, because: AloneBecause, cached: int = 0
-    ) -> Pair:
+    def _alone(self, search: _Search, name: str, because: AloneBecause, cached: int = 0) -> Pair:
         entry = self._entries[name]
         score = None
-        if request.explain:
+        if search.request.explain:
             parts = {
                 **self._scorer.load_parts(entry.instance),
                 **(self._scorer.decode_parts(cached) if cached else {}),
@@ -297,7 +299,7 @@ class PairIndex:
                 prefix_tokens=cached,
                 decode_prefix_tokens=cached,
             )
-        blocks = blocks_for(entry.instance, request)
+        blocks = max(search.needs[entry.kind].values())
         return Pair(entry.instance, entry.instance, blocks, 0, cached, because, score)
 
     def _search(
@@ -306,12 +308,11 @@ class PairIndex:
         kinds: Iterable[tuple[Kind, int]],
         avoid: dict[Role, frozenset[str]],
     ) -> _Search:
-        tokens = request.prompt_tokens or 0
         search = _Search(request, {}, {}, avoid)
         for kind, number in kinds:
             among = self._shelves.among(kind, request)
             if among is None or among:
-                search.needs[number] = kind.layout.blocks_for(tokens)
+                search.needs[number] = self._shelves.needs(kind.layout, number, request, among)
                 search.among[number] = among
         return search
 
@@ -334,8 +335,8 @@ class PairIndex:
         )
 
     def _depths_of(self, search: _Search, side: Role, levels: list[Level]) -> dict[str, int]:
-        """What the least loaded instances of a side, and those that have most, have of the
-        prefix."""
+        """Returns how deep the prefix is at the least loaded instances of a side, and at those that
+        have most of it."""
         if not levels:
             return {}
         matching = {pair[SIDES.index(side)] for pair in self._matches}
@@ -348,12 +349,12 @@ class PairIndex:
 
         def takes_part(name: str) -> bool:
             entry = self._entries[name]
-            need, among = search.needs.get(entry.kind), search.among.get(entry.kind)
+            needs, among = search.needs.get(entry.kind), search.among.get(entry.kind)
             return (
                 name not in search.avoid[side]
                 and stands(entry, entry.kind, side)
-                and need is not None
-                and entry.available >= need
+                and needs is not None
+                and entry.available >= needs[side]
                 and (among is None or name in among)
             )
 
@@ -365,7 +366,7 @@ class PairIndex:
         )
 
     def _tokens(self, search: _Search, side: Role, name: str) -> int:
-        """Tokens of the prompt that an instance is taken to have in its cache."""
+        """Returns the tokens of the prompt that an instance is assumed to have in its cache."""
         depth, request = search.depths.get(side, {}).get(name, 0), search.request
         if not depth:
             return 0
@@ -378,8 +379,8 @@ class PairIndex:
     def _prefills(
         self, search: _Search, ours: int, steps: int
     ) -> Iterable[tuple[float, LoadKey, _Apart]]:
-        """The prefill instances to look at, by what a pair with them costs at least but for the
-        load of decode, then by use and id."""
+        """Returns the prefill instances to look at, ordered by the least cost of their pairs
+        without the load of decode, then by use and id."""
         loads = islice(self._fitting(search, (ours, Role.PREFILL, ())), _PREFILLS)
         depths = search.depths.get(Role.PREFILL)
         if not depths:
@@ -396,13 +397,13 @@ class PairIndex:
         return found
 
     def _least_weight(self, search: _Search, ours: int, theirs: int, steps: int) -> _Weight | None:
-        """That of the best pair of these two kinds."""
+        """Returns the weight of the best pair of these two kinds."""
         everywhere = self._heads(search, (theirs, Role.DECODE, ()))
         if not everywhere:
             return None
         cached = self._cached_decodes(search, theirs)
         candidates = everywhere[:1] + cached
-        # What decode adds at least.
+        # The least that decode adds.
         least = min(load[0] for load in candidates), min(load[1] for load in candidates)
         best: _Weight | None = None
         for floor, (load, used, name), apart in self._prefills(search, ours, steps):
@@ -432,8 +433,8 @@ class PairIndex:
         return weight if best is None else min(best, weight)
 
     def _cached_decodes(self, search: _Search, kind: int) -> list[LoadKey]:
-        """The decode instances that have some of the prompt's prefix, by their loads less what that
-        is worth."""
+        """Returns the decode instances that have part of the prompt's prefix, by their loads less
+        the worth of that part."""
         found = []
         for name in search.depths.get(Role.DECODE, ()):
             entry = self._entries[name]
@@ -443,22 +444,22 @@ class PairIndex:
         return found
 
     def _heads(self, search: _Search, shelf: Shelf) -> list[LoadKey]:
-        """The first two that fit: two, as the first may be the prefill instance itself."""
+        """Returns the first two that fit: the first may be the prefill instance itself."""
         heads = search.heads.get(shelf)
         if heads is None:
             heads = search.heads[shelf] = list(islice(self._fitting(search, shelf), 2))
         return heads
 
     def _fitting(self, search: _Search, shelf: Shelf) -> Iterator[LoadKey]:
-        """Who serves the request and has blocks for the prompt that are neither reserved by others
-        nor reported as used, the least loaded first."""
+        """Returns the loads of the instances that serve the request and have blocks for the prompt,
+        neither reserved by others nor reported as used. The least loaded come first."""
         kind, side, _ = shelf
         if (kind, side) not in search.few:
             search.few[kind, side] = self._few(search, kind, side)
         few = search.few[kind, side]
         if few is not None:
             return iter(few.get(shelf, ()))
-        need, among = search.needs[kind], search.among[kind]
+        need, among = search.needs[kind][side], search.among[kind]
         entries, avoid = self._entries, search.avoid[side]
         return (
             load
@@ -469,7 +470,7 @@ class PairIndex:
         )
 
     def _few(self, search: _Search, kind: int, side: Role) -> dict[Shelf, list[LoadKey]] | None:
-        entries = self._shelves.few(kind, side, search.needs[kind], search.among[kind])
+        entries = self._shelves.few(kind, side, search.needs[kind][side], search.among[kind])
         if entries is None:
             return None
         shelves: dict[Shelf, list[LoadKey]] = {}
@@ -492,7 +493,7 @@ class PairIndex:
         return number
 
     def _forget(self, number: int) -> None:
-        """One instance less is of this kind; with the last one the kind goes."""
+        """Counts one instance less of this kind, and drops a kind without instances."""
         self._of_kind[number] -= 1
         if not self._of_kind[number]:
             del self._of_kind[number]
@@ -505,5 +506,5 @@ class PairIndex:
 def choose_pair(
     instances: Iterable[Instance], request: TransferRequest, *, scorer: Scorer | None = None
 ) -> Pair:
-    """`PairIndex.choose` among these instances."""
+    """Chooses as PairIndex.choose does, among these instances."""
     return PairIndex(instances, scorer=scorer).choose(request)

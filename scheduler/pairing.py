@@ -1,4 +1,4 @@
-"""Which prefill and which decode instance serve a request: pure functions over the fleet."""
+"""The prefill and decode instances that can serve a request: pure functions over the fleet."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _OF_RANKS: Final = ("tp_size", "tp_rank", "pp_size", "pp_rank")
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The choice, and the KV blocks that the request takes on each side."""
+    """A choice of instances, and the KV blocks that the request takes on each side."""
 
     prefill: Instance
     decode: Instance
     prefill_blocks: int
     decode_blocks: int
     cached_tokens: int = 0
-    """Of the prompt, that prefill is taken to have in its cache."""
+    """The tokens of the prompt that the cache is assumed to have."""
     alone_because: AloneBecause = ""
-    """Why one instance, where that was not asked for."""
+    """The reason for one instance, if the request did not ask for one."""
     score: Score | None = None
-    """Why this pair, where the request asked for it."""
+    """The reasons for this pair, if the request asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What of an instance decides with whom it can exchange a KV cache."""
+    """The properties of an instance that decide with which others it can exchange a KV cache."""
 
     model: str
     layout: KvLayout
     fabrics: tuple[str, ...]
     whole: bool = True
-    """Whether all ranks are registered, and not `layout`'s alone."""
+    """Whether all ranks are registered, not only that of `layout`."""
     identity: ModelIdentity | None = None
     kv_versions: Versions = UNTOLD
     aggregates: bool = False
@@ -72,9 +72,9 @@ def kind_of(instance: Instance) -> Kind:
 
 
 def fabric_steps(prefill: Kind, decode: Kind) -> int:
-    """How many fabrics prefill would rather use than the best one that both have.
+    """Returns the number of fabrics that prefill prefers to the best one that both have.
 
-    `local` does not count: whether it can be used is a matter of the host, which distance covers.
+    `local` does not count: its use depends on the host, which the distance covers.
     """
     preferred = [fabric for fabric in prefill.fabrics if fabric != "local"]
     return next((i for i, fabric in enumerate(preferred) if fabric in decode.fabrics), 0)
@@ -88,9 +88,9 @@ def check_pair(prefill: Instance, decode: Instance) -> None:
 
 
 def common_fabrics(prefill: Instance, decode: Instance) -> tuple[str, ...]:
-    """The fabrics that the two can use with each other, in the order that prefill prefers.
+    """Returns the fabrics that the two can use with each other, in the order that prefill prefers.
 
-    `local` is left out where both name their hosts and these differ, unless nothing else is left.
+    Leaves out `local` if both name their hosts and these differ, unless nothing else is left.
     """
     common = tuple(fabric for fabric in prefill.fabrics if fabric in decode.fabrics)
     hosts = {prefill.labels.get("host"), decode.labels.get("host")} - {None}
@@ -99,14 +99,14 @@ def common_fabrics(prefill: Instance, decode: Instance) -> tuple[str, ...]:
     return common
 
 
-def blocks_for(instance: Instance, request: TransferRequest) -> int:
-    """KV blocks that the prompt takes on the instance; 0 where its length is not known."""
+def prompt_blocks(instance: Instance, request: TransferRequest) -> int:
+    """Returns the KV blocks that the prompt takes on the instance; 0 if its length is unknown."""
     return instance.layout.blocks_for(request.prompt_tokens or 0)
 
 
 @lru_cache(maxsize=4096)
 def mismatch_of(prefill: Kind, decode: Kind) -> str | None:
-    """What keeps the two kinds from exchanging a KV cache, in words; None where nothing does."""
+    """Returns what keeps the two kinds from exchanging a KV cache, in words; None if nothing."""
     mismatch = _compare(prefill, decode)
     if mismatch is None:
         return None

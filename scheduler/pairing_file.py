@@ -22,17 +22,17 @@ class PairingFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     scorer: str = _WEIGHTED
     """`weighted`, or the name of an entry point of the group `kvxfer.scorers`."""
     weights: Weights = Weights()
-    """Of the scorer `weighted`."""
+    """The weights of the scorer `weighted`."""
     tenants: dict[str, Annotated[float, msgspec.Meta(gt=0, le=1e6)]] = {}
-    """The tenants that requests wait for in turn, and their weights."""
+    """The tenants whose waiting requests take turns, and their weights."""
     alone_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Scorer.alone_tokens."""
+    """The value of Scorer.alone_tokens; 0 leaves the scorer's."""
     options: dict[str, Any] = {}
-    """Of any other scorer: the keyword arguments that it is made with."""
+    """The keyword arguments of any other scorer's constructor."""
 
 
 class PairingPolicy(NamedTuple):
-    """What the file asks for."""
+    """The content of a pairing file."""
 
     scorer: Scorer
     tenants: Mapping[str, float]

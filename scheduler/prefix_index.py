@@ -1,4 +1,4 @@
-"""Which instances say that they have the KV blocks of a prompt's beginning."""
+"""The index of the KV blocks that instances report to have of a prompt's beginning."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Final, NamedTuple
 from kvxfer.prefix_hashes import KEPT_BITS, MAX_HASHES_PER_INSTANCE, unpack
 from kvxfer.scheduler.sent_prompts import SentPrompts
 
-# An entry is what of a hash its shard does not say, and the number of an instance that has it.
+# An entry has the bits of a hash that its shard does not imply, and the number of an instance.
 _SHARD_BITS: Final = 12
 _WITHIN: Final = KEPT_BITS - _SHARD_BITS
 _NUMBER_BITS: Final = 64 - _WITHIN
 _NUMBER: Final = (1 << _NUMBER_BITS) - 1
 _ENTRY: Final = (1 << 64) - 1
 _KEPT: Final = (1 << KEPT_BITS) - 1
-# Entries that each update looks at for those of instances that are gone.
+# Entries that each update checks for instances that are gone.
 _SWEPT: Final = 1024
 # A hash with more holders than these is not searched holder by holder.
 _FEW: Final = 64
-# How many instances are found by their blocks, beside those that are asked for by name.
+# Instances that are found by their blocks, beside those that are asked for by name.
 _ENOUGH: Final = 16
 
 
 class Level(NamedTuple):
-    """A hash of a prompt that some instances have: how far down it is, their entries, and the
-    instances that are about to have it."""
+    """A hash of a prompt that some instances have: its depth, their entries, and the instances that
+    are about to have it."""
 
     depth: int
     shard: array[int]
@@ -52,9 +52,12 @@ class Level(NamedTuple):
 
 
 class PrefixIndex:
-    """Belongs to one event loop. Sorted arrays, which take 8 bytes for each hash of each instance
-    and what arrays keep spare, a sixteenth. Those of an instance that is gone are found no more,
-    and taken out a portion with each update."""
+    """An index of hashes, in one event loop.
+
+    It has sorted arrays, which take 8 bytes for each hash of each instance, and a sixteenth more as
+    spare. The hashes of a removed instance are no longer found; each update takes out a portion of
+    them.
+    """
 
     def __init__(self) -> None:
         self._shards = [array("Q") for _ in range(1 << _SHARD_BITS)]
@@ -62,17 +65,17 @@ class PrefixIndex:
         self._names: dict[int, str] = {}
         self._held: dict[str, int] = {}
         self._last = 0
-        # Numbers of instances that are gone, those of them that the pass takes out which is under
-        # way, and how many shards it has seen.
+        # Numbers of removed instances, those that the current pass takes out, and the shards that
+        # it has seen.
         self._gone: set[int] = set()
         self._leaving: frozenset[int] = frozenset()
         self._seen = 0
 
     def publish(self, instance_id: str, added: bytes, removed: bytes, *, reset: bool) -> int:
-        """Takes packed hashes in and out, all others out where `reset`. Where there would be more
-        than are kept, what was there before is forgotten.
+        """Adds and removes packed hashes; `reset` first removes all others.
 
-        Returns how many it has.
+        If more than MAX_HASHES_PER_INSTANCE would be kept, forgets the earlier ones. Returns the
+        number of hashes that the instance has.
         """
         self._sweep()
         if reset:
@@ -89,19 +92,19 @@ class PrefixIndex:
         return held
 
     def remove(self, instance_id: str) -> None:
-        """The instance is gone, or registered anew."""
+        """Forgets an instance that is gone or registers again."""
         number = self._numbers.pop(instance_id, None)
         if number is not None:
             del self._names[number], self._held[instance_id]
             self._gone.add(number)
 
     def knows(self, instance_id: str) -> bool:
-        """Whether it has published anything, also that it has nothing."""
+        """Whether the instance has published, even if it has nothing."""
         return instance_id in self._numbers
 
     def levels(self, hashes: Sequence[int], sent: SentPrompts) -> list[Level]:
-        """Of a prompt's hashes those that instances have, or will have, the deepest first; until an
-        update."""
+        """Returns the hashes of a prompt that instances have or will have, the deepest first. The
+        result is valid until an update."""
         found = []
         for depth in range(len(hashes), 0, -1):
             word = hashes[depth - 1] & _KEPT
@@ -116,7 +119,7 @@ class PrefixIndex:
         return found
 
     def holders(self, level: Level) -> set[str]:
-        """All instances that have it, or will."""
+        """Returns all instances that have the hash of `level`, or will have it."""
         names = {self._names.get(number) for number in level.numbers()}
         return {name for name in names if name is not None}.union(level.sent)
 
@@ -128,12 +131,12 @@ class PrefixIndex:
         least_loaded: Callable[[], Iterable[str]],
         takes_part: Callable[[str], bool],
     ) -> dict[str, int]:
-        """For instances that have some of these hashes, how far down the deepest one of them is.
+        """Returns the depth of the deepest of these hashes that each instance has.
 
-        Chain hashes name all that is before them, so the deepest one counts, also where those
-        before it were not published. All of `asked` are found, and about 16 others that
-        `takes_part` is true of, those with the most first. Of a hash that more than 64 hold, only
-        the ones among `least_loaded` are found.
+        A chain hash covers all blocks before it, so the deepest one counts even if those before it
+        were not published. Finds all of `asked`, and about 16 others for which `takes_part` is
+        true, those with the most first. If more than 64 instances have a hash, finds only those
+        among `asked` and `least_loaded`.
         """
         found: dict[str, int] = {}
         waiting, passed = dict.fromkeys(asked), set[str]()
@@ -167,7 +170,7 @@ class PrefixIndex:
         return name in level.sent or (number is not None and level.has(number))
 
     def _put_in(self, word: int, number: int) -> int:
-        """How many are there more than before."""
+        """Returns the number of entries added, 0 or 1."""
         shard, entry = self._place(word, number)
         at = bisect_left(shard, entry)
         if at < len(shard) and shard[at] == entry:
@@ -176,7 +179,7 @@ class PrefixIndex:
         return 1
 
     def _take_out(self, word: int, number: int) -> int:
-        """How many are there less than before."""
+        """Returns the number of entries removed, 0 or 1."""
         shard, entry = self._place(word, number)
         at = bisect_left(shard, entry)
         if at == len(shard) or shard[at] != entry:
@@ -197,7 +200,7 @@ class PrefixIndex:
         return number
 
     def _sweep(self) -> None:
-        """Goes on with the pass that takes out what instances had that are gone."""
+        """Continues the pass that takes out the hashes of instances that are gone."""
         looked_at = 0
         while self._gone and looked_at < _SWEPT:
             if self._seen == 0:

@@ -1,4 +1,4 @@
-"""What a registry answers where it refuses a step; every implementation says the same."""
+"""The errors of a registry that refuses a step, equal in every implementation."""
 
 from __future__ import annotations
 
@@ -35,20 +35,23 @@ def held(
     *,
     registering: str,
 ) -> InstanceExists:
-    """`registering` is the HTTP address of the process that asks. One that starts again somewhere
-    else looks like a second one, until the lease before it ends."""
-    until = f"when the lease before ends, in {lease_remaining_seconds:.1f} s without a heartbeat"
+    """Refuses an id that is held. `registering` is the HTTP address of the process that asks.
+
+    A process that restarts at another address looks like a second one until the earlier lease ends.
+    """
+    until = f"when the earlier lease ends, in {lease_remaining_seconds:.1f} s without a heartbeat"
     if registering == http_address:
         said = (
             f"instance {instance_id!r} is alive at {http_address} (epoch {epoch}), and another "
             f"process with this instance_id and address registers; stop one of them. A process "
-            f"that replaces another is taken {until}"
+            f"that replaces another is accepted {until}"
         )
     else:
         said = (
             f"two instances have the instance_id {instance_id!r}: one is alive at {http_address} "
             f"(epoch {epoch}), the other registers from {registering}; leave instance_id out, or "
-            f"make it unique for each replica. An instance that replaces another is taken {until}"
+            "make it unique for each replica. An instance that replaces another is accepted "
+            f"{until}"
         )
     return InstanceExists(
         said,
@@ -59,7 +62,7 @@ def held(
 
 
 def stale_epoch(instance_id: str, epoch: int, living: int | None) -> StaleEpoch:
-    """`living` is the epoch that the id lives under, None where it has no lease."""
+    """Refuses an epoch. `living` is the epoch of the id's lease, None if it has no lease."""
     if living is None:
         said = f"instance {instance_id!r} has no lease under epoch {epoch}; register again"
     else:
@@ -70,7 +73,7 @@ def stale_epoch(instance_id: str, epoch: int, living: int | None) -> StaleEpoch:
 def wrong_secret(instance_id: str, shown: str) -> Forbidden:
     said = "another one" if shown else "none"
     return Forbidden(
-        f"only a call with the secret of its lease acts as instance {instance_id!r}, and this one "
+        f"a call that acts as instance {instance_id!r} needs the secret of its lease, and this one "
         f"shows {said}; show what the registration answered, run `kvxfer drain` where the worker "
         "runs and as its user, or drain it with a token of scope admin",
         instance_id=instance_id,
@@ -182,7 +185,7 @@ def old_version(model: str, version: int, newest: UpdatePart) -> OldVersion:
 
 def update_contended(update_id: str) -> ControlPlaneUnavailable:
     return ControlPlaneUnavailable(
-        f"weight update {update_id!r} changes faster than a step of it can be taken; retry"
+        f"weight update {update_id!r} changes too fast to take a step of it; retry"
     )
 
 

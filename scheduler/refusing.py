@@ -1,16 +1,16 @@
-"""Why no instances can take a request: from what the shelves have in order, without a look at
-each instance."""
+"""The reasons why no instances can take a request, found on the shelves without a look at each
+instance."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Final
 
 from kvxfer.errors import NoCapacity, NotAggregating, PromptTooLong
 from kvxfer.instances import Instance, InstanceState, Role
-from kvxfer.scheduler.pairing import SIDES, Kind, blocks_for, mismatch_of
+from kvxfer.scheduler.pairing import SIDES, Kind, mismatch_of, prompt_blocks
 from kvxfer.scheduler.scoring import available_blocks
 from kvxfer.scheduler.shelves import Order, Shelves
 from kvxfer.transfers import TransferRequest
@@ -19,7 +19,7 @@ _MISMATCHES_TOLD: Final = 3
 
 
 class Refusing:
-    """Of one request; `kinds` are all that there are, each with its number."""
+    """The refusal of one request. `kinds` are all kinds that exist, with their numbers."""
 
     def __init__(
         self, shelves: Shelves, kinds: Mapping[Kind, int], request: TransferRequest
@@ -65,7 +65,7 @@ class Refusing:
         )
 
     def _no_single(self) -> NoCapacity | PromptTooLong:
-        """Why none of the instances that could serve the request alone can now."""
+        """Returns why no instance can serve the request alone now, although some could."""
         if (too_long := self._prompt_too_long(SIDES, "instance")) is not None:
             return too_long
         if not self._kinds:
@@ -101,25 +101,28 @@ class Refusing:
 
     def _prompt_too_long(self, sides: Iterable[Role], what: str) -> PromptTooLong | None:
         request, ready = self._request, self._first(sides, "size")
-        if not ready or any(blocks_for(i, request) <= i.num_blocks for i in ready.values()):
+        if not ready or any(prompt_blocks(i, request) <= i.num_blocks for i in ready.values()):
             return None
         largest = _most(ready.values(), lambda i: i.num_blocks * i.layout.block_size)
+        blocks = prompt_blocks(largest, request)
         return PromptTooLong(
-            f"a prompt of {request.prompt_tokens} tokens takes {blocks_for(largest, request)} KV "
-            f"blocks, but the largest ready {what}, {largest.instance_id!r}, has "
+            f"a prompt of {request.prompt_tokens} tokens takes {blocks} KV blocks, but the "
+            f"largest ready {what}, {largest.instance_id!r}, has "
             f"{largest.num_blocks}; shorten the prompt or give the instances more blocks"
         )
 
-    def _too_few_blocks(self, sides: Iterable[Role], what: str) -> str:
-        most = _most(self._first(sides, "room").values(), available_blocks)
+    def _too_few_blocks(self, sides: Sequence[Role], what: str) -> str:
+        first = self._first(sides, "room")
+        most = _most(first.values(), available_blocks)
+        kind = next(kind for kind, instance in first.items() if instance is most)
         return (
-            f"no {what} has the {blocks_for(most, self._request)} KV blocks free "
+            f"no {what} has the {self._needs(kind, sides[-1])} KV blocks free "
             f"(most: {most.instance_id!r} with {available_blocks(most)})"
         )
 
     def _mismatches(self) -> list[str]:
-        """One sentence for each two kinds that do not match, about the one of each with most
-        room."""
+        """Returns a sentence for each two kinds that do not match, about the instances of each with
+        most room."""
         ours, theirs = (self._fitting(side) for side in SIDES)
         return [
             f"prefill {prefill.instance_id!r} and decode {decode.instance_id!r} do not match: "
@@ -129,12 +132,19 @@ class Refusing:
         ]
 
     def _fitting(self, side: Role) -> dict[Kind, Instance]:
-        request, ready = self._request, self._first([side], "room")
-        fit = {k: i for k, i in ready.items() if blocks_for(i, request) <= available_blocks(i)}
+        fit = {
+            kind: instance
+            for kind, instance in self._first([side], "room").items()
+            if self._needs(kind, side) <= available_blocks(instance)
+        }
         return dict(sorted(fit.items(), key=lambda item: item[1].instance_id))
 
+    def _needs(self, kind: Kind, side: Role) -> int:
+        number = self._kinds[kind]
+        return self._shelves.needs(kind.layout, number, self._request, self._among[number])[side]
+
     def _first(self, sides: Iterable[Role], order: Order) -> dict[Kind, Instance]:
-        """Of each kind the ready instance with the most blocks, of equal ones the first by id."""
+        """Returns each kind's ready instance with the most blocks, the first by id of equals."""
         found = {}
         for kind, number in self._kinds.items():
             keys = (self._shelves.first(number, s, order, self._among[number]) for s in sides)
@@ -170,7 +180,7 @@ class Refusing:
         return Counter(i.state for i in self._members(number) if i.role in wanted)
 
     def _members(self, number: int) -> Iterator[Instance]:
-        """The instances of a kind that serve the name which is asked for."""
+        """Returns the instances of a kind that serve the model name that the request has."""
         entries = (self._shelves.entries[name] for name in self._among[number] or ())
         return (entry.instance for entry in entries if entry.kind == number)
 
@@ -180,5 +190,5 @@ class Refusing:
 
 
 def _most(instances: Iterable[Instance], most: Callable[[Instance], int]) -> Instance:
-    """The one that has most, of equal ones the first by id: every replica names the same."""
+    """Returns the one that has most, the first by id of equals: every replica names the same."""
     return min(instances, key=lambda i: (-most(i), i.instance_id))

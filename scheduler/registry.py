@@ -38,7 +38,7 @@ from kvxfer.weight_updates import (
 
 
 class TransferEnd(StrEnum):
-    """Why a transfer is no longer open."""
+    """The reasons why a transfer is no longer open."""
 
     RELEASED = "released"
     EXPIRED = "expired"
@@ -47,7 +47,7 @@ class TransferEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Counts over the whole registry: of what is there now, and of events since it began."""
+    """Counts over the whole registry: its present content, and events since it began."""
 
     instances: Mapping[tuple[Role, InstanceState], int]
     open_transfers: int
@@ -62,30 +62,30 @@ class Statistics:
 class Registry(ABC):
     """Instances under leases, and the transfers that are reserved on them.
 
-    Each step is atomic. An instance whose lease has run out is gone for every call that follows,
-    and so are its transfers; where many run out at once, watchers hear of them one after the other.
-    Time in which no step was taken does not count against a lease. Where most of a fleet or a zone
-    would be gone shortly after such a time, leases are extended once by one lease (lease_guard.py).
+    Each step is atomic. An instance whose lease has expired is gone for every later call, and so
+    are its transfers; if many expire at once, watchers hear of them one after the other. Time in
+    which no step was taken does not count against a lease. If most of a fleet or a zone would be
+    gone shortly after such a time, leases are extended once by one lease (lease_guard.py).
 
-    `secret` is the SHA-256 of what a caller shows as an instance's secret, "" for nothing; an
-    instance that registered without one takes any. None asks for no secret: the caller is no
+    `secret` is the SHA-256 of what a caller shows as an instance's secret, "" for nothing. An
+    instance that registered without a secret accepts any. None skips the check: the caller is no
     worker.
 
-    Where the registry cannot be reached, what changes something raises ControlPlaneUnavailable, and
-    what reads is answered from what was last known, if anything was: `stale_seconds` says so.
+    If the registry cannot be reached, calls that change something raise ControlPlaneUnavailable.
+    Calls that read are answered from the last known state, if any; `stale_seconds` is its age.
     """
 
     room: Room
-    """Tells when an instance can take more than before."""
+    """The news of instances that can take more than before."""
 
     @abstractmethod
     async def open(self) -> None:
-        """Starts what the registry does by itself. Returns also where it cannot be reached yet."""
+        """Starts the registry's tasks. Returns even if the registry cannot be reached yet."""
 
     @property
     @abstractmethod
     def stale_seconds(self) -> float | None:
-        """None where reads are current, else the seconds since they were."""
+        """The age of what is read, in seconds; None if it is current."""
 
     @abstractmethod
     async def register(
@@ -96,11 +96,11 @@ class Registry(ABC):
         incarnation: str = "",
         secret: str = "",
     ) -> Lease:
-        """Begins a lease with a new epoch, greater than every one before under this id.
+        """Begins a lease with a new epoch, greater than all earlier ones of this id.
 
         `incarnation` names the process that asks. A process that still holds the id itself (it did
         not see the answer to its registration) gets a new epoch; any other raises InstanceExists.
-        `secret` takes the place of the one before.
+        `secret` replaces the one before.
         """
 
     @abstractmethod
@@ -113,49 +113,48 @@ class Registry(ABC):
         load: Load | None = None,
         secret: str | None = None,
     ) -> Lease:
-        """Renews the lease. A state that lies behind the current one is ignored; None keeps both.
+        """Renews the lease. Ignores a state that lies behind the current one. None keeps the state
+        or the load.
 
-        Raises StaleEpoch where the id does not live under this epoch, and Forbidden for another
-        secret.
+        Raises StaleEpoch if the id has no lease under this epoch, and Forbidden for another secret.
         """
 
     @abstractmethod
     async def publish_blocks(
         self, instance_id: str, epoch: int, update: BlockUpdate, *, secret: str | None = None
     ) -> PublishedBlocks:
-        """Takes note of KV blocks that an instance has cached; they go with its registration.
+        """Records the KV blocks that an instance has cached, until its registration ends.
 
-        It may be repeated. It renews no lease. Raises StaleEpoch or Forbidden.
+        The call may be repeated, and renews no lease. Raises StaleEpoch or Forbidden.
         """
 
     @abstractmethod
     async def deregister(self, instance_id: str, epoch: int, *, secret: str | None = None) -> None:
-        """Ends the lease. Raises UnknownInstance, StaleEpoch where a later epoch lives, or
+        """Ends the lease. Raises UnknownInstance, StaleEpoch if a later epoch lives, or
         Forbidden."""
 
     @abstractmethod
     async def drain(
         self, instance_id: str, *, seconds: float, secret: str | None = None
     ) -> Instance:
-        """Lets an instance finish what it has for at most `seconds`, and get nothing new.
+        """Lets an instance finish its work for at most `seconds`, and gives it no new work.
 
-        Its next lease says so, and renews as before. Again on a draining instance it sets the
-        deadline anew. Raises UnknownInstance or Forbidden.
+        Its next lease says so; heartbeats renew the lease as before. A repeated drain sets a new
+        deadline. Raises UnknownInstance or Forbidden.
         """
 
     @abstractmethod
     async def undrain(self, instance_id: str) -> Instance:
-        """Takes a drain back: the instance is joining until its worker says with its next heartbeat
-        that it is ready. An instance that does not drain stays as it is.
+        """Cancels a drain. The instance is joining until its worker's next heartbeat reports that
+        it is ready. An instance that does not drain stays as it is.
 
-        Raises UnknownInstance, and InstanceLeaving where its worker has said that it leaves.
+        Raises UnknownInstance, and InstanceLeaving if its worker has reported that it leaves.
         """
 
     @abstractmethod
     async def change_role(self, instance_id: str, role: Role) -> Instance:
-        """Gives an instance another role: new transfers see it at once, the worker in its next
-        lease; open transfers stay as they are. Raises UnknownInstance.
-        """
+        """Gives an instance another role. New transfers see it at once, the worker in its next
+        lease; open transfers stay as they are. Raises UnknownInstance."""
 
     @abstractmethod
     async def require_secret(self, instance_id: str, secret: str) -> None:
@@ -163,39 +162,40 @@ class Registry(ABC):
 
     @abstractmethod
     async def instance(self, instance_id: str) -> Instance:
-        """The live instance. Raises UnknownInstance."""
+        """Returns the live instance. Raises UnknownInstance."""
 
     @abstractmethod
     async def sent(self) -> Mapping[str, tuple[Traffic, ...]]:
-        """What each instance that sends KV cache said of it last: `Load.sent`, which is left out
-        of instances and changes. What is read may be a moment old."""
+        """Returns the latest `Load.sent` of each instance that sends KV cache. Instances and
+        changes leave it out. The result may be a moment old."""
 
     @abstractmethod
     async def instances(self) -> tuple[Instance, ...]:
-        """Every live instance, ordered by id."""
+        """Returns every live instance, ordered by id."""
 
     @abstractmethod
     def watch(self, after: int | None = None) -> AsyncIterator[Snapshot | Change]:
-        """The changes after change `after`, without end until the registry closes.
+        """Yields the changes after change `after`, until the registry closes.
 
-        Begins with a Snapshot where `after` is None or too old to go on from; one also comes in
-        between when the reader was too slow. No change is left out or comes twice.
+        Begins with a Snapshot if `after` is None or too old. A Snapshot also comes in between if
+        the reader was too slow. No change is left out or comes twice.
         """
 
     @abstractmethod
     async def choose(self, request: TransferRequest) -> Pair:
-        """The pair that suits the request best, as PairIndex.choose; `reserve` has the last word.
+        """Returns the pair that PairIndex.choose gives; `reserve` has the last word.
 
-        What it looks at may be a moment old. Raises NoCapacity or PromptTooLong, which are not.
+        The data that it looks at may be a moment old. Raises NoCapacity or PromptTooLong only after
+        a look at current data.
         """
 
     @abstractmethod
     def find(self, request: TransferRequest) -> Pair | None:
-        """As `choose` from what is known here, with None where that has no room."""
+        """Finds as `choose` does in what is known here; returns None if that has no room."""
 
     @abstractmethod
     async def opened(self, transfer_id: str) -> Transfer | None:
-        """The open transfer of this id, as `choose` sees it, if there is one."""
+        """Returns the open transfer of this id, as `choose` sees it, if there is one."""
 
     @abstractmethod
     async def reserve(
@@ -204,19 +204,19 @@ class Registry(ABC):
         """Counts a transfer against both of its instances for at most `seconds`. Its prompt, which
         has these hashes, is on its way to them: `find` and `choose` take it for cached there.
 
-        Returns it; where one of this id is open already, it returns that one and counts nothing.
+        Returns the transfer; if one of this id is open already, returns that and counts nothing.
 
-        Raises StaleEpoch where one of them no longer lives under its epoch, and NoCapacity where
-        one is not ready or its blocks are reserved by others.
+        Raises StaleEpoch if an instance no longer lives under its epoch, and NoCapacity if one is
+        not ready or its blocks are reserved by others.
         """
 
     @abstractmethod
     async def transfer(self, transfer_id: str) -> Transfer:
-        """The open transfer. Raises UnknownTransfer."""
+        """Returns the open transfer. Raises UnknownTransfer."""
 
     @abstractmethod
     async def transfers(self) -> tuple[Transfer, ...]:
-        """Every open transfer, the oldest first."""
+        """Returns every open transfer, the oldest first."""
 
     @abstractmethod
     async def release(self, transfer_id: str) -> None:
@@ -224,61 +224,61 @@ class Registry(ABC):
 
     @abstractmethod
     async def put_block_table(self, transfer_id: str, table: BlockTable) -> None:
-        """Keeps decode's block table as long as the transfer is open. The same again is no news.
+        """Keeps decode's block table while the transfer is open. A repeated call changes nothing.
 
-        Raises UnknownTransfer, and BlockTableExists where there is another one.
+        Raises UnknownTransfer, and BlockTableExists if there is another one.
         """
 
     @abstractmethod
     async def block_table(self, transfer_id: str, *, wait_seconds: float = 0.0) -> BlockTable:
-        """The block table of an open transfer, for which it waits.
+        """Waits for the block table of an open transfer and returns it.
 
         Raises UnknownTransfer, also as soon as the transfer ends, UnknownBlockTable after the wait,
-        and ControlPlaneUnavailable where the registry cannot be reached: it is no read that could
-        be answered from what was last known.
+        and ControlPlaneUnavailable if the registry cannot be reached: the last known state has no
+        block tables.
         """
 
     @abstractmethod
     async def announce_update(self, request: AnnounceUpdate, *, seconds: float) -> UpdateStep:
-        """Begins a weight update under a lease of so many seconds, which each report renews.
+        """Begins a weight update under a lease of `seconds`, which each report renews.
 
-        Where the lease ends, so does the update: as aborted if nothing is decided. Raises what
-        `weight_updates.announced` does.
+        When the lease ends, so does the update: as aborted if nothing is decided. Raises the errors
+        of `weight_updates.announced`.
         """
 
     @abstractmethod
     async def report_update(self, update_id: str, report: ReportUpdate) -> UpdateStep:
-        """Takes a report of the coordinator, and renews the lease of an update under way.
+        """Records a report of the coordinator, and renews the lease of an update under way.
 
-        Raises UnknownWeightUpdate, and what `weight_updates.reported` does.
+        Raises UnknownWeightUpdate, and the errors of `weight_updates.reported`.
         """
 
     @abstractmethod
     async def decide_update(self, update_id: str, decision: Decision) -> UpdateStep:
-        """Decides about an update: the first decision holds, and the answer has it.
+        """Decides about an update. The first decision holds, and is returned.
 
         Raises UnknownWeightUpdate.
         """
 
     @abstractmethod
     async def update(self, update_id: str) -> WeightUpdate:
-        """Raises UnknownWeightUpdate."""
+        """Returns the update. Raises UnknownWeightUpdate."""
 
     @abstractmethod
     async def updates(self, model: str | None = None) -> tuple[WeightUpdate, ...]:
-        """The updates under way and the last ones that ended, the newest first."""
+        """Returns the updates under way and the last ones that ended, the newest first."""
 
     @abstractmethod
     async def sweep(self) -> None:
-        """Ends what has run out, so that watchers hear of it without other calls."""
+        """Ends what has expired, so that watchers hear of it without other calls."""
 
     @abstractmethod
     async def statistics(self) -> Statistics: ...
 
     @abstractmethod
     async def ping(self) -> None:
-        """Raises ControlPlaneUnavailable where the registry cannot serve."""
+        """Raises ControlPlaneUnavailable if the registry cannot serve."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Ends all watches and lets go of what the registry holds."""
+        """Ends all watches and releases what the registry holds."""

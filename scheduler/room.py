@@ -1,4 +1,4 @@
-"""The news that an instance can take more than before, for those who wait for it."""
+"""The news that an instance can take more than before."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from kvxfer.instances import Instance
 
 
 class Room:
-    """Belongs to one event loop."""
+    """The listeners to the news, in one event loop."""
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[Instance | None], None]] = []
 
     def listen(self, listener: Callable[[Instance | None], None]) -> None:
-        """`listener` is called with the instance, and with None where it may be any; within the
-        step that made the room, so it only takes note."""
+        """Calls `listener` with each such instance, or with None if it may be any. The call happens
+        within the step that made the room, so `listener` must only take note."""
         self._listeners.append(listener)
 
     def tell(self, instance: Instance | None) -> None:

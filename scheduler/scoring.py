@@ -1,4 +1,4 @@
-"""What a pair costs: of two pairs the one of less cost is chosen."""
+"""The cost of a pair: the pair of least cost is chosen."""
 
 from __future__ import annotations
 
@@ -11,60 +11,61 @@ from kvxfer.instances import Instance
 
 
 class Scorer(ABC):
-    """The cost of a pair is the load of each instance plus what the two are to each other.
+    """The cost of a pair: the load of each instance, plus a cost of the two together.
 
-    All numbers are finite and follow from the arguments alone: every replica of the control plane
-    comes to the same ones. `pair_parts` sums to no less where the distance is greater; the search
-    skips far instances because of that. Models, layouts and free blocks are no matter of cost: a
-    pair that does not match is none.
+    All numbers are finite and follow from the arguments alone, so every replica of the control
+    plane computes the same. `pair_parts` sums to no less if the distance is greater: the search
+    skips far instances because of that. Models, layouts and free blocks are not costs: a pair that
+    does not match is no pair.
     """
 
     alone_tokens: int = 0
-    """A request that may be aggregated takes no pair where a decode instance that serves requests
-    alone lacks no more of its prompt than so many tokens."""
+    """A request that may be aggregated goes to a decode instance that serves requests alone, and to
+    no pair, if that instance lacks at most this many tokens of its prompt."""
 
     @abstractmethod
     def load_parts(self, instance: Instance) -> Mapping[str, float]:
-        """What speaks against an instance by itself, whichever side it takes."""
+        """Returns the costs of an instance by itself, on either side."""
 
     @abstractmethod
     def pair_parts(
         self, distance: int, fabric_steps: int, prefix_tokens: int
     ) -> Mapping[str, float]:
-        """What speaks against a pair.
+        """Returns the costs of a pair beside its loads.
 
-        Its distance in steps (scheduler/topology.py), how many fabrics prefill would rather use,
-        and, with a negative part, how many tokens of the prompt prefill has in its cache.
+        `distance` is in steps (scheduler/topology.py). `fabric_steps` is the number of fabrics that
+        prefill prefers. `prefix_tokens` is the number of tokens of the prompt in prefill's cache;
+        their part is negative.
         """
 
     def decode_parts(self, _prefix_tokens: int) -> Mapping[str, float]:
-        """What speaks against decode with so many tokens of the prompt in its cache: parts that are
-        0 or negative, and 0 without any."""
+        """Returns the costs of decode with this many tokens of the prompt in its cache: parts that
+        are 0 or negative, and 0 for no tokens."""
         return {}
 
     def load(self, instance: Instance) -> float:
-        """The sum of `load_parts`; asked once per heartbeat."""
+        """Returns the sum of `load_parts`; called at each change of an instance."""
         return sum(self.load_parts(instance).values())
 
     def pair(self, distance: int, fabric_steps: int, prefix_tokens: int) -> float:
-        """The sum of `pair_parts`; asked some dozen times per request."""
+        """Returns the sum of `pair_parts`; called some dozen times per request."""
         return sum(self.pair_parts(distance, fabric_steps, prefix_tokens).values())
 
     def decode(self, prefix_tokens: int) -> float:
-        """The sum of `decode_parts`."""
+        """Returns the sum of `decode_parts`."""
         return sum(self.decode_parts(prefix_tokens).values())
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What each thing costs. The unit is one request in a queue."""
+    """The weight of each cost. The unit is one request in a queue."""
 
     running: float = 1.0
     """One request that is computed, or was handed over to decode since its last heartbeat."""
     waiting: float = 1.0
-    """One request that is queued. Of requests that prefill computes or has queued, as many do not
-    count as it has open transfers: these do."""
+    """One request that is queued. Requests of open transfers, which prefill computes or has queued,
+    do not count: the transfers do."""
     reserved: float = 1.0
-    """One transfer that was opened and not released: it is on its way, or under way."""
+    """One transfer that was opened and is not released."""
     tokens: float = 0.5
     """1,000 tokens that prefill has to compute for its open transfers."""
     occupancy: float = 0.0
@@ -73,12 +74,12 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     distance: float = 1.0
     """One step between the two: NUMA node, host, rack, zone."""
     fabric: float = 1.0
-    """One fabric that prefill would rather use than the best one in common."""
+    """One fabric that prefill prefers to the best one in common."""
     prefix: float = 0.5
     """1,000 tokens of the prompt that prefill has in its cache make a pair cheaper by this much:
     a request in a queue is taken to be one of 2,000 tokens."""
     decode_prefix: float = 0.05
-    """1,000 tokens of the prompt that decode has in its cache: they are not moved, which takes a
+    """1,000 tokens of the prompt that decode has in its cache: they are not moved. A move takes a
     tenth of the time to compute them."""
 
     def __post_init__(self) -> None:
@@ -89,7 +90,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class WeightedScorer(Scorer):
-    """The sum of all things by their weights."""
+    """A scorer that adds up all parts by their weights."""
 
     def __init__(self, weights: Weights | None = None) -> None:
         self.weights = weights or Weights()
@@ -120,7 +121,7 @@ class WeightedScorer(Scorer):
         return {"decode_prefix": -self.weights.decode_prefix * prefix_tokens / 1000}
 
     def load(self, instance: Instance) -> float:
-        # What load_parts adds up to, without the dict: this is asked for every heartbeat.
+        # The sum of load_parts without the dict: this is called at each change of an instance.
         weights, load, prefilling = self.weights, instance.load, instance.prefilling
         running, waiting = load.running, load.waiting
         if prefilling.transfers:
@@ -133,10 +134,10 @@ class WeightedScorer(Scorer):
 
 
 def available_blocks(instance: Instance) -> int:
-    """Blocks that a new transfer may count on: of an instance where requests wait for blocks, all
-    that are not reserved.
+    """Returns the blocks that a new transfer may count on: all that are not reserved, if requests
+    wait for blocks on the instance.
 
-    A block that is reserved may already be in use too, so the two are not added up.
+    A reserved block may also be in use, so the two are not added up.
     """
     unreserved = instance.num_blocks - instance.reserved.blocks
     load = instance.load
@@ -146,7 +147,7 @@ def available_blocks(instance: Instance) -> int:
 
 
 def occupancy(instance: Instance) -> float:
-    """The share of the KV cache that is reserved or in use."""
+    """Returns the share of the KV cache that is reserved or in use."""
     free = instance.load.free_blocks
     in_use = 0 if free is None else instance.num_blocks - free
     return max(in_use, instance.reserved.blocks) / instance.num_blocks

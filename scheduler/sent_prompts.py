@@ -1,4 +1,4 @@
-"""Prompts on their way to instances that will have them cached, and have not said so yet."""
+"""Prompts on their way to instances that will cache them, but have not reported so yet."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-# So many hashes are kept, of the newest prompts.
+# The most hashes that are kept, of the newest prompts.
 _MOST_HASHES: Final = 1 << 16
-# With the first one after its end an instance may publish what it had before.
+# The first heartbeat after a transfer's end may come with blocks published before it.
 _HEARTBEATS: Final = 2
 
 
@@ -20,18 +20,21 @@ class _Prompt:
 
 
 class SentPrompts:
-    """Of the transfers that were opened here: a prompt counts as cached at both its instances while
-    its transfer is open, and until each has had two heartbeats since. Belongs to one event loop."""
+    """The prompts of transfers that were opened here, in one event loop.
+
+    A prompt counts as cached at both its instances while its transfer is open, and until each has
+    sent two heartbeats after that.
+    """
 
     def __init__(self) -> None:
         self._prompts: dict[str, _Prompt] = {}
         self._hashes = 0
         self._holders: dict[int, Counter[str]] = {}
-        # Of each instance its transfers, and how many heartbeats each has left; None: it is open.
+        # Instance -> its transfers, each with the heartbeats that are left; None while it is open.
         self._of: dict[str, dict[str, int | None]] = {}
 
     def open(self, transfer_id: str, instances: Iterable[str], hashes: tuple[int, ...]) -> None:
-        if transfer_id in self._prompts:  # it was open before under this name
+        if transfer_id in self._prompts:  # an earlier transfer had this id
             self._forget(transfer_id)
         prompt = _Prompt(frozenset(instances), hashes)
         self._prompts[transfer_id] = prompt
@@ -50,7 +53,7 @@ class SentPrompts:
                 self._of[name][transfer_id] = _HEARTBEATS
 
     def beat(self, instance_id: str) -> None:
-        """The instance has sent a heartbeat."""
+        """Counts a heartbeat of the instance."""
         of = self._of.get(instance_id)
         if of is None:
             return
@@ -61,12 +64,12 @@ class SentPrompts:
                 of[transfer_id] = left - 1
 
     def remove(self, instance_id: str) -> None:
-        """The instance is gone, or registered anew."""
+        """Forgets an instance that is gone or registers again."""
         for transfer_id in list(self._of.get(instance_id, ())):
             self._drop(transfer_id, instance_id)
 
     def holders(self, number: int) -> Collection[str]:
-        """The instances that a prompt with this hash was sent to."""
+        """Returns the instances that a prompt with this hash was sent to."""
         return self._holders.get(number, ())
 
     def _forget(self, transfer_id: str) -> None:

@@ -11,24 +11,25 @@ from typing import Any, Final, Literal, TypeAlias
 from msgspec import Struct
 
 from kvxfer.instances import Instance, InstanceState, Role
+from kvxfer.layout import KvLayout
 from kvxfer.scheduler.pairing import SIDES, Kind
 from kvxfer.scheduler.topology import Place
 from kvxfer.transfers import TransferRequest
 
 LoadKey: TypeAlias = tuple[float, float, str]
-"""What the load costs, the share of the KV cache in use, the id: the least loaded come first."""
+"""The cost of the load, the share of the KV cache in use, the id: the least loaded come first."""
 RoomKey: TypeAlias = tuple[int, str]
-"""Minus a number of blocks, the id: those with the most come first."""
+"""A number of blocks, negated, and the id: those with the most come first."""
 Order: TypeAlias = Literal["room", "size"]
-"""By the blocks that a transfer may count on, or by all that an instance has."""
+"""The order by the blocks that a transfer may count on, or by all blocks of an instance."""
 Shelf: TypeAlias = tuple[int, Role, tuple[str, ...] | Order]
-"""The number of the kind, the side, and the order; that by load has the first words of a place."""
+"""The number of the kind, the side, and the order, which for load is the first words of a place."""
 
 ORDERS: Final[tuple[Order, ...]] = ("room", "size")
 
 
 class Entry(Struct, frozen=True):
-    """An instance and what the index goes by."""
+    """An instance and its keys in the index."""
 
     instance: Instance
     kind: int
@@ -38,15 +39,15 @@ class Entry(Struct, frozen=True):
 
 
 def depths(place: Place) -> list[int]:
-    """How many words of the place a shelf goes by, the nearest first; 0 is everywhere.
+    """Returns how many words of the place each shelf has, the nearest first; 0 is everywhere.
 
-    A label that is missing makes no shelf: where one instance lacks it, all are taken to.
+    A missing label makes no shelf: if one instance lacks it, all are assumed to.
     """
     return [depth for depth in range(len(place), 0, -1) if place[depth - 1]] + [0]
 
 
 def shelves_of(entry: Entry) -> Iterator[tuple[Shelf, LoadKey | RoomKey]]:
-    """Where an instance stands, and what it is sorted by there."""
+    """Yields the shelves of an instance, and its key on each."""
     for side in SIDES:
         if not stands(entry, entry.kind, side):
             continue
@@ -57,13 +58,13 @@ def shelves_of(entry: Entry) -> Iterator[tuple[Shelf, LoadKey | RoomKey]]:
 
 
 def places_of(entry: Entry, side: Role) -> list[tuple[str, ...]]:
-    """The places where it is sorted by load: of prefill only the least loaded of all are asked
-    for."""
+    """Returns the places where an instance is sorted by load: for prefill only everywhere, as a
+    search asks for the least loaded of all."""
     return [entry.place[:depth] for depth in depths(entry.place)] if side is Role.DECODE else [()]
 
 
 def stands(entry: Entry, kind: int, side: Role) -> bool:
-    """Whether it is an instance of this kind and side to choose."""
+    """Whether the instance is ready and of this kind and side."""
     instance = entry.instance
     return (
         entry.kind == kind and instance.state is InstanceState.READY and instance.role.serves(side)
@@ -71,7 +72,7 @@ def stands(entry: Entry, kind: int, side: Role) -> bool:
 
 
 def more_room(before: Entry, after: Entry) -> bool:
-    """Whether there may be a pair with it that there was not."""
+    """Whether the instance may now be in a pair that it could not be in before."""
     had, has = before.instance, after.instance
     return has.state is InstanceState.READY and (
         after.available > before.available
@@ -87,13 +88,13 @@ def key_by(order: Order, entry: Entry) -> RoomKey:
 
 
 class Shelves:
-    """Belongs to one event loop. A change of one instance costs O(log n) comparisons."""
+    """The shelves, in one event loop. A change of one instance costs O(log n) comparisons."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
         self._shelves: dict[Shelf, list[Any]] = {}
         self._states: dict[tuple[int, Role], Counter[InstanceState]] = {}
-        # Of aliases and adapters: each name -> who serves it beside its model.
+        # Name of an alias or adapter -> the instances that serve it beside their model.
         self._holders: dict[str, set[str]] = {}
 
     def put(self, entry: Entry) -> None:
@@ -110,8 +111,8 @@ class Shelves:
         return self._shelves.get(shelf, ())
 
     def among(self, kind: Kind, request: TransferRequest) -> set[str] | None:
-        """Of all instances those that serve the model which is asked for, where a kind does not;
-        None where all of the kind do."""
+        """Returns None if all instances of the kind serve the requested model; else the instances
+        of all kinds that serve it beside their model."""
         if request.model is None or request.model == kind.model:
             return None
         return self._holders.get(request.model, set())
@@ -120,7 +121,7 @@ class Shelves:
         return self._states.get((kind, role), Counter())
 
     def first(self, kind: int, side: Role, order: Order, among: set[str] | None) -> RoomKey | None:
-        """Who has most; `among` leaves out all others."""
+        """Returns the key of the first instance in the order; `among` leaves out all others."""
         keys: Sequence[RoomKey] = self._shelves.get((kind, side, order), ())
         if among is None:
             return keys[0] if keys else None
@@ -130,8 +131,25 @@ class Shelves:
             )
         return next((key for key in keys if key[1] in among), None)
 
+    def needs(
+        self, layout: KvLayout, kind: int, request: TransferRequest, among: set[str] | None
+    ) -> dict[Role, int]:
+        """Returns the KV blocks that the request takes of an instance, by its side: those of the
+        prompt, and where the answer is computed also those of the expected output. The output
+        counts only up to the size of the largest instance that serves the request."""
+        prompt, output = request.prompt_tokens or 0, request.output_tokens or 0
+        blocks = layout.blocks_for(prompt)
+        needs = dict.fromkeys(SIDES, blocks)
+        if output:
+            sides = SIDES if request.aggregated else [Role.DECODE]
+            firsts = (self.first(kind, side, "size", among) for side in sides)
+            largest = max((-first[0] for first in firsts if first is not None), default=0)
+            whole = max(blocks, min(layout.blocks_for(prompt + output), largest))
+            needs.update(dict.fromkeys(sides, whole))
+        return needs
+
     def two(self, kind: int, side: Role, among: set[str] | None) -> list[str]:
-        """The ids of two instances to choose; of fewer where there are not as many."""
+        """Returns the ids of two instances to choose, or of fewer if there are not as many."""
         keys: Sequence[RoomKey] = self._shelves.get((kind, side, "size"), ())
         if among is not None and _few(len(among), len(keys)):
             ids = (entry.load[2] for entry in self._of(among, kind, side))
@@ -140,8 +158,8 @@ class Shelves:
         return list(islice(ids, 2))
 
     def few(self, kind: int, side: Role, need: int, among: set[str] | None) -> list[Entry] | None:
-        """Who has `need` blocks of room, in no order; None where these are not few among all: a
-        look along a shelf by load soon finds some of them."""
+        """Returns the instances with `need` blocks of room, in no order; None if these are not few
+        among all. A look along a shelf by load then soon finds some of them."""
         keys: Sequence[RoomKey] = self._shelves.get((kind, side, "room"), ())
         fitting = bisect_left(keys, (1 - need,))
         if _few(fitting, len(keys)):
@@ -202,5 +220,5 @@ def _census(entry: Entry | None) -> tuple[int, Role, InstanceState] | None:
 
 
 def _few(some: int, of: int) -> bool:
-    """Whether it is less work to look at all of them than along the others for a few of them."""
+    """Whether a look at all of `some` is less work than a search among `of` for a few of them."""
     return 4 * some * some <= of

@@ -1,4 +1,4 @@
-"""How far two instances are from each other, by the labels that they registered with."""
+"""The distance of two instances, by the labels that they registered with."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Place: TypeAlias = tuple[str, str, str, str]
 
 
 def place_of(labels: Mapping[str, str]) -> Place:
-    """One word per label of LABELS; a label that is missing is the empty word."""
+    """Returns a word for each of LABELS; the word for a missing label is empty."""
     zone, rack, host, numa = (labels.get(label, "") for label in LABELS)
     return zone, rack, host, numa
 
 
 def distance(one: Place, other: Place) -> int:
-    """0 on one NUMA node, 1 on one host, 2 in one rack, 3 in one zone, 4 beyond.
+    """Returns 0 on one NUMA node, 1 on one host, 2 in one rack, 3 in one zone, 4 beyond.
 
     Instances without labels are all in one place.
     """

@@ -1,4 +1,4 @@
-"""Opening a transfer: choose a pair, then reserve it, again if another one was faster."""
+"""Opening a transfer: choose a pair and reserve it; choose again if another request was faster."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _ATTEMPTS: Final = 8
 async def open_transfer(
     registry: Registry, request: TransferRequest, *, seconds: float, clock: Clock
 ) -> Transfer:
-    """Reserves the best pair for `seconds`, or returns what is open under the request's id.
+    """Reserves the best pair for `seconds`, or returns the transfer open under the request's id.
 
-    Raises NoCapacity, PromptTooLong, and TransferExists where another request has the id.
+    Raises NoCapacity, PromptTooLong, and TransferExists if another request has the id.
     """
     for _ in range(_ATTEMPTS):
         try:
@@ -42,7 +42,7 @@ async def open_transfer(
 async def try_transfer(
     registry: Registry, request: TransferRequest, *, seconds: float, clock: Clock
 ) -> Transfer | None:
-    """As open_transfer, with None where what is known here has no room."""
+    """Opens as open_transfer does; returns None if nothing that is known here has room."""
     for _ in range(_ATTEMPTS):
         pair = registry.find(request)
         if pair is None:
@@ -54,7 +54,8 @@ async def try_transfer(
 
 
 async def already_open(registry: Registry, request: TransferRequest) -> Transfer | None:
-    """What is open under the request's id. Raises TransferExists where it is of another request."""
+    """Returns the transfer that is open under the request's id. Raises TransferExists if it is of
+    another request."""
     if request.transfer_id is None:
         return None
     opened = await registry.opened(request.transfer_id)
@@ -64,7 +65,7 @@ async def already_open(registry: Registry, request: TransferRequest) -> Transfer
 async def _reserved(
     registry: Registry, request: TransferRequest, pair: Pair, seconds: float, clock: Clock
 ) -> Transfer | None:
-    """None where the fleet has changed between the look at it and the reservation."""
+    """Reserves a pair. Returns None if the fleet has changed since the pair was chosen."""
     now = clock.unix()
     transfer_id = request.transfer_id or secrets.token_hex(16)
     transfer = Transfer(
@@ -92,7 +93,10 @@ async def _reserved(
 
 
 def _of(request: TransferRequest, opened: Transfer, model: str) -> Transfer:
-    """The transfer, if it is what `request` opened before; `model` is that of its pairs."""
+    """Returns the transfer if `request` opened it before; `model` is the model of its pairs.
+
+    Raises TransferExists otherwise.
+    """
     same = (
         opened.request_id == (request.request_id or opened.transfer_id)
         and opened.prompt_tokens == request.prompt_tokens

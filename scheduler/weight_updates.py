@@ -50,7 +50,7 @@ class UpdateLedger:
         self._updates.pop(update_id, None)
 
     def trim(self) -> None:
-        """Forgets the oldest ones that have ended, but for MAX_ENDED_UPDATES."""
+        """Forgets the oldest updates that have ended, and keeps MAX_ENDED_UPDATES of them."""
         ended = sorted(
             (update.ended_at, update.update_id)
             for update in self._updates.values()
@@ -60,7 +60,7 @@ class UpdateLedger:
             self.drop(update_id)
 
     def all(self, model: str | None = None) -> tuple[WeightUpdate, ...]:
-        """Those of a model, or all, the newest first."""
+        """Returns the updates of a model, or all, the newest first."""
         found = [u for u in self._updates.values() if model in (None, u.model)]
         return tuple(sorted(found, key=lambda u: (u.started_at, u.update_id), reverse=True))
 
@@ -73,10 +73,10 @@ def announced(
     now: float,
     seconds: float,
 ) -> UpdateStep:
-    """The update that begins, under a lease of so many seconds; or the one that was announced
-    before by the same request.
+    """Returns the step that begins an update, under a lease of `seconds`; or the update that the
+    same request announced before.
 
-    Raises WeightUpdateExists, UnknownInstance, OldVersion, and InvalidArgument where there are no
+    Raises WeightUpdateExists, UnknownInstance, OldVersion, and InvalidArgument if there are no
     instances of the model.
     """
     same = None if request.update_id is None else known.get(request.update_id)
@@ -105,10 +105,10 @@ def announced(
 
 
 def reported(update: WeightUpdate, report: ReportUpdate, *, now: float) -> WeightUpdate:
-    """After a report of the coordinator.
+    """Returns the update after a report of the coordinator.
 
-    Raises InvalidArgument for an instance that takes no part, and WeightUpdateDecided where it did
-    not end as the report says.
+    Raises InvalidArgument for an instance that takes no part, and WeightUpdateDecided if the
+    decision was not the one that the report says.
     """
     update = replace(
         update,
@@ -125,7 +125,7 @@ def reported(update: WeightUpdate, report: ReportUpdate, *, now: float) -> Weigh
 
 
 def decided(update: WeightUpdate, decision: Decision, *, now: float) -> WeightUpdate:
-    """After a decision: the first one holds."""
+    """Returns the update after a decision; the first one holds."""
     if update.decision is not None:
         return update
     if decision is Decision.COMMIT:
@@ -137,7 +137,7 @@ def decided(update: WeightUpdate, decision: Decision, *, now: float) -> WeightUp
 
 
 def lapsed(update: WeightUpdate, *, at: float) -> WeightUpdate:
-    """What becomes of an update under way whose coordinator has not reported for its lease."""
+    """Returns the update under way after its coordinator has not reported for its lease."""
     silent = f"its coordinator has reported nothing for {update.lease_seconds:g} s"
     if update.decision is Decision.COMMIT:
         silent += " since it was decided to commit; ask the instances which version they serve"

@@ -13,12 +13,12 @@ _log = logging.getLogger("tests.asgi")
 
 
 class AsgiTransport(httpx2.AsyncBaseTransport):
-    """Calls the application of a request's host, and streams its answer as it is sent.
+    """A transport that calls the application of a request's host and streams its answer.
 
-    `apps` maps "host" or "host:port" to an application; a host that is missing refuses the
-    connection. A client that leaves early is a disconnect to the application, which goes on, as it
-    does under uvicorn; closing the transport ends what still runs. What it fails with is logged. It
-    waits once `ahead` messages that it sent are unread, as with full buffers of a connection.
+    `apps` maps "host" or "host:port" to an application; a missing host refuses the connection. A
+    client that leaves early is a disconnect to the application, which continues, as under uvicorn,
+    until the transport is closed. Its errors are logged. It waits while `ahead` of its messages are
+    unread, as with full buffers of a connection.
     """
 
     def __init__(self, apps: Mapping[str, Any], *, ahead: int | None = None) -> None:
@@ -117,7 +117,7 @@ class _Exchange:
         self._has_room.set()
         if message is None:
             assert self._task is not None
-            await self._task  # Its error, if it has one.
+            await self._task  # Raises the application's error, if any.
             raise httpx2.RemoteProtocolError("the application ended without an answer")
         return message
 

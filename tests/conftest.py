@@ -2,10 +2,10 @@
 
 - *virtual*, without a mark: no socket, no other process; waits take virtual time.
 - `native`: the real engine, real sockets, real Redis. Asserts order, bytes and names, no deadline.
-- `realtime`: killed, frozen and starved processes. Run one after the other, with the machine to
-  themselves; allows a stall of two seconds.
+- `realtime`: killed, frozen and starved processes. These tests run one after the other, on an idle
+  machine, and allow a stall of two seconds.
 
-None waits for an amount of time, and only those in real time read a clock (scripts/check-waits).
+No test waits for an amount of time, and only `realtime` tests read a clock (scripts/check-waits).
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 
 _SEED: Final = "KVXFER_TEST_SEED"
 
-# Before anything imports Triton: its kernels run on the CPU.
+# Triton's kernels run on the CPU; set before Triton is imported.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# What tests before have left, as torch's groups of processes, hangs or crashes where it ends in a
-# process that was forked from theirs: it is not collected there.
+# Objects that earlier tests have left, such as torch's process groups, hang or crash if a forked
+# process destroys them, so it does not collect them.
 os.register_at_fork(after_in_child=gc.freeze)
 
-# In parallel, a file is run by one process: those that take longest begin first.
+# In parallel runs, one process runs a file, so the longest files begin first.
 _LONG: Final = (
-    "verify/simulation/test_simulation.py",
+    "verify/test_simulation.py",
     "cli/test_demo.py",
     "router/test_cluster.py",
     "cli/test_worker.py",
-    "verify/attack/test_attacks.py",
+    "verify/test_attacks.py",
     "kv/test_random_faults_of_ranks.py",
     "kv/test_plan_oracle.py",
     "cli/test_bench.py",
 )
 
-# No test is about how long one example takes.
+# No test limits the time of one example.
 hypothesis.settings.register_profile("kvxfer", deadline=None)
 hypothesis.settings.load_profile("kvxfer")
 
@@ -56,7 +56,7 @@ hypothesis.settings.load_profile("kvxfer")
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    # Which loop it makes is decided when a test begins: a mark may be that of a parameter.
+    # The kind of loop is decided when a test begins: a mark may be that of a parameter.
     return {"loop": _new_loop}
 
 
@@ -75,7 +75,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where workers of this process keep their secrets."""
+    """Gives workers of this process a folder for their secrets."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVXFER_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
         yield
@@ -88,15 +88,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 async def clock() -> VirtualClock:
-    """The clock of the test's loop. A real loop has none: this one is told the time."""
+    """The clock of the test's loop; on a real loop, a clock that the test moves."""
     loop = asyncio.get_running_loop()
     return loop.clock if isinstance(loop, VirtualLoop) else VirtualClock()
 
 
 def pytest_configure() -> None:
-    """One seed for a run, in all of its processes: KVXFER_TEST_SEED repeats its choices."""
+    """Sets one seed for a run, in all of its processes: KVXFER_TEST_SEED repeats its choices."""
     os.environ.setdefault(_SEED, str(random.SystemRandom().getrandbits(32)))
-    # A suite in the background of a shell ignores it, and so would all that tests start and stop.
+    # A suite in the background of a shell ignores SIGINT; the processes of its tests must not.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -107,7 +107,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture
 def network(clock: VirtualClock) -> Network:
-    """Where control planes, routers and workers of this test's loop listen."""
+    """The network in which control planes, routers and workers of this test's loop listen."""
     from tests.network import Network
 
     return Network(clock)
@@ -115,7 +115,7 @@ def network(clock: VirtualClock) -> Network:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A test's own seed, which follows from the run's seed and the test's name."""
+    """The seed of a test, which follows from the run's seed and the test's name."""
     return random.Random(f"{os.environ[_SEED]} {request.node.nodeid}").getrandbits(32)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of registry and API share: time that passes for one, calls without a socket."""
+"""Time for a registry, and calls without a socket, for tests of registry and API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 async def pass_time(registry: Registry, clock: VirtualClock, seconds: float) -> None:
-    """In steps, as a control plane sweeps twice a second. On a real loop the clock is told."""
+    """Lets time pass, and sweeps twice a second, as a control plane does."""
     while seconds > 0:
         step = min(seconds, 0.5)
         if isinstance(asyncio.get_running_loop(), VirtualLoop):
@@ -33,7 +33,7 @@ async def pass_time(registry: Registry, clock: VirtualClock, seconds: float) -> 
 
 @asynccontextmanager
 async def calling(app: FastAPI, **options: Any) -> AsyncIterator[httpx2.AsyncClient]:
-    """A client of a control plane that runs in this event loop, without a socket."""
+    """Yields a client of a control plane that runs in this event loop, without a socket."""
     transport = AsgiTransport({"kvxfer": app})
     options = {"timeout": PATIENCE, **options}
     async with (

@@ -31,25 +31,25 @@ ROUTER = "http://router"
 
 
 class Network:
-    """What listens, by host, and the clients of it. All of them have one clock."""
+    """The applications that listen, by host, and clients of them. All have one clock."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.apps: dict[str, Any] = {}
         self.ahead: int | None = None
-        """How many messages of an answer may wait for its reader."""
+        """The number of messages of an answer that may wait for its reader."""
 
     def transport(self) -> AsgiTransport:
-        """Of one client, which closes it."""
+        """Returns the transport of one client, which closes it."""
         return AsgiTransport(self.apps, ahead=self.ahead)
 
     def http(self, url: str = "", **options: Any) -> httpx2.AsyncClient:
-        """A client that waits for ever unless `options` say otherwise."""
+        """Returns a client that waits for ever unless `options` say otherwise."""
         options = {"timeout": None, **options}
         return httpx2.AsyncClient(base_url=url, transport=self.transport(), **options)
 
     def client(self, **options: Any) -> ControlPlaneClient:
-        """One of the control plane."""
+        """Returns a client of the control plane."""
         options = {"credentials": Credentials(), **options}
         return ControlPlaneClient(
             CONTROL_PLANE, transport=self.transport(), clock=self.clock, **options
@@ -57,7 +57,7 @@ class Network:
 
     @contextlib.asynccontextmanager
     async def served(self, app: Any, host: str) -> AsyncIterator[None]:
-        """`app` at `host`, from its start to its stop, which lets its requests end."""
+        """Runs `app` at `host`, from its start to its stop, which lets its requests end."""
         async with app.router.lifespan_context(app):
             self.apps[host] = app
             try:
@@ -65,7 +65,7 @@ class Network:
             finally:
                 del self.apps[host]
                 app.state.stopping.set()
-                # Whatever needs no time is done before a virtual clock moves.
+                # Work that needs no time is done before a virtual clock moves.
                 await passes(0.001)
 
     @contextlib.asynccontextmanager
@@ -76,7 +76,7 @@ class Network:
         silence_seconds: float = math.inf,
         **settings: Any,
     ) -> AsyncIterator[EmbeddedRegistry]:
-        """A new control plane at its URL."""
+        """Runs a new control plane at its URL."""
         registry = EmbeddedRegistry(
             LeasePolicy(lease_seconds), clock=self.clock, silence_seconds=silence_seconds
         )
@@ -90,7 +90,7 @@ class Network:
     async def routed(
         self, *, credentials: Credentials | None = None, deadline: float = 10.0, **settings: Any
     ) -> AsyncIterator[httpx2.AsyncClient]:
-        """A client of a new router. `deadline` is that of its calls of the control plane."""
+        """Yields a client of a new router. `deadline` is that of the router's calls."""
         app = create_router(
             RouterSettings(**settings),
             self.client(credentials=credentials or Credentials(), deadline=deadline),
@@ -109,8 +109,8 @@ class Network:
         others: Mapping[str, Answer] | None = None,
         **changes: Any,
     ) -> None:
-        """A worker that is ready; it answers requests for tokens with `answer`, and others by the
-        end of their path."""
+        """Registers a worker that is ready; it answers requests for tokens with `answer`, and
+        others by the end of their path."""
         host = f"{instance_id}:8000"
         self.apps[host] = worker_app(answer, others)
         spec = worker(instance_id, role, http_address=f"http://{host}", **changes)
@@ -124,7 +124,7 @@ class Reply:
     def __init__(self, send: Send, path: str, headers: Mapping[str, str], content: bytes) -> None:
         self._send = send
         self.path, self.headers, self.content = path, headers, content
-        """Of the request that it answers."""
+        """The path, headers and content of the request that it answers."""
         self.begun = False
 
     async def begin(self, status: int, content_type: str, **more: str) -> None:
@@ -158,10 +158,10 @@ _OTHERS: dict[str, Answer] = {
 
 
 def worker_app(answer: Answer, others: Mapping[str, Answer] | None = None) -> Any:
-    """A worker that answers requests with `answer`, which is cancelled when the client leaves, and
-    those whose path ends as one of `others` with that.
+    """Returns a worker that answers requests with `answer`, or with one of `others` if the path
+    ends with its key. An answer is cancelled when the client leaves.
 
-    One that sends nothing hangs up.
+    If an answer sends nothing, the worker closes the connection.
     """
     by_ending = {**_OTHERS, **(others or {})}
 

@@ -46,11 +46,11 @@ def test_addresses_that_others_reach(text: str, form: str) -> None:
         ("http://fd00::1", "an IPv6 address stands in brackets"),
         ("http://[fd00::1:8100", "Invalid IPv6 URL"),
         ("http://[fd00::g]:8100", "fd00::g"),
-        ("http://[fe80::1%eth0]:8100", "no IP address that other hosts reach"),
-        ("http://10.0.0.300:8100", "10.0.0.300 is no IP address"),
+        ("http://[fe80::1%eth0]:8100", "not an IP address that other hosts can reach"),
+        ("http://10.0.0.300:8100", "10.0.0.300 is not an IP address"),
         ("http://:8100", "it names no host"),
         ("http://", "it names no host"),
-        ("http://wörker:80", "wörker is no name of a host"),
+        ("http://wörker:80", "wörker is not a host name"),
         ("http://worker:0", "it has no port"),
         ("http://worker:", "it has no port"),
         ("http://worker:65536", "Port out of range 0-65535"),
@@ -63,7 +63,7 @@ def test_addresses_that_others_reach(text: str, form: str) -> None:
         ("http://0.0.0.0:8100", "where a server listens"),
     ],
 )
-def test_what_is_wrong_with_an_address_is_said_with_its_form(text: str, fault: str) -> None:
+def test_an_invalid_address_is_refused_with_its_fault_and_the_form(text: str, fault: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         require_address("http_address", text, HTTP_FORM)
     said = str(refused.value)

@@ -24,7 +24,7 @@ def answers(per_second: int) -> Answers:
 
 
 def figure(*rounds: int) -> RouteFigure:
-    """Of rounds with so many requests in a second, beside 100 of the empty route."""
+    """Returns a figure of rounds with these requests a second, and 100 of the empty route."""
     empty = [answers(100)] * len(rounds)
     return route_figure(OPEN_TRANSFER, [answers(each) for each in rounds], empty, TARGET)
 

@@ -1,4 +1,4 @@
-"""`make bench-gpu`: what it needs, its figures, and the whole on the processor."""
+"""`make bench-gpu`: its requirements, its figures, and a whole run on the CPU."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ ROW = Row(
 )
 
 
-def test_medians_and_what_follows_from_them() -> None:
+def test_figures_are_medians_of_the_runs() -> None:
     assert ROW.first_token == 0.12
     assert ROW.first_token_of_one_process == 0.10
     assert ROW.ratio == pytest.approx(1.2)
     assert ROW.visible_transfer == pytest.approx(0.02)
     assert ROW.gigabytes == 1
-    assert run(0.1, 0.2).visible_transfer == 0, "it was over before prefill was"
+    assert run(0.1, 0.2).visible_transfer == 0, "the transfer ended before prefill did"
 
 
-def test_other_tokens_of_one_run_show() -> None:
+def test_different_tokens_of_one_run_are_reported() -> None:
     wrong = replace(ROW, apart=(*ROW.apart, run(0.1, 0.1, tokens=(1, 3))))
     assert ROW.tokens_equal
     assert not wrong.tokens_equal
@@ -52,7 +52,7 @@ def test_json_has_every_sample() -> None:
     assert row["ratio"] == pytest.approx(1.2)
 
 
-def test_what_is_missing_is_named_with_where_it_was_looked_for(tmp_path: Path) -> None:
+def test_missing_packages_are_named_with_the_folders_searched(tmp_path: Path) -> None:
     def nothing(module: str) -> Path | None:
         return None
 
@@ -75,7 +75,7 @@ def test_what_is_missing_is_named_with_where_it_was_looked_for(tmp_path: Path) -
 
 def test_the_cache_of_the_large_model_is_as_described() -> None:
     settings = on_gpu(5)
-    assert settings.layout.stack_bytes == 16 * 64 * 1024  # of a block of 16 tokens
+    assert settings.layout.stack_bytes == 16 * 64 * 1024  # a block has 16 tokens
     assert settings.blocks * 16 >= 8192 + settings.tokens
 
 

@@ -30,7 +30,7 @@ MICROSECONDS = {
 
 
 def samples(case: Case, **combine: float) -> list[Sample]:
-    """Three blocks; the second is ten times as slow by all ways."""
+    """Returns samples of three blocks; in the second, all ways are ten times as slow."""
     return [
         Sample(
             case.name,
@@ -55,7 +55,7 @@ def report(**combine: float) -> MoeReport:
     )
 
 
-def test_a_token_travels_once_to_each_rank_that_has_an_expert_of_it() -> None:
+def test_a_token_travels_once_to_each_rank_that_has_one_of_its_experts() -> None:
     case = Case(64, 4, hidden=8, experts=16, top_k=4)
     routes = Routes(case)
     for source in range(case.ranks):
@@ -69,7 +69,7 @@ def test_a_token_travels_once_to_each_rank_that_has_an_expert_of_it() -> None:
     assert routes.nbytes == routes.rows.sum() * case.row_bytes < routes.expanded_bytes
 
 
-def test_what_comes_back_to_a_rank_is_what_went_from_it() -> None:
+def test_a_rank_gets_back_the_tokens_that_it_sent() -> None:
     case = Case(32, 4, hidden=8, experts=16, top_k=2)
     routes = Routes(case)
     received = np.concatenate([routes.dispatched(rank) for rank in range(case.ranks)])
@@ -78,7 +78,7 @@ def test_what_comes_back_to_a_rank_is_what_went_from_it() -> None:
         assert received[routes.combined(rank)].tolist() == sent.tolist()
 
 
-def test_a_phase_lasts_from_its_slowest_begin_to_its_last_end() -> None:
+def test_a_phase_lasts_from_its_last_begin_to_its_last_end() -> None:
     times = [
         np.array([[0, 1, 2], [1_000, 5_000, 9_000]]),
         np.array([[0, 1, 2], [2_000, 4_000, 9_500]]),
@@ -89,7 +89,7 @@ def test_a_phase_lasts_from_its_slowest_begin_to_its_last_end() -> None:
     assert (copied.dispatch, copied.combine) == ([2.0], [2.0])
 
 
-def test_a_ratio_is_how_many_times_as_fast_a_way_is_within_a_block() -> None:
+def test_a_ratio_compares_the_speeds_of_two_ways_within_a_block() -> None:
     figure = figure_of(CASES[0], 10**6, 10**6, samples(CASES[0], LOCAL=200.0))
     local = figure.ways[0]
     assert (local.way, local.rounds) == (Way.LOCAL, 9)
@@ -99,13 +99,13 @@ def test_a_ratio_is_how_many_times_as_fast_a_way_is_within_a_block() -> None:
     assert local.combine.ratios[Way.GLOO] == 3.5
 
 
-def test_every_target_has_its_verdict_of_the_slower_phase() -> None:
+def test_every_target_is_judged_by_the_slower_phase() -> None:
     verdicts = report().verdicts
     targets = [target for of_it in MOE.values() for target in of_it.values()]
     assert sorted(each.target.name for each in verdicts) == sorted(each.name for each in targets)
     assert all(each.met for each in verdicts)
     missed = [each for each in report(LOCAL=350.0).verdicts if not each.met]
-    # Against memcpy, not MPI: 0.8 of it is the lesser of the two.
+    # The target is 0.8 of memcpy here, which is less than that of MPI.
     assert [each.figure for each in missed] == pytest.approx([2.0, 90 / 350 / 0.8] * 3)
 
 
@@ -114,7 +114,7 @@ def test_only_ep_8_is_not_required() -> None:
         assert {each.required for each in targets.values()} == {ranks < 8}
 
 
-def test_without_mpi_nothing_is_said_of_its_target() -> None:
+def test_without_mpi_its_target_has_no_verdict() -> None:
     taken = [each for each in samples(CASES[0]) if each.way not in (Way.MPI, Way.MPI_TCP)]
     verdicts = verdicts_of([figure_of(CASES[0], 10**6, 10**6, taken)])
     assert [each.target.name for each in verdicts] == [

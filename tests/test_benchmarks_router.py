@@ -18,12 +18,13 @@ from benchmarks.router.figures import (
     stream_figure,
     verdicts_of,
 )
-from benchmarks.router.fleet import RouterFleet, on_cores, split_cores
+from benchmarks.router.fleet import RouterFleet
 from benchmarks.router.requests import completion
 from benchmarks.router.run import Settings, run_bench
 from benchmarks.router.table import report_tables
 from kvxfer.bench.machine import this_machine
 from kvxfer.bench.targets import ROUTER_FIRST_BYTE, ROUTER_STREAM, ROUTER_TOKEN
+from verify.processes.cores import on_cores, split_cores
 
 TARGETS = [ROUTER_TOKEN, ROUTER_STREAM, ROUTER_FIRST_BYTE]
 SECONDS = {
@@ -50,7 +51,7 @@ def streams(token_us: float, whole_us: float) -> Round:
 
 
 def report(*, token_us: float = 50, whole_us: float = 80, seconds: float = 0.0) -> RouterReport:
-    """Beside a pass-through of 40 and 60 µs; the router's first byte comes `seconds` later."""
+    """Returns a report: a pass-through of 40 and 60 µs, and `seconds` added to the first byte."""
     rounds = {
         ROUTER: [streams(token_us, whole_us)],
         PASS_THROUGH: [streams(40, 60)],
@@ -67,7 +68,7 @@ def report(*, token_us: float = 50, whole_us: float = 80, seconds: float = 0.0) 
 def test_a_figure_is_the_median_of_its_rounds() -> None:
     figure = stream_figure([streams(50, 80), streams(500, 800), streams(40, 60)], 50)
     assert (figure.token_us, figure.whole_us) == pytest.approx((50, 80))
-    assert figure.streams_per_core == pytest.approx(250)  # of 4 ms each second
+    assert figure.streams_per_core == pytest.approx(250)  # each needs 4 ms a second
     assert figure.tokens_per_part == 2.0
     assert figure.core_share == pytest.approx(0.04)
     assert figure.client_cores == 0.25
@@ -83,8 +84,8 @@ def test_a_ratio_is_the_median_of_neighbouring_rounds() -> None:
     assert (token, stream) == pytest.approx((1.5, 1.5))
 
 
-def test_the_first_byte_is_less_what_others_answer_in() -> None:
-    # 4.0 - 1.6 - 0.4 - 0.3, the slower worker, above 1.2 - 0.3.
+def test_the_added_time_to_the_first_byte_excludes_the_answers_of_others() -> None:
+    # Router: 4.0 - 1.6 - 0.4 - 0.3 (the slower worker). Pass-through: 1.2 - 0.3.
     assert added_ms({name: latency([each]) for name, each in SECONDS.items()}) == pytest.approx(0.8)
 
 
@@ -106,7 +107,7 @@ def test_the_tables_show_every_server_and_target() -> None:
         assert text in capture.get()
 
 
-def test_an_answer_with_a_token_less_ends_the_run() -> None:
+def test_an_answer_that_lacks_a_token_ends_the_run() -> None:
     answer = Answer(status=200, parts=[b'data: {"text":" a"}\n\n', b"data: [DONE]\n\n"])
     assert answer.expect(200, 1) is answer
     for status, tokens in ((200, 2), (503, 1)):

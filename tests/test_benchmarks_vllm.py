@@ -26,7 +26,7 @@ FIRST_TOKEN_MS = {Mode.AGGREGATED: 500.0, Mode.PUSH: 540.0, Mode.PULL: 600.0, Mo
 
 
 def report(*, visible: float, layer: float = 10.0) -> VllmReport:
-    """The visible transfer of push takes `visible` of NixlConnector's."""
+    """Returns a report: the visible transfer of push takes `visible` of NixlConnector's."""
     visible_ms = {Mode.PUSH: 40.0 * visible, Mode.PULL: 30.0, Mode.NIXL: 40.0}
     samples = [
         Sample(
@@ -55,7 +55,7 @@ def test_every_target_has_its_figure() -> None:
         VISIBLE_TRANSFER: pytest.approx(0.25),
         FIRST_TOKEN: pytest.approx(0.9),
         LAYER: 10.0,
-        IDLE_VLLM: pytest.approx(0.7),  # of the server that takes more
+        IDLE_VLLM: pytest.approx(0.7),  # the server that takes more
         WAITING_VLLM: pytest.approx(20.0),
     }
 

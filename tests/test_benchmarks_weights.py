@@ -16,7 +16,7 @@ SECONDS = {"update": 1.0, "raw": 0.9, "gather": 6.0, "send": 1.2}
 
 
 def samples(**changed: float) -> list[Sample]:
-    """Three rounds; the second one is ten times as slow by all ways."""
+    """Returns samples of three rounds; in the second, all ways are ten times as slow."""
     seconds = {**SECONDS, **changed}
     return [
         Sample(
@@ -43,7 +43,7 @@ def report(taken: list[Sample]) -> WeightsReport:
     )
 
 
-def test_a_ratio_is_how_many_times_as_fast_the_update_is_within_a_round() -> None:
+def test_a_ratio_compares_the_update_with_another_way_within_a_round() -> None:
     [figure, *_] = figures_of(samples(), BYTES)
     assert (figure.seconds, figure.stage_seconds) == (1.0, 0.5)
     assert figure.gb_per_s["update"] == 2.0

@@ -1,4 +1,4 @@
-"""What a worker tells of its prefix cache, and that the control plane ends up with all of it."""
+"""A worker reports its prefix cache, and the control plane ends up with all of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verify.control_plane import worker
 HASHES = chain_hashes(range(160), 16)
 
 
-def test_only_news_are_told_to_one_registration_and_all_to_the_next():
+def test_a_registration_gets_only_changes_and_the_next_one_gets_everything():
     cached = CachedBlocks()
     cached.add([1, 2, 3])
     assert cached.take(7) == BlockUpdate(added=(1, 2, 3), reset=True)
@@ -29,7 +29,7 @@ def test_only_news_are_told_to_one_registration_and_all_to_the_next():
     assert cached.take(8) == BlockUpdate(added=(3, 1), reset=True)
 
 
-def test_all_is_told_after_an_update_was_lost():
+def test_all_blocks_are_sent_again_after_a_lost_update():
     cached = CachedBlocks()
     cached.add([1, 2])
     cached.take(7)
@@ -39,7 +39,7 @@ def test_all_is_told_after_an_update_was_lost():
     assert cached.take(7) == BlockUpdate(added=(2,), reset=True)
 
 
-def test_of_what_is_held_the_newest_are_told_and_no_more_than_the_control_plane_keeps():
+def test_the_newest_blocks_are_sent_and_no_more_than_the_control_plane_keeps():
     cached = CachedBlocks(limit=3000)
     cached.add(range(5000))
     assert cached.take(7) == BlockUpdate(added=tuple(range(5000 - 1024, 5000)), reset=True)
@@ -110,10 +110,10 @@ async def test_registration_publishes_with_its_heartbeats(network, clock):
         assert await chosen() == ("q", 64)
         await client.deregister("q", registration.epoch)
         await registration.heartbeat()
-        assert await chosen() == ("q", 64), "all is told to the new registration"
+        assert await chosen() == ("q", 64), "the new registration gets everything"
 
 
-async def test_update_that_did_not_arrive_is_made_up_for(network, clock, monkeypatch):
+async def test_blocks_of_an_update_that_did_not_arrive_are_sent_again(network, clock, monkeypatch):
     cached = CachedBlocks()
     async with (
         network.control_plane(lease_seconds=60) as registry,

@@ -1,4 +1,4 @@
-"""scripts/check-addresses: what it names in a test, and what it lets pass."""
+"""scripts/check-addresses: what it reports in a test, and what it permits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHECK = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "check-addres
         "folder = tempfile.gettempdir()",
     ],
 )
-def test_what_other_programs_may_have_is_named(text: str) -> None:
+def test_addresses_and_folders_that_other_programs_may_use_are_reported(text: str) -> None:
     assert [line for line, _ in CHECK["problems"](f"\n{text}\n")] == [2]
 
 
@@ -45,5 +45,5 @@ def test_what_other_programs_may_have_is_named(text: str) -> None:
         "folder = tmp_path / 'tmp'",
     ],
 )
-def test_what_is_the_tests_own_is_not(text: str) -> None:
+def test_addresses_and_folders_that_only_the_test_uses_are_permitted(text: str) -> None:
     assert not list(CHECK["problems"](text))

@@ -1,4 +1,4 @@
-"""scripts/check-waits: what it names in a test, and what it lets pass."""
+"""scripts/check-waits: what it reports in a test, and what it permits."""
 
 from __future__ import annotations
 

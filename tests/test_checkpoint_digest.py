@@ -84,7 +84,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, weights: Weights, dam
             "offsets": data[: len(data) // 2],
         }[damage]
     )
-    with pytest.raises(InvalidArgument, match=f"{path.name} is no safetensors file"):
+    with pytest.raises(InvalidArgument, match=f"{path.name} is not a safetensors file"):
         digest_of_folder(folder)
 
 

@@ -47,7 +47,7 @@ async def test_a_child_that_breaks_fails_with_the_end_of_its_stderr() -> None:
 
 
 async def test_a_child_that_is_not_ready_in_time_fails_and_is_ended() -> None:
-    # It waits for a control plane that is not there.
+    # The worker waits for a control plane that does not answer.
     arguments = ["worker", "--role", "decode", "--control-plane", "http://127.0.0.1:1", "--json"]
     async with Child("decode worker", arguments, KEY) as child:
         with pytest.raises(ProcessFailed, match=r"the decode worker was not ready within 0.05 s"):

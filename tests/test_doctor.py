@@ -44,7 +44,7 @@ def test_every_area_is_examined_on_this_host() -> None:
     assert {finding.area for finding in examine(Host())} == set(Area) - probed
 
 
-def test_whatever_limits_a_host_comes_with_a_remedy(tmp_path: Path) -> None:
+def test_each_limit_of_a_host_comes_with_a_remedy(tmp_path: Path) -> None:
     poor = host(
         tmp_path,
         {
@@ -71,7 +71,7 @@ def test_whatever_limits_a_host_comes_with_a_remedy(tmp_path: Path) -> None:
     assert [finding.name for finding in findings if not finding.remedy] == []
 
 
-def test_only_what_the_core_cannot_do_without_is_broken() -> None:
+def test_only_what_the_core_needs_can_be_broken() -> None:
     broken = [python_packages.native_module("kvxfer._no_such_module"), fabrics.tcp(refuse)]
     assert [finding.status for finding in broken] == [Status.BROKEN] * 2
     assert all(finding.remedy for finding in broken)
@@ -86,7 +86,7 @@ def test_only_what_the_core_cannot_do_without_is_broken() -> None:
     ("scope", "status"),
     [(None, Status.OK), ("0", Status.OK), ("1", Status.OK), ("2", Status.LIMITED)],
 )
-def test_yama_decides_over_registered_memory(
+def test_yama_decides_whether_registered_memory_is_readable(
     tmp_path: Path, scope: str | None, status: Status
 ) -> None:
     files = {} if scope is None else {"proc/sys/kernel/yama/ptrace_scope": scope}
@@ -98,7 +98,7 @@ def test_reading_memory_is_really_tried() -> None:
     assert fabrics.local_cma(Host()).status in (Status.OK, Status.LIMITED)
 
 
-def test_libraries_are_looked_for_where_the_environment_says_first(tmp_path: Path) -> None:
+def test_libraries_are_looked_for_in_ld_library_path_first(tmp_path: Path) -> None:
     here = host(
         tmp_path,
         {"mine/libfabric.so.1": "", "usr/lib/libfabric.so.1": ""},
@@ -122,7 +122,7 @@ IPC_LOCK = "CapInh:\t0000000000000000\nCapEff:\t0000000000004000"
 
 
 def rdma_host(tmp_path: Path, files: dict[str, str] | None = None, **states: str) -> Host:
-    """A host with these RDMA devices by the state of their port, and a device file for each."""
+    """Returns a host with RDMA devices, a port state for each name, and a device file for each."""
     found = dict(files or {})
     for number, (name, state) in enumerate(states.items()):
         port = f"sys/class/infiniband/{name}/ports/1"
@@ -159,7 +159,7 @@ def test_each_fabric_counts_its_own_devices_only(tmp_path: Path) -> None:
     assert efa.detail.endswith("; EFA devices: none")
 
 
-def test_a_fabric_that_is_not_built_is_absent_and_matters_where_there_are_devices(
+def test_a_fabric_that_is_not_built_is_absent_and_has_a_remedy_if_there_are_devices(
     tmp_path: Path,
 ) -> None:
     nics = rdma_host(tmp_path, LIBRARIES, mlx5_0="4: ACTIVE")
@@ -180,7 +180,7 @@ def test_a_fabric_that_is_not_built_is_absent_and_matters_where_there_are_device
         (["4: ACTIVE"], LIBRARIES, (8 << 20, 8 << 20), True, "only 8192 KiB", "ulimit -l"),
     ],
 )
-def test_what_a_fabric_with_devices_lacks_limits_it_and_comes_with_a_remedy(
+def test_a_fabric_with_devices_that_lacks_something_is_limited_and_has_a_remedy(
     tmp_path: Path,
     states: list[str],
     files: dict[str, str],
@@ -199,7 +199,7 @@ def test_what_a_fabric_with_devices_lacks_limits_it_and_comes_with_a_remedy(
     assert "; " not in found.remedy  # nothing else is wrong
 
 
-def test_some_of_the_nics_are_enough(tmp_path: Path) -> None:
+def test_one_usable_nic_is_enough(tmp_path: Path) -> None:
     nics = rdma_host(tmp_path, LIBRARIES, mlx5_0="1: DOWN", mlx5_1="4: ACTIVE")
     found = nic_fabrics.verbs(nics, BUILT, UNLIMITED, lambda file: file.name == "uverbs1")
     assert found.status is Status.OK
@@ -279,13 +279,13 @@ def test_rdma_devices_are_listed_with_their_ports_and_fabric(tmp_path: Path) -> 
 
 def test_rdma_devices_that_no_rank_uses_by_itself_say_why(tmp_path: Path) -> None:
     found = devices.rdma_nics(Host(machines.write("server", tmp_path), {}))
-    said = [finding.detail.partition("; only where nics names it: ")[2] for finding in found]
+    said = [finding.detail.partition("; used only if nics names it: ")[2] for finding in found]
     assert said[0] == said[3] == ""
     assert said[1] == "ens2np0 has the host's default route"
     assert said[2].startswith("its 25 Gbit/s are less than a quarter")
 
 
-def test_a_host_without_rdma_devices_is_told_so(tmp_path: Path) -> None:
+def test_a_host_without_rdma_devices_is_reported(tmp_path: Path) -> None:
     (found,) = devices.rdma_nics(host(tmp_path))
     assert (found.status, found.detail) == (Status.ABSENT, "no RDMA NIC")
 
@@ -316,7 +316,7 @@ def test_gpus_without_nvidia_smi_are_counted_by_libcuda(
     assert (found.status, says in found.detail) == (status, True)
 
 
-def test_a_host_without_gpus_is_told_so() -> None:
+def test_a_host_without_gpus_is_reported() -> None:
     (found,) = devices.gpus(no_smi, no_cuda)
     assert found.status is Status.ABSENT
     assert "neither nvidia-smi nor libcuda" in found.detail
@@ -351,7 +351,7 @@ def test_huge_pages_of_registered_memory(
         (None, "6.12.1", Status.LIMITED),
     ],
 )
-def test_huge_pages_of_shared_memory_are_there_where_the_kernel_lets_the_engine_make_them(
+def test_huge_pages_of_shared_memory_depend_on_the_kernel_and_its_setting(
     tmp_path: Path, setting: str | None, release: str, status: Status
 ) -> None:
     files = {"proc/sys/kernel/osrelease": release}
@@ -363,7 +363,7 @@ def test_huge_pages_of_shared_memory_are_there_where_the_kernel_lets_the_engine_
 @pytest.mark.parametrize(
     ("largest", "status"), [(4 << 20, Status.OK), ((4 << 20) - 1, Status.LIMITED)]
 )
-def test_socket_buffers_are_judged_by_what_they_may_grow_to(
+def test_socket_buffers_are_judged_by_their_largest_size(
     tmp_path: Path, largest: int, status: Status
 ) -> None:
     files = {f"proc/sys/net/ipv4/{name}": f"4096\t131072\t{largest}" for name in ("tcp_rmem",)}
@@ -379,12 +379,12 @@ def test_open_files_bound_the_peers(soft: int, status: Status) -> None:
     assert limits.open_files((soft, RLIM_INFINITY)).status is status
 
 
-def test_locked_memory_is_told_and_not_judged() -> None:
+def test_locked_memory_is_reported_and_not_judged() -> None:
     assert limits.locked_memory((8 << 20, 8 << 20)).detail.startswith("8192 KiB")
     assert limits.locked_memory((RLIM_INFINITY, RLIM_INFINITY)).detail.startswith("unlimited")
 
 
-def test_memory_is_told_with_the_bound_of_the_control_group(tmp_path: Path) -> None:
+def test_memory_is_reported_with_the_bound_of_the_control_group(tmp_path: Path) -> None:
     meminfo = "MemTotal:       8388608 kB\nMemFree: 1 kB\nMemAvailable:   4194304 kB"
     bounded = host(tmp_path, {"proc/meminfo": meminfo, "sys/fs/cgroup/memory.max": str(2 << 30)})
     assert limits.memory(bounded).detail == (
@@ -441,7 +441,7 @@ def test_a_clock_that_differs_from_the_control_planes(
     assert (found.remedy is None) == (status is Status.OK)
 
 
-def test_a_control_plane_that_tells_no_time_is_no_reason_to_fail(tmp_path: Path) -> None:
+def test_a_control_plane_without_a_date_is_not_a_failure(tmp_path: Path) -> None:
     assert clocks.clock(host(tmp_path)) == []
     for url in ("http://fd00::1:8080", "http://127.0.0.1:1"):
         [found] = clocks.clock(

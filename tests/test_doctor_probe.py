@@ -32,7 +32,7 @@ def sysfs(tmp_path: Path) -> SysfsBuilder:
 
 
 def roce(sysfs: SysfsBuilder, **device: str) -> str:
-    """A ConnectX-7 with one Ethernet port that is well; returns the port's folder."""
+    """Writes a healthy ConnectX-7 with one Ethernet port; returns the port's folder."""
     sysfs.write({"devices/system/node/node0/cpulist": "0-7"})
     sysfs.pci_device("pci0000:15/0000:15:01.0")
     sysfs.pci_device(SWITCH)
@@ -93,7 +93,7 @@ def row(sysfs: SysfsBuilder, name: str) -> Finding:
 # --- a NIC and its ports ---------------------------------------------------------------------
 
 
-def test_a_roce_nic_that_is_well_is_shown_with_all_that_sysfs_says(sysfs: SysfsBuilder) -> None:
+def test_a_healthy_roce_nic_is_shown_with_all_facts_of_sysfs(sysfs: SysfsBuilder) -> None:
     roce(sysfs)
     shown = {finding.name: finding for finding in findings(only_nic(sysfs))}
     assert list(shown) == ["mlx5_0", "mlx5_0 port 1", "mlx5_0 port 1 GIDs", "mlx5_0 PCIe"]
@@ -180,7 +180,7 @@ def test_a_port_that_is_down_comes_with_a_remedy(sysfs: SysfsBuilder) -> None:
     assert found.remedy == "rdma link, ip link set ens1 up, the cable, the switch"
 
 
-def test_marks_and_counters_are_read_where_the_driver_shows_them(sysfs: SysfsBuilder) -> None:
+def test_marks_and_counters_are_read_if_the_driver_shows_them(sysfs: SysfsBuilder) -> None:
     port = roce(sysfs)
     nic = port.removesuffix("/ports/1")
     sysfs.write(
@@ -204,7 +204,7 @@ def test_marks_and_counters_are_read_where_the_driver_shows_them(sysfs: SysfsBui
 @pytest.mark.parametrize(
     ("device", "generation"), [("0xefa0", 1), ("0xefa1", 2), ("0xefa2", 3), ("0xefa3", 4)]
 )
-def test_an_efa_is_told_by_its_generation(
+def test_an_efa_is_shown_with_its_generation(
     sysfs: SysfsBuilder, device: str, generation: int
 ) -> None:
     place = sysfs.pci_device("pci0000:44/0000:55:00.0", vendor="0x1d0f", device=device)
@@ -215,12 +215,14 @@ def test_an_efa_is_told_by_its_generation(
     assert (nic.fabric, nic.efa_generation, nic.driver_version) == ("ofi", generation, "2.13.0")
     assert nic.ports[0].gids == (Gid(0, None, "fe80::e42:a1ff:fe00:1", None),)
     assert row(sysfs, "rdmap85s0").detail.startswith(f"efa 2.13.0, EFA generation {generation}, ")
-    # A virtual function says nothing of its link.
+    # A virtual function does not report its link.
     assert row(sysfs, "rdmap85s0 PCIe").status is Status.INFO
 
 
 @pytest.mark.parametrize(("name", "nics"), [("p5en", 16), ("dgx", 8), ("laptop", 0)])
-def test_what_a_host_does_not_say_is_left_out(tmp_path: Path, name: str, nics: int) -> None:
+def test_facts_that_a_host_does_not_report_are_left_out(
+    tmp_path: Path, name: str, nics: int
+) -> None:
     hardware = Hardware.read(Host(machines.write(name, tmp_path), {}))
     assert len(hardware.nics) == nics
     assert hardware.gpus == (0 if name == "laptop" else 8)
@@ -263,7 +265,7 @@ def test_a_degraded_link_is_a_limit(
 
 
 def config_space(nbytes: int, registers: dict[int, int]) -> bytes:
-    """A configuration space of 32-bit registers at these offsets."""
+    """Returns a configuration space of 32-bit registers at these offsets."""
     space = bytearray(nbytes)
     for offset, value in registers.items():
         space[offset : offset + 4] = value.to_bytes(4, "little")
@@ -271,7 +273,7 @@ def config_space(nbytes: int, registers: dict[int, int]) -> bytes:
 
 
 def acs_space(control: int) -> bytes:
-    """A bridge whose second extended capability is ACS."""
+    """Returns the space of a bridge whose second extended capability is ACS."""
     return config_space(4096, {0x100: 0x14810001, 0x148: 0x0001000D, 0x14C: control << 16 | 0x1F})
 
 
@@ -293,15 +295,13 @@ def test_relaxed_ordering_and_sizes_are_in_the_device_control_register(
     assert place.relaxed_ordering is True
     assert (place.max_payload_bytes, place.max_read_request_bytes) == (256, 4096)
     assert "relaxed ordering on, payload 256 bytes" in row(sysfs, "mlx5_0 PCIe").detail
-    # What another user than root can read of it.
+    # Users other than root can read only this part.
     config.write_bytes(config.read_bytes()[:64])
     assert place_of(sysfs).relaxed_ordering is None
 
 
 @pytest.mark.parametrize("loop_to", [0x40, 0x60])
-def test_a_list_of_capabilities_that_runs_in_a_circle_ends(
-    sysfs: SysfsBuilder, loop_to: int
-) -> None:
+def test_a_circular_list_of_capabilities_ends(sysfs: SysfsBuilder, loop_to: int) -> None:
     roce(sysfs)
     registers = {0x04: 1 << 20, 0x34: 0x40, 0x40: 0x6001, 0x60: loop_to << 8 | 5}
     (sysfs.folder / "devices" / MLX5 / "config").write_bytes(config_space(4096, registers))
@@ -351,7 +351,7 @@ def test_the_iommu_is_shown_with_its_options_and_nothing_else_of_the_command_lin
     assert none.detail == "none in use; kernel options: none"
 
 
-def test_libraries_are_told_by_version(tmp_path: Path) -> None:
+def test_libraries_are_shown_with_their_version(tmp_path: Path) -> None:
     folder = tmp_path / "usr/lib64"
     folder.mkdir(parents=True)
     (folder / "libibverbs.so.1.14.50.0").touch()
@@ -362,7 +362,7 @@ def test_libraries_are_told_by_version(tmp_path: Path) -> None:
         Library("libibverbs.so.1", str(folder / "libibverbs.so.1"), "rdma-core 50.0"),
         Library("libfabric.so.1", str(folder / "libfabric.so.1"), "2.1"),
     )
-    assert nic_fabrics.libraries(host)[1].version is None  # it cannot be loaded
+    assert nic_fabrics.libraries(host)[1].version is None  # an empty file cannot be loaded
     named = Host(tmp_path / "none", {"KVXFER_LIBFABRIC": str(folder / "libfabric.so.1")})
     (library,) = nic_fabrics.libraries(named, lambda path: path.name)
     assert library.version == "libfabric.so.1"
@@ -405,7 +405,7 @@ def test_a_nic_that_cannot_be_opened_is_refused_with_a_remedy() -> None:
     assert row.remedy is not None
 
 
-def test_a_driver_that_does_not_return_costs_no_more_than_its_verdict(
+def test_a_driver_that_does_not_return_is_a_failure_and_blocks_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     returns = threading.Event()
@@ -428,7 +428,7 @@ def test_a_driver_that_does_not_return_costs_no_more_than_its_verdict(
         (ValueError("a defect"), Verdict.FAILED, "loading the engine: ValueError: a defect"),
     ],
 )
-def test_whatever_goes_wrong_is_one_line(
+def test_every_error_is_one_line(
     monkeypatch: pytest.MonkeyPatch, error: Exception, verdict: Verdict, says: str
 ) -> None:
     async def fail(attempt: object) -> None:
@@ -447,7 +447,7 @@ def test_whatever_goes_wrong_is_one_line(
         ("verbs", "mlx5_0", Status.LIMITED),
     ],
 )
-def test_only_tcp_is_what_the_core_cannot_do_without(
+def test_only_a_failure_of_tcp_breaks_the_core(
     fabric: str, nic: str | None, status: Status
 ) -> None:
     found = loopbacks.finding(Loopback(fabric, nic, Verdict.FAILED, (), "nic-lost", "it broke"))
@@ -455,7 +455,7 @@ def test_only_tcp_is_what_the_core_cannot_do_without(
     assert found.remedy is not None
 
 
-def test_each_nic_is_tried_over_its_own_fabric_and_the_others_as_well(
+def test_each_nic_is_tried_over_its_fabric_and_so_are_tcp_and_local(
     sysfs: SysfsBuilder,
 ) -> None:
     roce(sysfs)

@@ -14,7 +14,7 @@ from kvxfer.errors import (
 
 
 class UnderWay:
-    """What a frame holds."""
+    """An object that a frame holds."""
 
 
 def lose(kept: list[KvxferError]) -> weakref.ref[UnderWay]:
@@ -26,7 +26,7 @@ def lose(kept: list[KvxferError]) -> weakref.ref[UnderWay]:
     return weakref.ref(under_way)
 
 
-def test_an_error_that_is_kept_keeps_nothing_that_was_under_way() -> None:
+def test_a_kept_error_keeps_no_object_of_its_frames() -> None:
     kept: list[KvxferError] = []
     assert lose(kept)() is None
     [error] = kept

@@ -1,4 +1,4 @@
-"""The file that has the secret of an instance, for other processes of the worker's user."""
+"""The file with the secret of an instance, for other processes of the worker's user."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvxfer.instance_secret import keep_secret, kept_secret
 
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """No folder is named; the one of temporary files is this one."""
+    """Unsets the variables that name a folder; temporary files go to this folder."""
     monkeypatch.delenv("KVXFER_RUNTIME_DIR")
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
-def test_it_is_where_the_environment_says_else_in_a_folder_of_the_user(nowhere, monkeypatch):
+def test_the_file_is_in_the_named_folder_or_else_in_one_of_the_user(nowhere, monkeypatch):
     assert kept_secret("p") is None
     assert keep_secret("p", "s-1") == nowhere / f"kvxfer-{os.geteuid()}" / "p.secret"
     for name, folder in (("XDG_RUNTIME_DIR", "user/kvxfer"), ("KVXFER_RUNTIME_DIR", "named")):
@@ -31,7 +31,7 @@ def test_it_is_where_the_environment_says_else_in_a_folder_of_the_user(nowhere, 
         assert kept_secret("p") == folder
 
 
-def test_only_the_user_can_read_it_whatever_was_there_before(nowhere):
+def test_only_the_user_can_read_the_file_whatever_existed_before(nowhere):
     folder = nowhere / f"kvxfer-{os.geteuid()}"
     folder.mkdir(mode=0o777)
     elsewhere = nowhere / "elsewhere"
@@ -44,7 +44,7 @@ def test_only_the_user_can_read_it_whatever_was_there_before(nowhere):
     assert [each.name for each in folder.iterdir()] == ["p.secret"]
 
 
-def test_what_cannot_be_read_is_none(nowhere):
+def test_an_unreadable_file_is_no_secret(nowhere):
     file = keep_secret("p", "mine")
     file.write_bytes(b"\xff")
     assert kept_secret("p") is None

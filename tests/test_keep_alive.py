@@ -1,4 +1,4 @@
-"""Idle HTTP connections: the client gives them up first, so no request meets one being closed."""
+"""Idle HTTP connections: the client closes them first, so no request meets a closing one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvxfer.web.server import Server
 
 pytestmark = pytest.mark.native
 
-# What httpx2 waits, and uvicorn by itself.
+# The keep-alive time of httpx2, and uvicorn's default.
 CLIENT_SECONDS = 5.0
 
 
 class HurriedLoop(asyncio.SelectorEventLoop):
-    """Sockets are real; time can be moved on."""
+    """A loop with real sockets, whose time can be moved on."""
 
     ahead = 0.0
 
@@ -30,7 +30,7 @@ class HurriedLoop(asyncio.SelectorEventLoop):
         return super().time() + self.ahead
 
     async def pass_by(self, seconds: float) -> None:
-        """So much later; what was due meanwhile has been done."""
+        """Moves time on by `seconds` and does what became due."""
         self.ahead += seconds
         for _ in range(10):
             await asyncio.sleep(0)
@@ -75,7 +75,7 @@ def test_a_server_keeps_an_idle_connection_for_longer_than_clients_do(
 
 
 async def connections_of_two_requests(url: str, idle: float) -> int:
-    """With an idle time between them, and a client that would use its connection again."""
+    """Counts the connections for two requests, `idle` apart, of a client that keeps connections."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, HurriedLoop)
     opened = 0

@@ -39,7 +39,7 @@ def test_a_young_worker_is_measured_over_its_life(meter, clock):
     assert meter.tokens_per_second == pytest.approx(10)
 
 
-def test_what_is_older_than_the_window_is_forgotten(meter, clock):
+def test_events_older_than_the_window_are_forgotten(meter, clock):
     meter.requests(1)
     meter.tokens(7)
     meter.first_token(3.0)
@@ -51,7 +51,7 @@ def test_what_is_older_than_the_window_is_forgotten(meter, clock):
 
 @pytest.mark.parametrize("seconds", [0.0, 5.0, 61.0])
 def test_a_request_that_fails_is_no_load(meter, clock, seconds):
-    """Also where its arrival is forgotten before it fails."""
+    """Holds even if its arrival is forgotten before it fails."""
     with pytest.raises(ValueError), meter.request(tokens=100):
         assert meter.tokens_per_second == 100
         clock.advance(seconds)

@@ -1,4 +1,4 @@
-"""Logs of a process, as what is written to stderr."""
+"""The logs of a process, read from its stderr."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def test_text_names_level_logger_and_fields():
         assert word in line
 
 
-def test_level_is_that_asked_for():
+def test_records_below_the_level_are_not_written():
     assert logged("text", "log.info('quiet')", level="warning") == ""
 
 
-def test_decisions_about_the_fleet_are_told_at_any_level():
+def test_decisions_about_the_fleet_are_logged_at_any_level():
     code = f"logging.getLogger({AUDIT!r}).info('drain', extra={{'caller': 'ops'}})"
     record = json.loads(logged("json", code, level="error"))
     assert (record["event"], record["caller"], record["logger"]) == ("drain", "ops", AUDIT)
@@ -67,5 +67,5 @@ def test_secrets_of_errors_are_not_logged(log_format):
 
 
 @pytest.mark.parametrize("text", ["", "eyJ is how base64 begins", "kvxfer.api.requests", "a.b.c"])
-def test_what_is_no_secret_stays(text):
+def test_text_without_a_secret_is_kept(text):
     assert redact(None, "info", {"event": text}) == {"event": text}

@@ -1,8 +1,8 @@
-"""Sequences of requests of the OpenAPI schema (schemathesis, stateful): what one request made, the
-next ones read, change and delete, in any order.
+"""Sequences of requests from the OpenAPI schema (schemathesis, stateful): later requests read,
+change and delete what earlier ones created, in any order.
 
-Whatever they hold, the answers are those that the schema describes, never a 5xx; what was deleted
-is gone, and what was made is there.
+Each answer is one that the schema describes, and no server error but the 503s named below. A
+created resource can be read; a deleted one cannot.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Workflow(schema.as_state_machine()):
         return {"headers": {"Authorization": f"Bearer {TOKEN}"}}
 
     def before_call(self, case: Case) -> None:
-        """Random bodies are hardly ever a worker or a request for two of them: some are."""
+        """Replaces some random bodies, which are hardly ever a valid worker, request or update."""
         chosen = len(repr(case.body)) % 3
         if case.operation.label == "POST /v1/instances" and chosen < len(_WORKERS):
             case.body = _WORKERS[chosen]
@@ -72,7 +72,7 @@ class Workflow(schema.as_state_machine()):
         **kwargs: Any,
     ) -> None:
         if response.status_code == 503:
-            # Without a fleet there is no pair, and this control plane says that it is stopping.
+            # There is no pair without a fleet, and this control plane is stopping.
             assert response.json()["code"] in ("no-capacity", "control-plane-unavailable")
             return
         case.validate_response(

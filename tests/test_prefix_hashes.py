@@ -20,7 +20,7 @@ DOCS = Path(__file__).parents[1] / "docs/pairing.md"
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 3500, 16384, 16385, 100_000])
-def test_what_is_asked_for_is_published_and_reaches_to_the_end(
+def test_hashes_that_are_asked_for_are_published_and_reach_to_the_end(
     tokens: int, rng: random.Random
 ) -> None:
     prompt = [rng.randrange(32000) for _ in range(tokens)]

@@ -21,17 +21,17 @@ Name = Annotated[str, Meta(pattern="^[a-z]+$", max_length=8, examples=["ann"])]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """No record, and described like one."""
+    """A dataclass that is no record but is described like one."""
 
     width: Annotated[int, Meta(ge=1)]
     height: Annotated[int, Meta(ge=1)] = 1
 
 
 class Base(Record, frozen=True, kw_only=True):
-    """What is common."""
+    """The common part."""
 
     name: Name
-    """Its name; None without one."""
+    """The name; None without one."""
 
 
 class Thing(Base, frozen=True, kw_only=True):
@@ -116,12 +116,12 @@ def test_number_is_finite(number):
         TypeAdapter(Thing).validate_python({**LEAST, "ratio": float(number)})
 
 
-def test_record_that_is_there_is_taken_as_it_is():
+def test_existing_record_is_accepted_unchecked():
     made = Thing(name="NOT CHECKED", size=Size(1))
     assert TypeAdapter(Thing).validate_python(made) is made
 
 
-def test_unknown_members_are_refused_where_the_record_says_so():
+def test_unknown_members_are_refused_if_the_record_forbids_them():
     with pytest.raises(ValidationError, match="not permitted"):
         TypeAdapter(Strict).validate_python({"numbr": 1})
 
@@ -149,7 +149,7 @@ def test_hash_is_text():
             adapter.validate_python({"value": wrong})
 
 
-def test_what_a_record_refuses_of_itself_is_told():
+def test_error_of_a_records_own_check_is_reported():
     with pytest.raises(ValidationError, match="number is 13; choose another"):
         TypeAdapter(Checked).validate_python({"number": 13})
 
@@ -159,7 +159,7 @@ def test_schema_says_what_the_class_says():
     assert (schema["title"], schema["description"]) == ("Thing", "One of them.")
     assert schema["required"] == ["name", "size"]
     members = schema["properties"]
-    assert members["name"]["description"] == "Its name; null without one."
+    assert members["name"]["description"] == "The name; null without one."
     assert members["name"]["pattern"] == "^[a-z]+$"
     assert members["role"]["default"] == "both"
     assert members["raw"] == {
@@ -169,10 +169,10 @@ def test_schema_says_what_the_class_says():
         "type": "string",
     }
     assert set(schema["$defs"]) == {"Role", "Size"}
-    assert docstrings(Thing) == {"name": "Its name; None without one."}
+    assert docstrings(Thing) == {"name": "The name; None without one."}
 
 
-def test_example_is_made_of_those_of_its_members():
+def test_example_is_made_of_the_examples_of_its_members():
     assert json.loads(msgspec.json.encode(example(Thing))) == {
         "name": "ann",
         "size": {"width": 1, "height": 1},

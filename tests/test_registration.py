@@ -98,7 +98,7 @@ async def test_a_new_model_is_a_new_epoch_in_the_same_place(client, registered, 
     async with registered(state=READY, on_epoch=epochs.append) as registration:
         before = clock.monotonic()
         model = ModelIdentity(checkpoint="a" * 32, weights_version=2)
-        # Beside a heartbeat that is under way.
+        # A heartbeat is under way at the same time.
         await asyncio.gather(registration.heartbeat(), registration.take_model(model))
         assert clock.monotonic() - before < INTERVAL
         [instance] = await client.instances()
@@ -116,7 +116,7 @@ async def test_worker_learns_with_its_next_heartbeat_that_it_is_drained(client, 
         assert registration.state is DRAINING
 
 
-async def test_lost_lease_is_taken_anew_with_state_and_load(client, registered):
+async def test_lost_lease_is_replaced_with_the_same_state_and_load(client, registered):
     epochs: list[int] = []
     async with registered(on_epoch=epochs.append, load=lambda: Load(waiting=2)) as registration:
         await client.deregister("p", registration.epoch)
@@ -129,7 +129,7 @@ async def test_lost_lease_is_taken_anew_with_state_and_load(client, registered):
         assert (instance.epoch, instance.state, instance.load) == (second, READY, Load(waiting=2))
 
 
-async def test_a_heartbeat_that_hangs_does_not_put_off_the_next(registered, clock, monkeypatch):
+async def test_a_heartbeat_that_hangs_does_not_delay_the_next(registered, clock, monkeypatch):
     beats: list[float] = []
 
     async def hangs() -> None:
@@ -157,7 +157,7 @@ async def test_draining_worker_that_lost_its_lease_is_draining_again(client, reg
 
 @pytest.fixture
 async def passing(network: Network) -> AsyncIterator[contextlib.AsyncExitStack]:
-    """A control plane that is gone once this is closed."""
+    """A stack with a control plane, which stops when the stack is closed."""
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(network.control_plane(lease_seconds=LEASE))
         yield stack
@@ -177,7 +177,7 @@ async def test_worker_is_back_within_a_heartbeat_of_the_control_planes_return(
                 before, after = epochs
                 assert after > before
                 assert (await client.instance("p")).epoch == after
-            # The control plane is gone once more: leaving takes no harm from it.
+            # The control plane is gone again, and the worker still leaves in time.
             left = clock.monotonic()
         assert clock.monotonic() - left <= 2
 
@@ -212,7 +212,9 @@ async def test_worker_may_start_before_the_control_plane(network, clock):
 
 
 @pytest.mark.parametrize("patience", [0.0, 10.0])
-async def test_control_plane_that_stays_away_is_an_error_after_patience(network, clock, patience):
+async def test_control_plane_that_stays_unavailable_is_an_error_after_the_patience(
+    network, clock, patience
+):
     async with network.client() as client:
         began = clock.monotonic()
         with pytest.raises(ControlPlaneUnavailable, match=CONTROL_PLANE):
@@ -221,9 +223,7 @@ async def test_control_plane_that_stays_away_is_an_error_after_patience(network,
     assert patience - 0.25 <= clock.monotonic() - began <= patience + 0.25
 
 
-async def test_control_plane_that_takes_its_time_is_waited_for(
-    control_plane, registered, monkeypatch
-):
+async def test_slow_control_plane_is_waited_for(control_plane, registered, monkeypatch):
     really = control_plane.register
 
     async def register(*arguments, **named):
@@ -239,7 +239,7 @@ async def test_control_plane_that_takes_its_time_is_waited_for(
 
 
 class WrongClock(VirtualClock):
-    """The clock of a host that is wrong by so many seconds."""
+    """The clock of a host, off by `wrong` seconds."""
 
     def __init__(self, right: VirtualClock) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class WrongClock(VirtualClock):
 
 
 @pytest.mark.parametrize(("wrong", "how"), [(90.0, "90.0 s ahead of"), (-90.0, "90.0 s behind")])
-async def test_a_clock_that_differs_from_the_control_planes_is_told_once(
+async def test_a_clock_that_differs_from_the_control_planes_is_logged_once(
     client, clock, caplog, wrong, how
 ):
     clock_here = WrongClock(clock)
@@ -288,7 +288,7 @@ async def test_id_of_a_crashed_worker_is_taken_over_when_its_lease_ends(client, 
 
 
 async def test_id_is_waited_for_as_long_as_its_holder_is_silent(network, clock):
-    """A control plane that stood still lets every lease last so much longer."""
+    """A control plane that stood still extends every lease by that time."""
     async with (
         network.control_plane(lease_seconds=LEASE, silence_seconds=2),
         network.client() as client,
@@ -325,10 +325,10 @@ async def test_registration_whose_answer_was_lost_is_repeated(client, registered
         assert clock.monotonic() == began
 
 
-# --- what fails in the worker ----------------------------------------------------------------
+# --- failures in the worker ------------------------------------------------------------------
 
 
-async def test_a_load_that_has_changed_is_told_at_once_and_not_too_often(client, registered, clock):
+async def test_a_changed_load_is_reported_at_once_but_not_too_often(client, registered, clock):
     beats: list[float] = []
 
     def load() -> Load:
@@ -338,7 +338,9 @@ async def test_a_load_that_has_changed_is_told_at_once_and_not_too_often(client,
     async with registered(load=load) as registration:
         began = clock.monotonic()
         await passes(1.0)
-        assert (await client.instance("p")).load.free_blocks == 1, "it is told after registration"
+        assert (await client.instance("p")).load.free_blocks == 1, (
+            "it is reported after registration"
+        )
         changed = clock.monotonic()
         for _ in range(10):
             registration.load_changed()
@@ -385,10 +387,10 @@ async def test_callback_that_raises_does_not_end_the_heartbeats(client, register
         assert (await client.instance("p")).epoch == epochs[3]
 
 
-# --- what operators ask for ------------------------------------------------------------------
+# --- requests of operators -------------------------------------------------------------------
 
 
-async def test_new_role_is_heard_of_and_kept_over_a_lost_lease(client, registered):
+async def test_new_role_reaches_the_worker_and_is_kept_over_a_lost_lease(client, registered):
     roles: list[Role] = []
     async with registered(on_role=roles.append) as registration:
         await client.change_role("p", Role.DECODE)
@@ -429,7 +431,7 @@ async def test_drained_worker_stays_for_its_requests_and_for_those_on_their_way(
             await leaving
 
 
-async def test_deadline_of_a_drain_ends_it_without_the_control_plane_too(network, passing, clock):
+async def test_deadline_of_a_drain_ends_it_even_without_the_control_plane(network, passing, clock):
     async with (
         network.client() as client,
         Registration(client, worker("p"), load=lambda: Load(running=1), clock=clock) as registered,
@@ -450,7 +452,7 @@ async def test_worker_that_nobody_drains_stays(registered):
         leaving.cancel()
 
 
-async def test_drain_that_is_undone_ends_at_the_worker_with_its_next_heartbeat(client, registered):
+async def test_worker_learns_with_its_next_heartbeat_that_its_drain_is_undone(client, registered):
     async with registered(load=lambda: Load(running=1)) as registration:
         leaving = asyncio.create_task(registration.drained())
         await client.drain("p", deadline_seconds=LEASE)
@@ -466,7 +468,7 @@ async def test_drain_that_is_undone_ends_at_the_worker_with_its_next_heartbeat(c
         assert leaving.done()
 
 
-async def test_worker_that_leaves_has_said_so_before(client, registered):
+async def test_worker_reports_that_it_leaves_before_it_leaves(client, registered):
     load = Load(running=1)
     async with registered(load=lambda: load) as registration:
         await client.drain("p", deadline_seconds=600)
@@ -475,13 +477,13 @@ async def test_worker_that_leaves_has_said_so_before(client, registered):
         await registration.drained()
         with pytest.raises(InstanceLeaving):
             await client.undrain("p")
-        # One of before the undo was asked for says nothing else.
+        # Another heartbeat changes nothing.
         await registration.heartbeat()
         assert (await client.instance("p")).state is DRAINING
 
 
-async def test_worker_that_stays_when_it_is_drained_can_be_had_back(client, registered):
-    """As vLLM's and SGLang's, which end when they are stopped."""
+async def test_drain_of_a_worker_that_stays_can_be_undone(client, registered):
+    """Workers of vLLM and SGLang stay: they end only when they are stopped."""
     async with registered(load=Load) as registration:
         await client.drain("p", deadline_seconds=INTERVAL)
         await passes(3 * INTERVAL)

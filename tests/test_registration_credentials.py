@@ -1,4 +1,4 @@
-"""What a worker shows the control plane: the secret of its lease, and its token."""
+"""The credentials that a worker shows the control plane: its token, and its lease's secret."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_worker_acts_with_the_secret_of_its_lease(client, registered):
         assert registration.registered
 
 
-async def test_secret_is_in_a_file_for_the_workers_user_as_long_as_it_counts(
+async def test_secret_is_in_a_file_for_the_workers_user_as_long_as_it_is_valid(
     client, registered, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("KVXFER_RUNTIME_DIR", str(tmp_path / "new"))
@@ -65,8 +65,10 @@ async def test_secret_that_cannot_be_kept_costs_no_lease(registered, tmp_path, c
     assert "name a folder for it in KVXFER_RUNTIME_DIR" in caplog.text
 
 
-async def test_worker_of_a_control_plane_without_secrets(network, clock, monkeypatch, tmp_path):
-    """One of before ignores that the worker would take one."""
+async def test_worker_needs_no_secret_if_the_control_plane_has_none(
+    network, clock, monkeypatch, tmp_path
+):
+    """An earlier control plane ignores that the worker would take a secret."""
     monkeypatch.setattr("kvxfer.api.routes.instances.new_secret", lambda: None)
     monkeypatch.setenv("KVXFER_RUNTIME_DIR", str(tmp_path))
     async with network.control_plane(lease_seconds=LEASE), network.client() as client:

@@ -1,4 +1,4 @@
-"""Settings are refused beyond the bounds that their annotations say."""
+"""Settings out of the bounds in their annotations are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Things:
         check_bounds(self)
 
 
-def test_what_is_within_the_bounds_is_taken() -> None:
+def test_values_within_the_bounds_are_accepted() -> None:
     Things()
     Things(count=64, threads=1, seconds=1e-9, side="right")
 
@@ -45,7 +45,7 @@ def test_what_is_within_the_bounds_is_taken() -> None:
         ({"side": "both"}, "side is both; use left or right"),
     ],
 )
-def test_what_is_beyond_them_is_refused_by_name_value_and_remedy(
+def test_values_out_of_bounds_are_refused_with_name_value_and_remedy(
     given: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(InvalidArgument) as refused:
@@ -53,7 +53,7 @@ def test_what_is_beyond_them_is_refused_by_name_value_and_remedy(
     assert str(refused.value) == told
 
 
-def test_types_come_without_notes_and_without_those_of_type_checkers() -> None:
+def test_member_types_have_no_metadata_and_no_types_only_for_checkers() -> None:
     found = members(Things)
     assert {name: member.type for name, member in found.items()} == {
         "count": int,

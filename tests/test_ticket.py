@@ -85,7 +85,7 @@ def test_a_clock_that_is_behind_is_named_with_both_times():
 
 
 @pytest.mark.parametrize("time", [float("nan"), float("inf"), 1e300])
-def test_a_time_that_is_none_is_refused_like_any_other(time):
+def test_an_impossible_time_is_refused(time):
     for ticket in (
         dataclasses.replace(TICKET, issued_at=time),
         dataclasses.replace(TICKET, issued_at=1.0, expires_at=-time),

@@ -1,4 +1,4 @@
-"""Tracing as the environment sets it: on, off, and to whom with which credentials."""
+"""Tracing as the environment configures it: on or off, the endpoint, the credentials."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         {ENDPOINT: "http://h:4318", "OTEL_TRACES_EXPORTER": "none"},
     ],
 )
-def test_nothing_is_traced_where_the_environment_does_not_say_so(
+def test_nothing_is_traced_unless_the_environment_enables_it(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
 ) -> None:
     for name, value in environment.items():
@@ -60,7 +60,7 @@ def test_an_endpoint_without_the_packages_is_an_error_with_the_command(
         start_tracing("worker")
 
 
-def test_a_protocol_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_protocol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENDPOINT, "http://h:4317")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     with pytest.raises(InvalidArgument, match=r"'grpc'.*4318"):
@@ -79,7 +79,7 @@ def test_opentelemetry_is_not_imported_where_nothing_is_traced() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_code_that_is_traced_does_nothing_where_nobody_records() -> None:
+def test_no_span_is_begun_if_no_trace_is_recorded() -> None:
     assert current.get() is None
     assert child("a step") is None
     with span("a step") as begun:
@@ -120,7 +120,7 @@ def test_spans_go_to_the_control_plane_with_the_credentials_of_the_process(
 
 
 @pytest.mark.native
-def test_an_endpoint_that_is_away_is_told_of_once_and_when_it_is_back(
+def test_an_unavailable_endpoint_is_logged_once_and_its_return_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -139,7 +139,7 @@ def test_an_endpoint_that_is_away_is_told_of_once_and_when_it_is_back(
     assert caplog.messages.count("another exporter's") == 3
 
 
-def test_the_environment_has_the_last_word_on_who_the_spans_are_of(
+def test_the_environment_overrides_the_service_and_instance_of_spans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = dict(setup.resource("router", "r-1").attributes)
@@ -151,10 +151,10 @@ def test_the_environment_has_the_last_word_on_who_the_spans_are_of(
     assert (named["zone"], named["service.instance.id"]) == ("eu-1", "pod-7")
 
 
-def test_processes_of_one_seed_give_their_spans_different_ids(
+def test_processes_with_the_same_seed_give_spans_different_ids(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM seeds Python's generator: its prefill and decode servers alike."""
+    """vLLM gives the generators of its prefill and decode servers the same seed."""
     monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:9")
 
     def traceparent() -> str:

@@ -16,7 +16,7 @@ def run(main):
         return runner.run(main())
 
 
-async def test_what_is_due_runs_in_its_order_and_at_its_time(clock):
+async def test_timers_run_in_order_and_at_their_time(clock):
     began, seen = clock.monotonic(), []
 
     async def after(seconds: float) -> None:
@@ -34,7 +34,7 @@ async def test_time_stands_still_while_a_thread_works(clock, of):
     running.call_later(3600, goes_on.set)
 
     def work() -> float:
-        # The loop has nothing else to do by then, and an hour would pass at once.
+        # The loop has nothing else to do: without the thread, an hour would pass at once.
         running.call_soon_threadsafe(running.call_soon, goes_on.set)
         goes_on.wait()
         return clock.monotonic()
@@ -54,7 +54,7 @@ def test_a_wait_for_nothing_ends_the_test():
         run(waits)
 
 
-def test_a_wait_for_nothing_ends_beside_what_repeats_itself():
+def test_a_wait_for_nothing_ends_despite_repeating_timers():
     async def waits() -> None:
         async def repeats() -> None:
             while True:
@@ -64,7 +64,7 @@ def test_a_wait_for_nothing_ends_beside_what_repeats_itself():
         await asyncio.Event().wait()
         task.cancel()
 
-    with pytest.raises(NothingLeftToDo, match="repeats itself"):
+    with pytest.raises(NothingLeftToDo, match="repeating timers"):
         run(waits)
 
 

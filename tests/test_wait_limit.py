@@ -20,7 +20,7 @@ async def test_many_waits_within_the_limit_end_nothing(clock: VirtualClock) -> N
     async with WaitLimit(1) as limit:
         for _ in range(10):
             assert await wait(limit, 0.9) == pytest.approx(0.9)
-            await passes(5)  # between two waits it does not count
+            await passes(5)  # the time between two waits does not count
     assert not limit.expired
 
 

@@ -1,4 +1,4 @@
-"""Files that change under a running process, in each way in which that happens."""
+"""Files that change while a process runs, in each way that this happens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def replace(file: Path, content: str) -> None:
 
 
 def swap_link(file: Path, content: str) -> None:
-    """As the kubelet does: the file is a link through `..data`, which is swapped as a whole."""
+    """Writes as the kubelet does: the file is a link through `..data`, which is swapped whole."""
     folder = file.parent / f"..{content}"
     folder.mkdir()
     (folder / file.name).write_text(content)
@@ -54,7 +54,7 @@ def test_new_content_is_seen_after_the_check_interval(tmp_path, change):
     assert watched.current == "second!"
 
 
-def test_file_is_parsed_only_when_it_is_another_one(tmp_path):
+def test_file_is_parsed_again_only_if_it_changed(tmp_path):
     file, clock, parsed = tmp_path / "secret", VirtualClock(), []
     file.write_text("a")
     watched = WatchedFile("secret", file, parsed.append, clock=clock)
@@ -65,7 +65,7 @@ def test_file_is_parsed_only_when_it_is_another_one(tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["bad", None], ids=["malformed", "removed"])
-def test_value_before_stays_and_the_log_says_so_once(tmp_path, caplog, harm):
+def test_previous_value_stays_in_force_and_the_log_says_so_once(tmp_path, caplog, harm):
     file, clock = tmp_path / "secret", VirtualClock()
     file.write_text("good")
     watched = WatchedFile("secret", file, parse, clock=clock)

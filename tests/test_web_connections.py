@@ -1,4 +1,4 @@
-"""Connections of a server end where their client does not send what it has to."""
+"""A server ends connections whose clients do not send requests in time, or are too many."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class Client:
         self._writer.write(content)
 
     async def head(self) -> bytes:
-        """The status line of an answer."""
+        """Reads an answer and returns its status line."""
         head = await self._reader.readuntil(b"\r\n\r\n")
         length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
         await self._reader.readexactly(int(length or 0))
         return head.partition(b"\r\n")[0]
 
     async def rest(self) -> bytes:
-        """All that comes until the server has closed the connection."""
+        """Returns all bytes until the server closes the connection."""
         with contextlib.suppress(ConnectionError):
             return await self._reader.read()
         return b""
@@ -83,7 +83,7 @@ class Connect:
 
     @property
     def there(self) -> list[BoundedProtocol]:
-        """The connections as the server has them."""
+        """The connections that the server has."""
         return [*self._server.server_state.connections]
 
     async def heard(self, sent: bytes) -> None:
@@ -96,7 +96,7 @@ class Connect:
 
 @contextlib.asynccontextmanager
 async def serving(app: FastAPI) -> AsyncIterator[Connect]:
-    """A server."""
+    """Runs a server and yields a way to connect clients to it."""
     with bind("127.0.0.1", 0) as listener:
         server = Server(app, listener, lambda url: None, limits=LIMITS)
         port = int(url_of(listener).rpartition(":")[2])
@@ -141,7 +141,7 @@ def run(scenario: Scenario, reading: Reading | None = None) -> None:
     ],
     ids=["silent", "empty line", "headers", "no body", "body"],
 )
-def test_request_that_does_not_come_ends_its_connection(sent, seconds, answer):
+def test_connection_ends_if_its_request_does_not_arrive(sent, seconds, answer):
     reading = Reading()
 
     async def scenario(connect, loop):
@@ -158,7 +158,7 @@ def test_request_that_does_not_come_ends_its_connection(sent, seconds, answer):
     assert reading.ends == (["http.disconnect"] if sent.startswith(b"POST") else [])
 
 
-def test_bytes_that_trickle_win_no_time():
+def test_trickling_bytes_do_not_extend_the_time():
     async def scenario(connect, loop):
         client = await connect()
         for byte in range(len(GET) - 2):
@@ -172,7 +172,7 @@ def test_bytes_that_trickle_win_no_time():
     run(scenario)
 
 
-def test_body_after_its_answer_ends_too():
+def test_connection_ends_if_its_body_continues_after_the_answer():
     async def scenario(connect, loop):
         client = await connect()
         client.send(HEAD % b"refuse")
@@ -185,7 +185,7 @@ def test_body_after_its_answer_ends_too():
     run(scenario)
 
 
-def test_client_that_sends_what_it_has_to_is_kept():
+def test_connection_of_a_client_that_sends_in_time_is_kept():
     async def scenario(connect, loop):
         client = await connect()
         for _ in range(2):
@@ -194,8 +194,8 @@ def test_client_that_sends_what_it_has_to_is_kept():
             await loop.pass_by(25)
             client.send(b"x" * 500)
             assert await client.head() == b"HTTP/1.1 200 OK"
-            await loop.pass_by(60)  # idle, which is not late
-            for _ in range(12):  # past a look at all connections
+            await loop.pass_by(60)  # a connection may be idle between requests
+            for _ in range(12):  # past a check of all connections
                 await loop.pass_by(0.1)
         client.send(GET)
         assert await client.head() == b"HTTP/1.1 200 OK"
@@ -208,7 +208,7 @@ def _reads_body(there: list[BoundedProtocol]) -> bool:
     return cycle is not None and not cycle.response_complete
 
 
-def test_a_server_takes_so_many_connections_and_tells_the_next_one():
+def test_a_server_refuses_connections_beyond_its_limit_with_503():
     async def scenario(connect, loop):
         kept = [await connect() for _ in range(3)]
         for client in kept:
@@ -217,7 +217,7 @@ def test_a_server_takes_so_many_connections_and_tells_the_next_one():
         refused = await (await connect()).rest()
         assert refused.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
         assert b"retry-after: 1" in refused
-        assert b"3 connections, as many as it takes" in refused
+        assert b"3 connections, as many as it allows" in refused
         kept.pop().close()
         await eventually(lambda: len(connect.there) < 3)
         again = await connect()

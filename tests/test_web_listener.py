@@ -40,15 +40,15 @@ def test_ipv6_address_is_bracketed():
         assert url_of(listener) == f"http://[::1]:{listener.getsockname()[1]}"
 
 
-def test_two_colons_are_every_address_of_both_kinds():
+def test_two_colons_are_every_ipv4_and_ipv6_address():
     with bind("::", 0) as listener:
         port = listener.getsockname()[1]
         socket.create_connection(("127.0.0.1", port)).close()
-        if ":" in listener.getsockname()[0]:  # this machine has IPv6
+        if ":" in listener.getsockname()[0]:  # the machine has IPv6
             socket.create_connection(("::1", port)).close()
 
 
-def test_two_colons_are_every_ipv4_address_where_there_is_no_ipv6(monkeypatch):
+def test_two_colons_are_every_ipv4_address_on_a_host_without_ipv6(monkeypatch):
     really = socket.socket
 
     def without_ipv6(family, *rest):

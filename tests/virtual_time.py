@@ -39,16 +39,16 @@ class VirtualClock:
         self.advance(seconds)
 
     def advance(self, seconds: float) -> None:
-        """Time passes while nothing runs, as for a process that was stopped meanwhile."""
+        """Moves time on while nothing runs, as for a process that was stopped."""
         self._passed += seconds
 
 
 class NothingLeftToDo(RuntimeError):
-    """The test waits for something that nothing will ever do."""
+    """An error: the test waits for something that can never happen."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Runs what is ready; when nothing is, moves `clock` to the next timer instead of waiting.
+    """An event loop that moves `clock` to the next timer when nothing is ready, instead of waiting.
 
     Work in threads (`asyncio.to_thread`, anyio's) takes no virtual time: the clock stands still
     until it is done. A socket's time is real, so a virtual test may not open one.
@@ -98,7 +98,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def loop_clock() -> Clock:
-    """What goes as the running loop does, for tests of either kind."""
+    """Returns the clock of the running loop, virtual or real."""
     loop = asyncio.get_running_loop()
     return loop.clock if isinstance(loop, VirtualLoop) else SYSTEM_CLOCK
 
@@ -109,7 +109,7 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[valid-type, misc]
         self._loop = loop
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        # The first is the loop's own, with which threads wake it.
+        # The loop registers one socket itself, so that threads can wake it.
         assert not self.get_map(), "a virtual test opens no socket: mark it native or realtime"
         return super().register(fileobj, events, data)
 
@@ -124,11 +124,11 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[valid-type, misc]
         self._loop.clock.advance(timeout)
         self._loop.waited += timeout
         if self._loop.waited > _LONGEST_WAIT:
-            raise NothingLeftToDo("a day has passed, and only what repeats itself still runs")
+            raise NothingLeftToDo("a day has passed, and only repeating timers still run")
         return super().select(0)
 
 
 async def passes(seconds: float) -> None:
-    """So much time passes, and everything that is due in it happens."""
+    """Lets `seconds` pass, and does everything that becomes due."""
     assert isinstance(asyncio.get_running_loop(), VirtualLoop), "only virtual time passes at once"
     await asyncio.sleep(seconds)

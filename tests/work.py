@@ -1,4 +1,4 @@
-"""How much work a call is, counted in steps of the interpreter: the same number on any machine."""
+"""The work of a call, counted in steps of the interpreter: the same number on any machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def steps_of(call: Callable[..., object], *arguments: object) -> int:
-    """Bytecodes that a call runs in Python code of its thread."""
+    """Returns the number of bytecodes that a call runs in Python code of its thread."""
     steps = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

@@ -30,7 +30,7 @@ from kvxfer.clock import SYSTEM_CLOCK
 ROOT: Final = Path(__file__).parents[1]
 WORK: Final = ROOT / "build/verify"
 
-# The last line of a program, of pytest or of doctest.
+# Matches the last line of a program, of pytest or of doctest.
 _PROVED: Final = re.compile(
     r"^(?:proved: (?P<program>.+)"
     r"|=+ (?P<pytest>\d+ passed.*?) =+"
@@ -60,7 +60,7 @@ STEPS: Final = (
     Step("simulate-moe", {}, "the views of MoE groups on virtual time"),
     Step("sanitize", {"WHOLE": "1"}, "the engine under ASan with UBSan, and under TSan"),
     Step("test-aarch64", {}, "the engine on ARM, as far as qemu shows it"),
-    Step("test-gpu", {}, "memory of GPUs, and that defects there are caught"),
+    Step("test-gpu", {}, "GPU memory; planted defects in its code are caught"),
     Step("test-verbs", {}, "Soft-RoCE with one, two and four devices"),
     Step("test-vllm", {}, "the connector in the real vLLM"),
     Step("test-openai", {}, "a pair of vLLM behind the router answers as one aggregated server"),
@@ -69,18 +69,19 @@ STEPS: Final = (
     Step("figures", {}, "every benchmark runs in a fresh copy of the tree"),
     Step("test-moe", {}, "MoE groups of up to eight ranks, with ranks killed and frozen"),
     Step("test-weights", {}, "weight updates, with a training job and a live vLLM"),
-    Step("test-vllm-gpu", {}, "the connector with caches in memory of a GPU"),
+    Step("test-vllm-gpu", {}, "the connector with caches in GPU memory"),
     Step("chaos-vllm", {}, "vLLM servers killed and frozen under load"),
     Step("chaos-weights", {}, "weight updates whose members are killed and frozen"),
     Step("chaos-moe", {}, "MoE groups whose ranks are killed and frozen at every phase"),
     Step("chaos", {"ROUNDS": "2000"}, "workers, network and control plane broken in mid-transfer"),
+    Step("overload", {}, "a pair of vLLM with three times the requests that it can serve"),
     Step("soak", {"MINUTES": "10"}, "memory is flat, and every byte is accounted for"),
     Step("fuzz", {"SECONDS": "30"}, "every decoder of bytes from outside"),
 )
 
 
 class Result(msgspec.Struct, frozen=True):
-    """How a step ended. `tree` is a digest of all files that it ran on."""
+    """The outcome of a step. `tree` is a digest of all files that it ran on."""
 
     tree: str
     passed: bool
@@ -89,7 +90,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def digest_of_tree() -> str:
-    """A digest of every file that is under version control or is not ignored."""
+    """Returns a digest of every file that is under version control or is not ignored."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -108,7 +109,7 @@ def digest_of_tree() -> str:
 
 
 def what_it_proved(log: str) -> str:
-    """The programs' summaries; empty if no program says that it reached its end."""
+    """Returns the programs' summaries; empty if no program reports that it finished."""
     return "; ".join(
         next(words for words in found.groups() if words) for found in _PROVED.finditer(log)
     )
@@ -135,7 +136,7 @@ def run(step: Step, tree: str, console: Console) -> Result:
 
 
 def results(tree: str) -> Iterator[tuple[str, Result]]:
-    """The results of earlier runs on the same tree."""
+    """Yields the results of earlier runs on the same tree."""
     for step in STEPS:
         with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
             found = msgspec.json.decode((WORK / f"{step.target}.json").read_bytes(), type=Result)
@@ -161,9 +162,9 @@ def table_of(done: Mapping[str, Result]) -> Table:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make verify", description=__doc__)
     parser.add_argument(
-        "--step", action="append", choices=[step.target for step in STEPS], help="only these"
+        "--step", action="append", choices=[step.target for step in STEPS], help="run only these"
     )
-    parser.add_argument("--again", action="store_true", help="also steps that have passed")
+    parser.add_argument("--again", action="store_true", help="repeat steps that have passed")
     parser.add_argument("--list", action="store_true", help="print the table and run nothing")
     options = parser.parse_args()
     console = Console()
@@ -185,7 +186,7 @@ def main() -> int:
             console.print(f"  log: {log.relative_to(ROOT)}")
     console.print(table_of(done))
     if digest_of_tree() != tree:
-        console.print("the tree has changed meanwhile: run it again", style="red")
+        console.print("the tree has changed during the run: run it again", style="red")
         return 1
     return 0 if all(s.target in done and done[s.target].passed for s in wanted) else 1
 

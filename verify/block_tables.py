@@ -28,7 +28,7 @@ def block_table(
     ticket_key: bytes = CLUSTER_KEY,
     **offer: Any,
 ) -> BlockTable:
-    """Decode's signed table under a ticket; `offer` replaces fields of its offer."""
+    """Returns decode's signed table under a ticket; `offer` replaces fields of its offer."""
     said: dict[str, Any] = {
         "transfer_id": ticket.transfer_id,
         "ticket": sign_ticket(ticket, ticket_key),

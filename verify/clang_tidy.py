@@ -48,7 +48,7 @@ class Source:
     command: tuple[str, ...]
 
     def included(self) -> set[Path]:
-        """The file and its headers, those of the system too."""
+        """Returns the file and its headers, those of the system too."""
         compiler, *options = self.command
         del options[options.index("-o") : options.index("-o") + 2]
         rule = subprocess.run(
@@ -58,7 +58,7 @@ class Source:
         return {(self.folder / name).resolve() for name in names if name}
 
     def key(self) -> str:
-        """The name in CACHE. It is the same in a clone at another path."""
+        """Returns the name in CACHE. It is the same in a clone at another path."""
         looked_at = [_version(), _digest(ROOT / ".clang-tidy"), *self.command]
         # The order must not depend on the clone's path.
         included = ((str(path).replace(str(ROOT), ""), path) for path in self.included())
@@ -78,7 +78,7 @@ def sources(build: Path) -> dict[Path, Source]:
 
 
 def check(source: Source, build: Path, cache: Path) -> bool | None:
-    """Whether it passed now; None if it had passed before."""
+    """Returns whether it passed now; None if it had passed before."""
     stamp = cache / source.key()
     if stamp.exists():
         stamp.touch()

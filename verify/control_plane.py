@@ -21,7 +21,7 @@ LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32", bl
 
 
 def worker(instance_id: str, role: Role | str = Role.PREFILL, **changes: Any) -> InstanceSpec:
-    """The spec that a worker registers; the arguments replace its fields."""
+    """Returns the spec that a worker registers; the arguments replace its fields."""
     layout = {
         name: changes.pop(name) for name in ("block_size", "dtype", "order") if name in changes
     }
@@ -38,7 +38,7 @@ def worker(instance_id: str, role: Role | str = Role.PREFILL, **changes: Any) ->
 
 
 class RunningControlPlane:
-    """`kvxfer serve` in a thread of this process, so that a test can hold its clock."""
+    """`kvxfer serve` in a thread of this process, so that a test can control its clock."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Runs every benchmark of the Makefile in a smoke size, in a fresh copy of this tree, so that the
-figures of README and docs/performance.md can be measured. `make figures` calls it.
+"""Runs every benchmark of the Makefile in a smoke size, in a fresh copy of this tree. Proves that
+the figures of README and docs/performance.md can be measured. `make figures` calls it.
 
-The copy has no environment and nothing built. At these sizes the figures mean nothing, and a target
-that is missed is no failure; a benchmark that prints no table is.
+The copy has no environment and nothing built. At these sizes the figures mean nothing, so a missed
+target is not a failure; a benchmark that prints no table is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TARGET: Final = re.compile(r"^(bench[a-z-]*):", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Ran:
-    """A benchmark that has ended."""
+    """The outcome of a benchmark."""
 
     target: str
     seconds: float
@@ -48,7 +48,7 @@ class Ran:
 
 
 def targets() -> list[str]:
-    """Those of the Makefile. Raises ValueError for one without a smoke size."""
+    """Returns the benchmarks of the Makefile. Raises ValueError if one has no smoke size."""
     found = sorted(_TARGET.findall((ROOT / "Makefile").read_text()))
     if unknown := {*found} ^ {*_SMOKE}:
         raise ValueError(f"these have no smoke size, or no target: {', '.join(sorted(unknown))}")
@@ -56,7 +56,7 @@ def targets() -> list[str]:
 
 
 def copy_tree(into: Path) -> None:
-    """What is under version control, or would be."""
+    """Copies the files that are under version control or are not ignored."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
     for name in {*listed.split("\0")} - {""}:

@@ -1,4 +1,4 @@
-"""Puts defects into the engine, one at a time, and checks that the tests of GPU memory catch each.
+"""Plants defects in the engine, one at a time, and checks that the tests of GPU memory catch each.
 
 `make test-gpu` calls it on hosts without a GPU, with a double of CUDA's driver. Each defect is
 built into a copy of the sources below build/defects. It is caught if the C++ suite "cuda" fails or
@@ -20,13 +20,13 @@ from rich.table import Table
 ROOT: Final = Path(__file__).parents[1]
 WORK: Final = ROOT / "build/defects"
 
-_SECONDS: Final = 150  # the whole suite takes a tenth of it
+_SECONDS: Final = 150  # the whole suite takes a tenth of this
 _CASE: Final = re.compile(r"^TEST CASE: +(.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Defect:
-    """A defect: its description, and the text `there` in a file of the engine that it replaces."""
+    """A defect: its description, and the text `there` that it replaces in a file of the engine."""
 
     name: str
     file: str
@@ -121,7 +121,7 @@ DEFECTS: Final = (
         "",
     ),
     Defect(
-        "what a GPU lacks is not asked",
+        "a GPU's missing features are not detected",
         "cuda/gpu.cpp",
         "  if (attribute(kHostPointers) != 0) return {};",
         "  return {};",
@@ -169,7 +169,7 @@ DEFECTS: Final = (
         ">> kCodeBits);",
     ),
     Defect(
-        "a stream waits for ever where its counter is released",
+        "a stream waits for ever when its counter is released",
         "group/stream_waits.cpp",
         '  if (!count) return failed(Errc::stale_counter, "it was released");',
         "  if (!count) return false;",
@@ -226,7 +226,7 @@ DEFECTS: Final = (
 
 
 def copy_sources() -> None:
-    """Copies the files that changed since the last time, so that ninja compiles only these."""
+    """Copies the files that have changed since the last run, so that ninja compiles only these."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(
         [*command, "CMakeLists.txt", "pyproject.toml", "engine_native", "verify"],
@@ -254,11 +254,11 @@ def build() -> None:
 
 
 def caught_by(defect: Defect) -> str | None:
-    """The test that fails with the defect, or how the suite ended; None if it passes."""
+    """Returns the test that fails with the defect, or how the suite ended; None if it passes."""
     file = WORK / "engine_native/src" / defect.file
     right = file.read_text()
     if right.count(defect.there) != 1:
-        raise SystemExit(f"gpu_defects: {defect.file} does not have once: {defect.there!r}")
+        raise SystemExit(f"gpu_defects: {defect.file} must contain once: {defect.there!r}")
     file.write_text(right.replace(defect.there, defect.instead))
     try:
         build()

@@ -1,4 +1,4 @@
-"""Waits for a condition, with a deadline. All tests and programs here wait by these functions."""
+"""Waits for a condition, with a deadline. All tests and programs here wait with these functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvxfer.errors import KvxferError
 T = TypeVar("T")
 
 PATIENCE: Final = 30.0
-"""Seconds; for events that come at once on an idle machine."""
+"""The time in seconds for events that happen at once on an idle machine."""
 
 _PAUSE: Final = 0.02
 
@@ -22,7 +22,7 @@ _PAUSE: Final = 0.02
 async def eventually(
     step: Callable[[], T | Awaitable[T]], seconds: float = PATIENCE, *, pause: float = _PAUSE
 ) -> T:
-    """The answer of `step` once it is neither false nor a KvxferError.
+    """Returns the answer of `step` once it is neither false nor a KvxferError.
 
     Raises TimeoutError after `seconds`, with the last error or answer as a note.
     """
@@ -44,7 +44,7 @@ async def eventually(
 
 
 def wait_until(step: Callable[[], T], seconds: float = PATIENCE, *, pause: float = _PAUSE) -> T:
-    """`eventually` for code without an event loop."""
+    """Does the same as eventually() for code without an event loop."""
     give_up = SYSTEM_CLOCK.monotonic() + seconds
     while True:
         last: T | KvxferError
@@ -60,6 +60,7 @@ def wait_until(step: Callable[[], T], seconds: float = PATIENCE, *, pause: float
 
 
 async def turns(rng: random.Random, most: int) -> None:
-    """Lets fewer than `most` turns of the event loop pass, so that an event comes at any moment."""
+    """Waits a random number of turns of the event loop, below `most`, so that an event may come at
+    any moment."""
     for _ in range(rng.randrange(most)):
         await asyncio.sleep(0)

@@ -5,23 +5,19 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 
 import msgspec
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
 
 from verify.certificates import Certificates
-from verify.polling import PATIENCE, wait_until
+from verify.polling import PATIENCE
 from verify.processes.process import Process
 from verify.processes.programs import free_port
 
 
 class RedisServer(Process):
-    """`redis-server` on a free port, with nothing kept on disk."""
+    """A `redis-server` on a free port. It saves its data only in stop()."""
 
     def __init__(
         self,
@@ -55,7 +51,7 @@ class RedisServer(Process):
         return Redis(port=self.port, password=self._password, socket_timeout=PATIENCE)
 
     def start(self) -> None:
-        """Starts it on the same port, with its data after stop(), empty after kill()."""
+        """Starts it on the same port: with its data after stop(), empty after kill()."""
         if self._watches is not None:
             self._configure(self._watches)
         super().start()
@@ -67,7 +63,7 @@ class RedisServer(Process):
         (self.folder / "dump.rdb").unlink(missing_ok=True)
 
     def stop(self) -> None:  # type: ignore[override]
-        """Ends it after it has saved its data."""
+        """Saves its data, and ends it."""
         with self.client() as client:
             client.shutdown(save=True)
         self.ends()
@@ -81,53 +77,22 @@ class RedisServer(Process):
         port, word = master.tls_port or master.port, master._password
         (self.folder / "sentinel.conf").write_text(
             f"sentinel monitor fleet 127.0.0.1 {port} 1\n"
-            "sentinel down-after-milliseconds fleet 3000\n"
+            "sentinel down-after-milliseconds fleet 2000\n"
             "sentinel failover-timeout fleet 5000\n"
             + (f"sentinel auth-pass fleet {word}\n" if word else "")
         )
 
 
-@dataclass(frozen=True)
-class Watched:
-    """A master, its replica, and the Sentinel that fails over between them."""
-
-    master: RedisServer
-    standby: RedisServer
-    sentinel: RedisServer
-
-    @property
-    def url(self) -> str:
-        return f"redis+sentinel://127.0.0.1:{self.sentinel.port}/fleet/0"
-
-
-@contextmanager
-def watched() -> Iterator[Watched]:
-    with (
-        RedisServer() as master,
-        RedisServer("--replicaof", "127.0.0.1", str(master.port)) as standby,
-        RedisServer(sentinel_of=master) as sentinel,
-    ):
-        wait_until(lambda: _replica_is_known(master, sentinel))
-        yield Watched(master, standby, sentinel)
-
-
-def _replica_is_known(master: RedisServer, sentinel: RedisServer) -> bool:
-    """Whether the replica has the master's data, and the Sentinel knows of it."""
-    with master.client() as data, sentinel.client() as watcher, contextlib.suppress(RedisError):
-        synchronised = data.info("replication").get("slave0", {}).get("state") == "online"
-        return bool(watcher.sentinel_slaves("fleet")) and synchronised
-    return False
-
-
-def audit(server: RedisServer) -> Counter[str]:
-    """The open transfers of each instance, after checking that Redis counts them right."""
+def audit(server: RedisServer, prefix: str = "kvxfer") -> Counter[str]:
+    """Returns the number of open transfers of each instance. Checks that Redis counts them
+    correctly."""
     with server.client() as client:
         members = {
             name.decode(): msgspec.msgpack.decode(member)["reserved"]
-            for name, member in client.hgetall("kvxfer:instances").items()
+            for name, member in client.hgetall(f"{prefix}:instances").items()
         }
-        transfers = [msgspec.msgpack.decode(t) for t in client.hvals("kvxfer:transfers")]
-        held = {name: client.scard(f"kvxfer:held:{name}") for name in members}
+        transfers = [msgspec.msgpack.decode(t) for t in client.hvals(f"{prefix}:transfers")]
+        held = {name: client.scard(f"{prefix}:held:{name}") for name in members}
     opened: Counter[str] = Counter()
     blocks: Counter[str] = Counter()
     for transfer in transfers:

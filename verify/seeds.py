@@ -26,7 +26,7 @@ _SHOWN: Final = 20
 
 
 class Outcome(Protocol):
-    """The outcome of one seed. `violation` is empty if every promise held."""
+    """The outcome of one seed. `violation` is empty if every promise was kept."""
 
     @property
     def violation(self) -> str: ...
@@ -44,8 +44,9 @@ class Simulate(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """program: the module after `python -m`. seeds, jobs: defaults. faults: the first rows of the
-    table. defects: by name, the defects that --defect can inject into one seed."""
+    """A simulation and its command line. `program` is the module after `python -m`; `seeds` and
+    `jobs` are defaults; `faults` are the first rows of the table; `defects` has by name the defects
+    that --defect can inject into one seed."""
 
     program: str
     about: str
@@ -60,11 +61,11 @@ class Simulation:
         parser.add_argument("--seeds", type=above_zero, default=self.seeds)
         parser.add_argument("--first", type=int, default=0, help="the first seed")
         parser.add_argument("--jobs", type=above_zero, default=self.jobs, help="processes")
-        parser.add_argument("--json", action="store_true", help="figures as JSON on stdout")
-        parser.add_argument("--seed", type=int, help="run this one alone")
-        parser.add_argument("--trace", action="store_true", help="print the events of the one")
+        parser.add_argument("--json", action="store_true", help="print figures as JSON")
+        parser.add_argument("--seed", type=int, help="run only this seed")
+        parser.add_argument("--trace", action="store_true", help="print the events of --seed")
         parser.add_argument(
-            "--defect", choices=sorted(self.defects), default="", help="inject this into it"
+            "--defect", choices=sorted(self.defects), default="", help="inject this into --seed"
         )
         options = parser.parse_args()
         console = Console(stderr=options.json)
@@ -137,7 +138,8 @@ class Simulation:
 def _batch(
     simulate: Simulate, seeds: range
 ) -> tuple[int, collections.Counter[str], list[tuple[int, str]]]:
-    """The number of seeds, the events in them, and the failed seeds with their violations."""
+    """Runs some seeds. Returns their number, the counts of events, and the failed seeds with their
+    violations."""
     counts: collections.Counter[str] = collections.Counter()
     failed = []
     for seed in seeds:

@@ -52,13 +52,13 @@ class Failures:
 
 
 def failed_in(log: str) -> Iterator[tuple[str, str]]:
-    """The failed tests in a log of scripts/test, each with the line that says how."""
+    """Yields the failed tests in a log of scripts/test, each with the line that says how."""
     for found in (*_PYTEST.finditer(log), *_DOCTEST.finditer(log)):
         yield found[1], found[2] or ""
 
 
 def descendants(of: int) -> list[int]:
-    """Processes below one, parents before their children."""
+    """Returns the processes below one, parents before their children."""
     children: dict[int, list[int]] = collections.defaultdict(list)
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -72,7 +72,8 @@ def descendants(of: int) -> list[int]:
 
 
 def state(pid: int) -> str:
-    """As in /proc: R, S, T for a stopped one, Z for one that has ended; empty for none."""
+    """Returns the state in /proc, such as R, S, T (stopped) or Z (ended); empty if there is no such
+    process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -80,9 +81,10 @@ def state(pid: int) -> str:
 
 
 class Stalls:
-    """Stops all descendants of this process but `others` for a second, every ten seconds.
+    """A thread that stops all descendants of this process but `others` for a second, every ten
+    seconds.
 
-    Parents are stopped before their children, so no test notices that a child is stopped. A process
+    It stops parents before their children, so no test notices that a child is stopped. A process
     that a test has stopped stays stopped.
     """
 
@@ -113,7 +115,8 @@ class Stalls:
                     _signal(pid, signal.SIGCONT)
 
     def _stop_the_rest(self, stopped: list[int]) -> bool:
-        """Repeats until none is left to stop, as a process may fork until it is stopped.
+        """Stops the processes that are not stopped yet. Returns whether there were any: then a
+        process may have forked before it was stopped.
 
         Signals each process once. A process that waits for its child to exec stops only after
         that, and the child may have been stopped before.
@@ -159,7 +162,8 @@ def left_behind(others: set[int]) -> Iterator[str]:
 
 
 def one_run(log: Path, command: list[str]) -> tuple[int, int, list[str]]:
-    """Exit status, number of stalls, and the processes that the suite left behind."""
+    """Runs the suite once. Returns the exit status, the number of stalls, and the processes that
+    the suite left behind."""
     with log.open("wb") as out, busy_processes():
         busy = set(descendants(os.getpid()))
         suite = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
@@ -173,13 +177,13 @@ def one_run(log: Path, command: list[str]) -> tuple[int, int, list[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make test-stability", description=__doc__)
-    parser.add_argument("--runs", type=above_zero, default=3, help="how often (default: 3)")
-    parser.add_argument("tests", nargs="*", help="arguments of pytest; without, all tests")
+    parser.add_argument("--runs", type=above_zero, default=3, help="number of runs (default: 3)")
+    parser.add_argument("tests", nargs="*", help="arguments of pytest; by default all tests")
     options = parser.parse_args()
     # Processes whose parent has ended become children of this process, so it stops and sees them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("test-stability: ended by SIGTERM"))
-    # Also in the background of a script, where it is ignored.
+    # Also handled in the background of a script, where SIGINT is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     WORK.mkdir(parents=True, exist_ok=True)
     console = Console()

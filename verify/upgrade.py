@@ -1,8 +1,8 @@
-"""Runs processes of an older revision beside those of this one, as they stand side by side while a
-fleet is upgraded: every request has to succeed, with the same tokens.
+"""Runs processes of an older revision beside those of this one, as in a fleet that is upgraded:
+every request has to succeed, with the same tokens.
 
-The router and the control plane are of one revision; each worker is of one or the other. Each mix
-also drains a worker.
+The router and the control plane have one revision; each worker has one or the other. Each mix also
+drains a worker.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Mixed(Fleet):
 
 
 def run(pythons: dict[str, Path], serving: str, prefill: str, decode: str) -> list[str]:
-    """The texts of the answers."""
+    """Sends requests to a fleet with these revisions. Returns the texts of the answers."""
     with Mixed(pythons) as fleet:
         fleet.of(serving, "control-plane", "serve", "--port", str(fleet.port)).ready()
         for role, revision in (("prefill", prefill), ("decode", decode), ("decode", serving)):

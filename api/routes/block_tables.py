@@ -51,10 +51,10 @@ _TransferId = Annotated[TransferId, Path(max_length=128, **parameter(TransferId)
 async def put(
     transfer_id: _TransferId, body: Annotated[BlockTable, Body()], app: ControlPlaneDep
 ) -> Response:
-    """Leaves decode's block table for prefill, where decode cannot send it to prefill itself.
+    """Leaves decode's block table for prefill, if decode cannot send it to prefill itself.
 
-    Decode signs it, so a router may carry it and can change nothing of it. A transfer takes one
-    table, which ends with the transfer; the same again changes nothing.
+    Decode signs it, so a router may carry it but cannot change it. A transfer takes one table,
+    which is dropped with the transfer. Sending the same table again changes nothing.
     """
     ticket = verify_block_table(body, app.settings.signing_keys, now=app.clock.unix())
     if ticket.transfer_id != transfer_id:
@@ -81,16 +81,16 @@ async def get(
     request: Request,
     app: ControlPlaneDep,
     wait_seconds: Annotated[
-        float, Query(ge=0, le=30, description="Answer as soon as there is one, so long at most.")
+        float, Query(ge=0, le=30, description="The longest wait for the block table.")
     ] = 0.0,
 ) -> BlockTable:
-    """The block table of an open transfer. A wait ends at once where the transfer ends."""
+    """Returns the block table of an open transfer. A wait ends at once if the transfer ends."""
     work = app.registry.block_table(transfer_id, wait_seconds=wait_seconds)
     return await while_connected(request.receive, app.unless_stopping(work))
 
 
 def _require_pair(transfer: Transfer, ticket: Ticket) -> None:
-    """Raises BlockTableMismatch where the ticket is not of the pair that is reserved."""
+    """Raises BlockTableMismatch if the ticket is not for the reserved pair."""
     for side, party, said in (
         ("prefill", transfer.prefill, (ticket.prefill_id, ticket.prefill_epoch)),
         ("decode", transfer.decode, (ticket.decode_id, ticket.decode_epoch)),

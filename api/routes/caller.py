@@ -1,4 +1,4 @@
-"""The caller that a token names: the page asks it to show what that caller may do."""
+"""The caller that a token names; the page shows what that caller may do."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class CallerInfo(BaseModel):
         json_schema_extra={"examples": [{"name": "ops", "scopes": ["admin", "router"]}]}
     )
 
-    name: str = Field(description="As the tokens file names it; `anonymous` where there is none.")
+    name: str = Field(description="The name in the tokens file; `anonymous` without one.")
     scopes: list[Scope]
 
 
 @router.get("", summary="Caller")
 @allow(*Scope)
 async def who(request: Request) -> CallerInfo:
-    """The name and the scopes of the token that this request carries."""
+    """Returns the name and the scopes of this request's token."""
     known = caller(request)
     return CallerInfo(name=known.name, scopes=sorted(known.scopes))

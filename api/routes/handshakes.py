@@ -1,4 +1,4 @@
-"""Two instances are compared before anything moves."""
+"""The comparison of two instances, before anything moves."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ router = APIRouter(route_class=GuardedRoute, prefix="/v1/handshakes", tags=["tra
 )
 @allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN)
 async def handshake(body: Annotated[HandshakeRequest, Body()], app: ControlPlaneDep) -> Handshake:
-    """Says what would move between two instances, or names the field that cannot be mapped."""
+    """Returns what would move between two instances, or names the field that cannot be mapped."""
     return await shake_hands(app.registry, body.prefill_id, body.decode_id)

@@ -1,4 +1,4 @@
-"""Workers come, live and leave."""
+"""The registration of workers, from joining to leaving."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def register(
 ) -> Registered:
     """Begins a lease with a new epoch. Send heartbeats to keep it.
 
-    With `takes_secret` the answer has a secret that each further call as this instance shows.
+    With `takes_secret` the answer has a secret that each further call as this instance sends.
     """
     secret = new_secret() if body.takes_secret else None
     lease = await app.registry.register(
@@ -82,7 +82,7 @@ async def register(
     response_model=InstanceList,
     responses={
         200: {"headers": {**LINK, **ETAG}},
-        304: {"description": "The page is as `If-None-Match` says.", "headers": {**LINK, **ETAG}},
+        304: {"description": "The page has a tag of `If-None-Match`.", "headers": {**LINK, **ETAG}},
         **responses(InvalidArgument, ControlPlaneUnavailable),
     },
 )
@@ -91,24 +91,24 @@ async def list_instances(
     request: Request,
     app: ControlPlaneDep,
     role: Annotated[
-        Role | None, Query(description="Instances that take this side; `both` take either.")
+        Role | None, Query(description="Instances that serve this role; `both` serve either.")
     ] = None,
     model: Annotated[
         str | None,
         Query(description="Instances of this model, or that have this alias or adapter of it."),
     ] = None,
     state: Annotated[LiveState | None, Query()] = None,
-    limit: Annotated[int, Query(ge=1, le=_MOST_LISTED, description="At most so many.")] = (
+    limit: Annotated[int, Query(ge=1, le=_MOST_LISTED, description="The most per page.")] = (
         _MOST_LISTED
     ),
     cursor: Cursor = None,
     if_none_match: IfNoneMatch = None,  # noqa: ARG001 (read from the request)
 ) -> Response:
-    """The live instances, ordered by id, in pages.
+    """Lists the live instances, ordered by id, in pages.
 
-    An instance that lives all the while is in one page exactly. The ETag changes when an instance
-    comes, goes, or has another state, role, epoch or other models. It stays when only loads,
-    reservations and times of heartbeats change.
+    An instance that lives all the while is in exactly one page. The ETag changes when an instance
+    joins or leaves, or when its state, role, epoch, models, weights version or drain deadline
+    changes. It stays when only loads, reservations and heartbeat times change.
     """
     after = position(cursor, str) or ""
     live = await app.registry.instances()
@@ -129,7 +129,8 @@ def _id(instance: Instance) -> str:
 
 
 def _gist(instance: Instance) -> tuple[object, ...]:
-    """What the ETag of a page tells of an instance. Its epoch stands for all that it registered."""
+    """Returns what the ETag of a page covers of an instance. The epoch stands for all that it
+    registered."""
     return (
         instance.instance_id,
         instance.epoch,
@@ -164,7 +165,7 @@ async def heartbeat(
     secret: InstanceSecret = None,
 ) -> Lease:
     """Renews the lease. On stale-epoch the worker has lost its lease and registers again."""
-    # Only what AnswerHeartbeats passes on comes here.
+    # Only requests that AnswerHeartbeats passes on come here.
     return await renew(app, instance_id, body, secret)
 
 
@@ -180,10 +181,11 @@ async def publish_blocks(
     app: ControlPlaneDep,
     secret: InstanceSecret = None,
 ) -> PublishedBlocks:
-    """Says which prefixes a worker has in its KV cache, so that prompts with one of them go to it.
+    """Reports the prefixes that a worker has in its KV cache, so that prompts with one of them go
+    to it.
 
-    At most 32,768 hashes are kept: of an instance that has more, those before the last update are
-    forgotten. They go with the lease: after a new registration send all of them, the first with
+    At most 32,768 hashes are kept. If an instance has more, those before the last update are
+    forgotten. Hashes end with the lease: after a new registration send all of them, the first with
     `reset`. This renews no lease.
     """
     return await app.registry.publish_blocks(instance_id, body.epoch, body, secret=digest(secret))
@@ -203,11 +205,11 @@ async def drain(
     body: Annotated[DrainRequest, Body()] = _DRAIN_DEFAULTS,
     secret: InstanceSecret = None,
 ) -> Instance:
-    """Lets an instance finish what it has and leave; no new transfer gets it.
+    """Lets an instance finish its work and leave; it gets no new transfer.
 
-    Its worker hears of it with the next heartbeat. Progress is what GET of the instance says:
-    `load`, `reserved` and `drain_deadline`, and unknown-instance once it is gone. Again it sets
-    the deadline anew.
+    The worker learns of it at its next heartbeat. GET of the instance shows the progress: `load`,
+    `reserved` and `drain_deadline`, and unknown-instance once it has left. A repeated request sets
+    a new deadline.
     """
     drained = await app.registry.drain(
         instance_id,
@@ -225,10 +227,10 @@ async def drain(
 )
 @allow(Scope.ADMIN)
 async def undrain(instance_id: _InstanceId, request: Request, app: ControlPlaneDep) -> Instance:
-    """Takes a drain back, as long as the worker has not begun to leave.
+    """Cancels a drain, unless the worker has begun to leave.
 
-    The instance is joining until its worker says with its next heartbeat that it is ready. One that
-    does not drain stays as it is.
+    The instance is joining until its worker's next heartbeat says that it is ready. An instance
+    that is not draining stays as it is.
     """
     undrained = await app.registry.undrain(instance_id)
     audit.note(request, "undo drain", instance_id=instance_id)
@@ -247,10 +249,10 @@ async def change_role(
     request: Request,
     app: ControlPlaneDep,
 ) -> Instance:
-    """Moves an instance to the other side without a restart.
+    """Changes the role of an instance without a restart.
 
-    New transfers see the new role at once, the worker with its next heartbeat. Open transfers go on
-    as they began.
+    New transfers use the new role at once; the worker learns of it at its next heartbeat. Open
+    transfers go on as they began.
     """
     changed = await app.registry.change_role(instance_id, body.role)
     audit.note(request, "change role", instance_id=instance_id, role=body.role.value)

@@ -1,4 +1,4 @@
-"""What an operator's machinery asks: alive, ready, metrics."""
+"""The routes for an operator's tools: alive, ready, metrics."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ class Health(BaseModel):
 
 class Readiness(BaseModel):
     status: Literal["ok", "stale"] = Field(
-        description="`stale`: the registry is away; reads tell what was last known, writes get 503."
+        description="`stale`: the registry is unavailable; reads return what was last known, "
+        "writes get 503."
     )
 
 
 @router.get("/healthz", summary="Alive")
 @public
 async def healthz() -> Health:
-    """Answers as long as the process can."""
+    """Answers as long as the process runs."""
     return Health()
 
 
 @router.get("/readyz", summary="Ready", responses=responses(ControlPlaneUnavailable))
 @public
 async def readyz(app: ControlPlaneDep) -> Readiness:
-    """Answers 503 where the process stops, or never reached its registry.
+    """Answers 503 if the process is stopping, or has never reached its registry.
 
-    A registry that is away later makes it `stale`, not unready: every replica has the same one,
-    and none of them would be left to answer reads.
+    A registry that becomes unavailable later makes it `stale`, not unready: all replicas share the
+    registry, and none would be left to answer reads.
     """
     if app.stopping.is_set():
         raise ControlPlaneUnavailable("the control plane is stopping; retry with another one")
@@ -57,7 +58,7 @@ async def readyz(app: ControlPlaneDep) -> Readiness:
 )
 @allow(Scope.MONITOR, Scope.ADMIN)
 async def metrics(app: ControlPlaneDep) -> Response:
-    """Metrics in the Prometheus text format."""
+    """Returns metrics in the Prometheus text format."""
     exposition = app.metrics.render(
         await app.registry.statistics(),
         await app.registry.instances(),

@@ -1,4 +1,4 @@
-"""The page at `/`: what is going on now, in a browser. Static files out of the package."""
+"""The page at `/`: the current activity, in a browser. Static files from the package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MEDIA_TYPES: Final = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Nothing inline, nothing of others: what an instance calls itself is never more than text.
+# Nothing inline, nothing from elsewhere: a name of an instance is never more than text.
 HEADERS: Final = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -65,7 +65,7 @@ def _answer(request: Request, name: str) -> Response:
 
 @cache
 def _files() -> dict[str, _File]:
-    """What the page is made of, by name: read once."""
+    """Returns the files of the page, by name; they are read once."""
     found = {}
     for path in sorted(FOLDER.rglob("*")):
         media_type = _MEDIA_TYPES.get(path.suffix)

@@ -1,4 +1,4 @@
-"""An operator asks what the autoscaler would do."""
+"""The autoscaler's plan, for operators."""
 
 from __future__ import annotations
 
@@ -17,5 +17,6 @@ router = APIRouter(route_class=GuardedRoute, prefix="/v1/scale", tags=["scaling"
 @router.get("/plan", summary="Plan", responses=responses(ScalingFailed, ControlPlaneUnavailable))
 @allow(Scope.ADMIN)
 async def plan(app: ControlPlaneDep) -> ScalePlan:
-    """What the autoscaler would do now, with each rule and bound that had a say. A dry run."""
+    """Returns what the autoscaler would do now, with each rule and bound that applied, as a dry
+    run."""
     return await app.autoscaler.plan()

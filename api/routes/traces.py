@@ -1,4 +1,4 @@
-"""Spans come in as any OpenTelemetry exporter sends them, and go out as the trace of a request."""
+"""The intake of spans from OpenTelemetry exporters, and the trace of a request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROTOBUF: Final = "application/x-protobuf"
 _BODY: Final[dict[str, Any]] = {
     "requestBody": {
         "required": True,
-        "description": "An ExportTraceServiceRequest of OTLP 1; `Content-Encoding: gzip` is fine.",
+        "description": "An ExportTraceServiceRequest of OTLP 1; `Content-Encoding` may be gzip.",
         "content": {_PROTOBUF: {"schema": {"type": "string", "format": "binary"}}},
     }
 }
@@ -62,8 +62,8 @@ async def export(request: Request, app: ControlPlaneDep) -> Response:
 @router.get("/{request_id}", summary="Get", responses=responses(InvalidArgument, UnknownTrace))
 @allow(Scope.ADMIN)
 async def get(
-    request_id: Annotated[str, Path(max_length=256, description="Of a request, or of a trace.")],
+    request_id: Annotated[str, Path(max_length=256, description="Id of a request or of a trace.")],
     app: ControlPlaneDep,
 ) -> Trace:
-    """The spans of a request that this replica has been sent, by their start."""
+    """Returns the spans of a request that this replica has received, ordered by start."""
     return app.traces.find(request_id)

@@ -1,4 +1,4 @@
-"""A router asks for a pair of workers, and gives it back."""
+"""The reservation of a pair of workers for a router, and its release."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ async def open_(
     """Reserves the best pair and returns it with a signed ticket for both workers, or the best
     instance that serves the request alone.
 
-    With `wait_seconds` it waits its turn where no pair has room; a caller that disconnects gives it
-    up. A caller that names the transfer (`transfer_id`) may ask again: while the transfer is open,
-    it gets the same pair and the same ticket.
+    With `wait_seconds` the request waits its turn if no pair has room; a caller that disconnects
+    gives up its turn. A caller that names the transfer (`transfer_id`) may ask again: while the
+    transfer is open, it gets the same pair and the same ticket.
 
-    The reservation ends by DELETE, with `expires_at`, or when one of the two instances is gone.
+    The reservation ends by DELETE, at `expires_at`, or when one of the two instances is gone.
     """
     transfer = await open_transfer(app, body, request.receive)
     response.headers["Location"] = location(transfer)
@@ -86,14 +86,12 @@ async def list_transfers(
     app: ControlPlaneDep,
     instance_id: Annotated[
         InstanceId | None,
-        Query(
-            **{**parameter(InstanceId), "description": "Transfers that this instance is a side of."}
-        ),
+        Query(**{**parameter(InstanceId), "description": "Transfers from or to this instance."}),
     ] = None,
-    limit: Annotated[int, Query(ge=1, le=10_000, description="At most so many.")] = 1000,
+    limit: Annotated[int, Query(ge=1, le=10_000, description="The most per page.")] = 1000,
     cursor: Cursor = None,
 ) -> Response:
-    """The open transfers, the oldest first, without their tickets, in pages."""
+    """Lists the open transfers, the oldest first, without their tickets, in pages."""
     after = position(cursor, tuple[float, str])
     found = (
         transfer
@@ -116,7 +114,7 @@ def _age(transfer: Transfer) -> tuple[float, str]:
 )
 @allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN)
 async def get(transfer_id: _TransferId, app: ControlPlaneDep) -> Transfer:
-    """The open transfer, without its ticket."""
+    """Returns an open transfer, without its ticket."""
     return await app.registry.transfer(transfer_id)
 
 
@@ -128,5 +126,5 @@ async def get(transfer_id: _TransferId, app: ControlPlaneDep) -> Transfer:
 )
 @allow(Scope.ROUTER, Scope.ADMIN)
 async def release(transfer_id: _TransferId, app: ControlPlaneDep) -> None:
-    """Gives the reservation back; a transfer under way goes on."""
+    """Releases the reservation; a transfer under way goes on."""
     await app.registry.release(transfer_id)

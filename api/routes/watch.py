@@ -50,13 +50,13 @@ async def watch(
     app: ControlPlaneDep,
     last_event_id: Annotated[
         int | None,
-        Header(ge=0, description="Go on after this event; EventSource sends it by itself."),
+        Header(ge=0, description="Resume after this event; EventSource sends it by itself."),
     ] = None,
 ) -> StreamingResponse:
-    """Every change of an instance's registration or state, as server-sent events.
+    """Sends every change of an instance's registration or state as server-sent events.
 
-    Without Last-Event-ID, or where the changes since are no longer kept, the stream begins with a
-    `snapshot` that replaces all the reader knew. Comments keep an idle stream alive.
+    Without Last-Event-ID, or if the changes since are no longer kept, the stream begins with a
+    `snapshot` that replaces all that the reader knew. Comments keep an idle stream alive.
     """
     await app.registry.ping()
     return StreamingResponse(
@@ -97,6 +97,6 @@ async def _events(app: ControlPlane, after: int | None) -> AsyncIterator[bytes]:
 
 
 def _event(item: Snapshot | Change) -> bytes:
-    # Records are known to be valid: through pydantic, a large fleet would hold up all others.
+    # Records are known to be valid; pydantic would take long, and delay all other requests.
     name = b"snapshot" if isinstance(item, Snapshot) else b"change"
     return b"event: %s\nid: %d\ndata: %s\n\n" % (name, item.id, msgspec.json.encode(item))

@@ -1,4 +1,4 @@
-"""A training job tells of the weights that it sends to inference instances."""
+"""A training job's reports of the weights that it sends to inference instances."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def announce(
 ) -> WeightUpdate:
     """Begins an update under a lease, which each report of its coordinator renews.
 
-    A model has one update under way at a time. Where the lease ends, so does the update: as aborted
+    A model has one update under way at a time. When the lease ends, so does the update: as aborted
     if nothing is decided.
     """
     if not _may_lead(request):
@@ -75,7 +75,7 @@ async def announce(
 async def list_updates(
     app: ControlPlaneDep, model: Annotated[str | None, Query(max_length=256)] = None
 ) -> WeightUpdateList:
-    """The updates under way and the last 100 that have ended, the newest first."""
+    """Lists the updates under way and the last 100 that have ended, the newest first."""
     updates = await app.registry.updates(model)
     return WeightUpdateList(updates=updates, stale_seconds=app.registry.stale_seconds)
 
@@ -104,7 +104,7 @@ async def report(
     request: Request,
     app: ControlPlaneDep,
 ) -> WeightUpdate:
-    """Renews the lease and takes news of the update; it may be sent again.
+    """Renews the lease and takes news of the update; a report may be sent again.
 
     News of instances are also taken after the update has ended.
     """
@@ -132,10 +132,10 @@ async def decide(
     ] = None,
     secret: InstanceSecret = None,
 ) -> Decided:
-    """Decides about the update, where nothing is decided yet. The answer is the first decision.
+    """Decides about the update, if nothing is decided yet. The answer is the first decision.
 
-    An instance that has staged an update and lost its coordinator asks for `abort`: it hears
-    `commit` if that was decided before, and no coordinator can decide it afterwards.
+    An instance that has staged an update and lost its coordinator asks for `abort`. The answer is
+    `commit` if that was decided before; otherwise no coordinator can decide it afterwards.
     """
     if not _may_lead(request):
         members = await _members(app, update_id)
@@ -166,13 +166,13 @@ async def _members(app: ControlPlane, update_id: str) -> set[str]:
 async def _require_worker_of_before(
     request: Request, app: ControlPlane, members: Iterable[str]
 ) -> None:
-    """Raises Forbidden where all members have secrets: a worker's token leads no update of theirs.
-    Workers of before and their training jobs had no other token."""
+    """Raises Forbidden if all members have secrets: a worker's token cannot lead their updates.
+    Earlier workers, which have no secrets, and their training jobs had no other token."""
     names = set(members)
     live = await app.registry.instances()
     if all(each.has_secret for each in live if each.instance_id in names):
         raise Forbidden(
             f"{request.method} {request.url.path} takes a token with scope trainer; give one to "
-            "the training job. A worker may ask for abort alone, with its instance_id and secret",
+            "the training job. A worker may only ask for abort, with its instance_id and secret",
             scopes=[Scope.TRAINER.value],
         )

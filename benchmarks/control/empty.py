@@ -22,7 +22,7 @@ async def empty() -> None:
 
 
 def main() -> None:
-    """Serves it on a free port. Prints the URL as `kvxfer serve --json` does."""
+    """Serves the application on a free port. Prints the URL as `kvxfer serve --json` does."""
 
     def announce(url: str) -> None:
         print(json.dumps({"url": url}), flush=True)

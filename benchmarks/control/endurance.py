@@ -86,7 +86,7 @@ class Replica:
             self.idle.put_nowait(wire)
 
     async def ask(self, content: bytes) -> tuple[int, bytes]:
-        """Raises OSError where the replica is gone."""
+        """Sends a request. Raises OSError if the replica is gone."""
         wire = await self.idle.get()
         try:
             return await wire.ask(content)
@@ -158,7 +158,7 @@ class Run:
         self.figures[f"heartbeats per second of a core, {name}"] = round(beats / cpu)
 
     async def _prefixes(self, seconds: float) -> None:
-        """Half of what each has is shared by all."""
+        """Publishes prefixes. Half of the hashes of each instance are shared by all."""
         hashes = _TOKENS // _TOKENS_PER_HASH
         shared = [_hash() for _ in range(hashes // 2)]
         chosen = self.fleet[: self.options.cached]
@@ -193,7 +193,7 @@ class Run:
         await self._steady("with prefixes, after the kill", self.options.seconds / 10)
 
     async def _cut_off(self, end: float) -> None:
-        """For longer than a lease; then all come back at once."""
+        """Silences half of the fleet for longer than a lease; then all come back at once."""
         half = self.fleet[::2]
         for each in half:
             each.silent = True
@@ -261,7 +261,7 @@ class Run:
         self.figures["answers"] = dict(self.statuses)
 
     def _used(self) -> int:
-        """Beside the log, whose size is bounded."""
+        """Returns the memory beside the log, whose size is bounded."""
         with self.redis.client() as client:
             return int(client.info("memory")["used_memory"]) - self._log()
 

@@ -70,7 +70,7 @@ class ControlReport:
 def route_figure(
     route: str, measured: Sequence[Answers], empty: Sequence[Answers], target: Target
 ) -> RouteFigure:
-    """The figure of a route, from its rounds and the empty route's rounds beside them."""
+    """Returns the figure of a route, from its rounds and the empty route's rounds beside them."""
     ratios = [our.per_second / limit.per_second for our, limit in zip(measured, empty, strict=True)]
     load, ratio = load_figure(measured), median(ratios)
     return RouteFigure(

@@ -20,7 +20,8 @@ OPEN_TRANSFER: Final = request(
 
 
 def register(index: int) -> bytes:
-    """Instance `index`: every second one prefill, eight to a host, in racks and zones."""
+    """Returns the registration of instance `index`: every second one prefill, eight to a host, in
+    racks and zones."""
     host = index // _PER_HOST
     labels = {
         "zone": f"zone-{host % _ZONES}",
@@ -48,7 +49,7 @@ def register(index: int) -> bytes:
 
 
 def heartbeats(epochs: dict[str, int]) -> list[bytes]:
-    """One heartbeat of each instance, with the load of a busy worker."""
+    """Returns one heartbeat of each instance, with the load of a busy worker."""
     return [
         request(
             "PUT",
@@ -60,13 +61,13 @@ def heartbeats(epochs: dict[str, int]) -> list[bytes]:
 
 
 def epochs(leases: Answers) -> dict[str, int]:
-    """The epoch of each instance, from the answers to the registrations."""
+    """Returns the epoch of each instance, from the answers to the registrations."""
     decoded = (msgspec.json.decode(body) for body in leases.bodies)
     return {lease["instance_id"]: lease["epoch"] for lease in decoded if "instance_id" in lease}
 
 
 def releases(opened: Iterable[bytes]) -> list[bytes]:
-    """The requests that give back the transfers of these answers."""
+    """Returns the requests that give back the transfers of these answers."""
     return [
         request("DELETE", f"/v1/transfers/{msgspec.json.decode(body)['transfer_id']}")
         for body in opened

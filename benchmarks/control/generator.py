@@ -27,7 +27,7 @@ _SILENCE_SECONDS: Final = 60.0
 
 @dataclass(slots=True)
 class Answers:
-    """The answers."""
+    """The answers to one load, and their times."""
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -50,7 +50,7 @@ class Answers:
 
 
 def request(method: str, path: str, body: Any = None) -> bytes:
-    """The bytes of one request."""
+    """Returns the bytes of one request."""
     content = b"" if body is None else msgspec.json.encode(body)
     head = f"{method} {path} HTTP/1.1\r\nhost: bench\r\ncontent-length: {len(content)}\r\n"
     if content:
@@ -59,8 +59,8 @@ def request(method: str, path: str, body: Any = None) -> bytes:
 
 
 def send(port: int, requests: Sequence[bytes], connections: int, seconds: float | None) -> Answers:
-    """Sends `requests` in turn, again and again, for so long. Without `seconds` it sends each once,
-    and repeats requests that are answered 503. Blocks: run it in a separate process."""
+    """Sends `requests` in turn, again and again, for `seconds`. Without `seconds` it sends each
+    once, and repeats requests that are answered 503. Blocks: run it in a separate process."""
     return asyncio.run(_send(port, requests, connections, seconds))
 
 

@@ -65,7 +65,7 @@ Load = Callable[[int, Sequence[bytes], int, float | None], Answers]
 
 @contextlib.contextmanager
 def _generator() -> Iterator[Load]:
-    """send(), in one process."""
+    """Gives send(), in one separate process."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         yield lambda *arguments: pool.submit(send, *arguments).result()
@@ -146,7 +146,7 @@ def _lose_data(
     epochs: dict[str, int],
     registrations: Sequence[bytes],
 ) -> float:
-    """The seconds from the restart of the empty registry until every instance is in it."""
+    """Returns the seconds from the restart of the empty registry until every instance is in it."""
     pairs = zip(fleet.heartbeats(epochs), registrations, strict=True)
     requests = [each for pair in pairs for each in pair]
     if redis is None:

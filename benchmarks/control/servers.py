@@ -45,7 +45,8 @@ def empty_server() -> Measured:
 
 
 def control_plane(registry: str, cluster_key: str) -> Measured:
-    """`kvxfer serve` whose leases outlast the run: nothing renews most of the fleet."""
+    """Starts `kvxfer serve` with leases that outlast the run: most of the fleet sends no
+    heartbeats."""
     options = ["--port", "0", "--json", "--registry", registry, "--lease-seconds", "3600"]
     environment = {"KVXFER_CLUSTER_KEY": cluster_key, "KVXFER_TOKENS_FILE": ""}
     return Measured("kvxfer.cli", "serve", *options, environment=environment)

@@ -1,4 +1,4 @@
-"""What tracing costs.
+"""The cost of tracing.
 
 Times the control plane's busiest call, POST /v1/transfers, without HTTP: with tracing removed, with
 an untraced request, and with a recorded one. Also times one traced step of code outside a trace.

@@ -1,4 +1,4 @@
-"""`kvxfer serve` whose event loop is watched: what it did between two looks, 5 ms apart.
+"""`kvxfer serve` with a watched event loop: its work between two looks, 5 ms apart.
 
 KVXFER_BENCH_TURNS names the file for the figures, which is written every second.
 """
@@ -22,7 +22,7 @@ _sweep = app._sweep
 
 
 class Turns:
-    """Of the event loop, by its looks."""
+    """The looks at the event loop: its processor time between two, and its delay."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

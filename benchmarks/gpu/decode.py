@@ -15,7 +15,7 @@ from kvxfer.clock import SYSTEM_CLOCK
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Asks decode to receive one prompt that prefill computes."""
+    """A request to receive one prompt that prefill computes."""
 
     ticket: str
     prefill_address: str
@@ -27,7 +27,7 @@ class Told:
     """The outcome. All processes of a host have the same clock."""
 
     complete_at: float
-    """The time when the cache and the first token were here."""
+    """The time when the cache and the first token had arrived."""
     tokens: list[int]
     """The tokens after the first."""
 
@@ -38,7 +38,7 @@ def decode_process(pipe: Connection, fabric: str, key: str, settings: Settings) 
 
 
 def start_decode(fabric: str, key: str, settings: Settings) -> tuple[Connection, SpawnProcess]:
-    """The process, and this end of its pipe. It ends with this one."""
+    """Starts the process, which ends with this one. Returns this end of its pipe, and it."""
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     arguments = (there, fabric, key, settings)

@@ -60,7 +60,7 @@ class Row:
 
 
 def as_json(device: str, rows: Sequence[Row]) -> dict[str, object]:
-    """Every figure with every sample."""
+    """Returns every figure with every sample."""
     return {
         "device": device,
         "rows": [
@@ -79,7 +79,7 @@ def as_json(device: str, rows: Sequence[Row]) -> dict[str, object]:
 
 
 def table(device: str, rows: Sequence[Row]) -> list[str]:
-    """Lines of text."""
+    """Returns lines of text."""
     names = ("fabric", "prompt", "first token", "one process", "ratio", "visible", "GB moved")
     lines = [
         f"{device}: the reference engine, prefill and decode apart beside one process, medians",

@@ -28,18 +28,19 @@ _HEADER: Final = "pybind11/pybind11.h"
 
 
 def folder_of(module: str) -> Path | None:
-    """The folder of a module, without an import; None if it is missing."""
+    """Returns the folder of a module, without an import; None if it is missing."""
     spec = importlib.util.find_spec(module)
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def missing_modules(find: Callable[[str], Path | None] = folder_of) -> list[str]:
-    """The packages that are missing."""
+    """Returns the packages that are missing."""
     return [package for module, package in MODULES.items() if find(module) is None]
 
 
 def header_folders(find: Callable[[str], Path | None] = folder_of) -> list[Path]:
-    """Where pybind11's headers may be: the package has them, torch brings them, or the system."""
+    """Returns the folders that may have pybind11's headers: of the package, of torch, of the
+    system."""
     packages = [find("pybind11"), find("torch")]
     folders = [package / "include" for package in packages if package is not None]
     return [*folders, Path(sysconfig.get_paths()["include"]), Path("/usr/include")]
@@ -50,7 +51,7 @@ def headers_in(folders: Iterable[Path]) -> Path | None:
 
 
 def complaints(missing: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Why the benchmark cannot run; empty if it can."""
+    """Returns why the benchmark cannot run; empty if it can."""
     said = []
     if missing:
         said.append(

@@ -16,7 +16,7 @@ from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.kv import PrefillSession, Ticket, sign_ticket
 from kvxfer.reference.model import LlamaModel
 
-_SECONDS = 300  # that a ticket is valid
+_SECONDS = 300  # the validity of a ticket
 _WARM_UP = 1  # runs
 
 
@@ -34,7 +34,7 @@ async def _measure(fabric: str, settings: Settings, model: LlamaModel) -> list[R
     pipe, process = start_decode(fabric, key, settings)
     try:
         async with worker("prefill", fabric, key, settings, model) as prefill:
-            await asyncio.to_thread(pipe.recv)  # it is ready
+            await asyncio.to_thread(pipe.recv)  # decode is ready
             rows = []
             for length in settings.lengths:
                 rng = random.Random(length)
@@ -51,7 +51,7 @@ async def _measure(fabric: str, settings: Settings, model: LlamaModel) -> list[R
 
 
 async def _apart(prefill: Worker, pipe: Connection, key: str, prompt: list[int]) -> Run:
-    """Prefill here, decode in the other process."""
+    """Runs prefill here, and decode in the other process."""
     now = SYSTEM_CLOCK.unix()
     ticket = sign_ticket(
         Ticket(uuid.uuid4().hex, "", "prefill", EPOCH, "decode", EPOCH, now + _SECONDS), key
@@ -73,7 +73,7 @@ async def _apart(prefill: Worker, pipe: Connection, key: str, prompt: list[int])
 def _compute(
     prefill: Worker, prompt: list[int], blocks: list[int], session: PrefillSession
 ) -> tuple[int, float]:
-    """The first token, and when it was known."""
+    """Returns the first token, and when it was known."""
     order = prefill.order
 
     def on_layer(layer: int) -> None:
@@ -84,7 +84,7 @@ def _compute(
 
 
 async def _alone(prefill: Worker, settings: Settings, prompt: list[int]) -> Run:
-    """Both in this process, with the same cache and no transfer."""
+    """Runs both in this process, with the same cache and no transfer."""
     begun = SYSTEM_CLOCK.monotonic()
     with prefill.pool.hold(settings.blocks_for(len(prompt))) as hold:
         blocks = hold.ids.tolist()

@@ -18,7 +18,7 @@ class Settings:
     config: LlamaConfig
     dtype: str
     gpu: int | None
-    """None: the CPU, for machines without a GPU; its figures mean nothing."""
+    """The GPU. None takes the CPU, for machines without a GPU; its figures mean nothing."""
     lengths: tuple[int, ...]
     """The lengths of the prompts, in tokens."""
     repeats: int
@@ -37,7 +37,7 @@ class Settings:
         )
 
     def blocks_for(self, length: int) -> int:
-        """The blocks of a prompt and its output."""
+        """Returns the blocks of a prompt and its output."""
         return -(-(length + self.tokens) // BLOCK_SIZE)
 
     @property
@@ -47,7 +47,7 @@ class Settings:
 
 
 def on_gpu(repeats: int) -> Settings:
-    """A model of 1.1 billion parameters: 64 KiB of KV cache for each token."""
+    """Returns a model of 1.1 billion parameters: 64 KiB of KV cache for each token."""
     config = LlamaConfig(
         name="bench-gpu-16l",
         vocab_size=32_000,
@@ -63,5 +63,5 @@ def on_gpu(repeats: int) -> Settings:
 
 
 def smoke() -> Settings:
-    """Takes seconds on a CPU; only shows that it works."""
+    """Returns settings that take seconds on a CPU; they only show that it works."""
     return Settings(DEMO_CONFIG, "float32", None, (40, 100), 2)

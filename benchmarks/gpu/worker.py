@@ -36,7 +36,7 @@ class Worker:
 
 
 def make_model(settings: Settings) -> LlamaModel:
-    """The model: the same in every process, made from a seed on its device."""
+    """Makes the model: the same in every process, made from a seed on its device."""
     device = device_of(settings.gpu)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     return LlamaModel(settings.config, seeded_weights(settings.config, 0, device, dtype))
@@ -46,7 +46,7 @@ def make_model(settings: Settings) -> LlamaModel:
 async def worker(
     name: str, fabric: str, key: str, settings: Settings, model: LlamaModel
 ) -> AsyncIterator[Worker]:
-    """A worker whose kernels are already compiled."""
+    """Starts a worker whose kernels are already compiled."""
 
     def begin() -> None:
         if model.device.type == "cuda":

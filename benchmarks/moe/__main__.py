@@ -29,7 +29,7 @@ def main() -> int:
         choices=names,
         help="ranks x tokens of each: only these cases (may be given several times)",
     )
-    parser.add_argument("--blocks", type=above_zero, default=usual.blocks, help="of rounds")
+    parser.add_argument("--blocks", type=above_zero, default=usual.blocks, help="blocks of rounds")
     parser.add_argument("--mpi", type=Path, metavar="PROGRAM", help="alltoallv.cpp, compiled")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     options = parser.parse_args()

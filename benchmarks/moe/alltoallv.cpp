@@ -3,9 +3,9 @@
 //   alltoallv PLAN SOCKET
 //
 // PLAN has the bytes of a row, then how many rows each rank sends to each. Every rank connects to
-// SOCKET and says its number. Each 32-bit number of rounds that it reads there it answers with as
-// many times three times (nanoseconds of CLOCK_MONOTONIC): before, between and after the two calls.
-// Between orders it sleeps.
+// SOCKET and sends its number. It then reads orders there, each a 32-bit number of rounds, and
+// answers with three times for each round (nanoseconds of CLOCK_MONOTONIC): before, between and
+// after the two calls. It sleeps between orders.
 #include <mpi.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -51,7 +51,7 @@ class Orders {
   Orders& operator=(const Orders&) = delete;
   ~Orders() { close(fd_); }
 
-  // False once there are no more.
+  // Returns false once there are no more.
   bool next(std::uint32_t& rounds) {
     return recv(fd_, &rounds, sizeof rounds, MSG_WAITALL) == sizeof rounds;
   }
@@ -72,7 +72,7 @@ class Orders {
   int fd_;
 };
 
-// What one rank sends to, or gets from, each rank.
+// The rows that one rank sends to, or gets from, each rank.
 struct Rows {
   explicit Rows(std::size_t ranks) : counts(ranks), begins(ranks) {}
   std::size_t finish() {

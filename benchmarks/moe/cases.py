@@ -14,12 +14,13 @@ ITEM_BYTES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Each rank has `tokens` in bf16. Each goes to `top_k` experts, which are spread evenly."""
+    """A measured case. Each rank has `tokens` tokens in bf16. Each of them goes to `top_k` experts,
+    which are spread evenly."""
 
     tokens: int
     ranks: int
     rounds: int = 20
-    """In each block."""
+    """Rounds in each block."""
     hidden: int = 7168
     experts: int = 256
     top_k: int = 8
@@ -43,7 +44,8 @@ CASES: Final = (
 
 
 def expert_ids(case: Case, rank: int) -> NDArray[np.int64]:
-    """The logical experts of this rank's tokens, [tokens, top_k]: distinct and equally likely."""
+    """Returns the logical experts of this rank's tokens, [tokens, top_k]: distinct and equally
+    likely."""
     random = np.random.default_rng([_SEED, case.tokens, case.ranks, rank])
     drawn = random.random((case.tokens, case.experts), np.float32)
     return np.argpartition(drawn, case.top_k, axis=1)[:, : case.top_k].astype(np.int64)
@@ -56,11 +58,11 @@ class Routes:
         self.case = case
         experts = case.experts // case.ranks
         self.reached = np.zeros((case.ranks, case.tokens, case.ranks), np.bool_)
-        """By source rank and token, the ranks that it goes to."""
+        """True if a token goes to a rank: [source, token, destination]."""
         for rank in range(case.ranks):
             np.put_along_axis(self.reached[rank], expert_ids(case, rank) // experts, True, axis=1)
         self.rows = self.reached.sum(axis=1).astype(np.int64)
-        """[source, destination]"""
+        """The number of rows, [source, destination]."""
 
     @property
     def nbytes(self) -> int:
@@ -74,16 +76,18 @@ class Routes:
         return case.ranks * case.tokens * case.top_k * case.row_bytes
 
     def sent(self, rank: int) -> NDArray[np.int64]:
-        """The tokens of this rank's rows: all for rank 0, then all for rank 1, …"""
+        """Returns the tokens of this rank's rows: all for rank 0, then all for rank 1, …"""
         return np.nonzero(self.reached[rank].T)[1]
 
     def dispatched(self, rank: int) -> NDArray[np.int64]:
-        """The rows that this rank receives, as places in the tokens of all ranks in order."""
+        """Returns the rows that this rank receives, as places in the tokens of all ranks in
+        order."""
         source, token = np.nonzero(self.reached[:, :, rank])
         return source * self.case.tokens + token
 
     def combined(self, rank: int) -> NDArray[np.int64]:
-        """The rows that return to this rank, as places in the rows that all ranks received."""
+        """Returns the rows that return to this rank, as places in the rows that all ranks
+        received."""
         before = np.concatenate(([0], np.cumsum(self.rows.sum(axis=0))))[:-1]
         begins = before + self.rows[:rank].sum(axis=0)
         return np.concatenate(

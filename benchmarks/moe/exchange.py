@@ -13,8 +13,8 @@ from kvxfer.moe import AllToAll
 
 
 class Exchange:
-    """The dispatched rows come back unchanged: the experts' computation is not measured. By expert,
-    combine sums the rows of one token at either end."""
+    """One rank's part of an exchange. The dispatched rows come back unchanged: the experts'
+    computation is not measured. By expert, combine sums the rows of one token at either end."""
 
     def __init__(self, group: AllToAll, case: Case, rank: int, *, by_expert: bool) -> None:
         self._group, self._by_expert = group, by_expert
@@ -27,7 +27,7 @@ class Exchange:
         self._wanted = self._x if by_expert else self._x * torch.from_numpy(reached)
 
     def run(self, rounds: int) -> Times:
-        # Where a layer puts its tokens.
+        # The place where a layer puts its tokens.
         x = self._group.input(0)[: len(self._x)]
         x.copy_(self._x)
         times = np.empty((rounds, 3), np.int64)
@@ -48,6 +48,6 @@ class Exchange:
 
 
 def tokens_of(case: Case, rank: int) -> torch.Tensor:
-    """[tokens, hidden] in bf16. All sums of up to top_k of them are exact."""
+    """Returns [tokens, hidden] in bf16. All sums of up to top_k of them are exact."""
     token = torch.arange(case.tokens).unsqueeze(1) + rank * case.tokens
     return ((token * 7 + torch.arange(case.hidden)) % 63 - 31).to(torch.bfloat16)

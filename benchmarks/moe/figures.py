@@ -16,7 +16,7 @@ from kvxfer.bench.targets import MOE, MOE_MEMCPY, MOE_MPI, Target, Verdict, judg
 
 PHASES: Final = ("dispatch", "combine")
 _P99_ROUNDS: Final = 50
-"""With fewer rounds it is not reported."""
+"""The fewest rounds whose 99th percentile is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Sample:
 
 
 def sample_of(case: Case, way: Way, block: int, rounds: int, times: Sequence[Times]) -> Sample:
-    """From the times of all ranks. The first round wakes the ranks and does not count. memcpy has
-    only one row of times for all rounds."""
+    """Makes a sample of the times of all ranks. The first round wakes the ranks and does not count.
+    memcpy has only one row of times for all rounds."""
     spans = np.diff(np.stack(times).max(axis=0), axis=1) / 1e3
     counted = spans / rounds if way is Way.MEMCPY else spans[1:]
     return Sample(case.name, way, block, counted[:, 0].tolist(), counted[:, 1].tolist())
@@ -42,8 +42,9 @@ def sample_of(case: Case, way: Way, block: int, rounds: int, times: Sequence[Tim
 
 @dataclass(frozen=True, slots=True)
 class PhaseFigure:
-    """`gb_per_s`: the rows after deduplication, of all ranks together. `ratios`: how many times as
-    fast this way is as each other way; the median over the blocks of the ratio of medians."""
+    """The figures of one phase. `gb_per_s` counts the rows after deduplication, of all ranks
+    together. `ratios` say how many times as fast this way is as each other way; each is the median
+    over the blocks of the ratio of medians."""
 
     median_us: float
     p99_us: float | None
@@ -85,7 +86,7 @@ class MoeReport:
 def figure_of(
     case: Case, nbytes: int, expanded_bytes: int, samples: Sequence[Sample]
 ) -> CaseFigure:
-    """The figures of one case by way, in the order of the tables."""
+    """Returns the figures of one case by way, in the order of the tables."""
     by_way: dict[Way, list[Sample]] = {}
     for each in samples:
         by_way.setdefault(each.way, []).append(each)
@@ -128,7 +129,7 @@ def _phase_figures(
 
 
 def verdicts_of(figures: Sequence[CaseFigure]) -> list[Verdict]:
-    """The targets of this run. Each figure is from the phase that is further from its target."""
+    """Judges the targets of this run. Each figure is from the phase further from its target."""
     found = []
     for figure in figures:
         targets = MOE.get((figure.case.ranks, figure.case.tokens), {})

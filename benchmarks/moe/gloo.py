@@ -13,8 +13,8 @@ from benchmarks.moe.way import Times, WrongBytes
 
 
 class Gloo:
-    """The rows for each rank are packed before the first round. Neither the packing nor the sum of
-    the returned rows is measured."""
+    """One rank's part of gloo's exchange. The rows for each rank are packed before the first round.
+    Neither the packing nor the sum of the returned rows is measured."""
 
     def __init__(self, routes: Routes, rank: int, x: torch.Tensor) -> None:
         self._sent_rows = routes.rows[rank].tolist()

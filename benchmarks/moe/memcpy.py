@@ -14,8 +14,8 @@ from kvxfer.bench.pool import anonymous_pool
 
 
 def shared_rows(routes: Routes) -> NDArray[np.uint8]:
-    """The source of all ranks' copies, with as many bytes as the exchange reads. Processes that are
-    forked later share it as long as none writes."""
+    """Makes the source of all ranks' copies, with as many bytes as the exchange reads. Processes
+    that are forked later share it as long as none writes."""
     rows = max(routes.case.ranks * routes.case.tokens, int(routes.rows.sum()))
     memory = anonymous_pool(rows * routes.case.row_bytes)
     memory.view(np.uint16).reshape(rows, -1)[:] = _marks(np.arange(rows))
@@ -23,7 +23,7 @@ def shared_rows(routes: Routes) -> NDArray[np.uint8]:
 
 
 class Memcpy:
-    """Copies one rank's rows into its memory."""
+    """The copies of one rank's rows into its memory."""
 
     def __init__(self, routes: Routes, rank: int, shared: NDArray[np.uint8]) -> None:
         self._row = routes.case.row_bytes
@@ -32,7 +32,7 @@ class Memcpy:
         self._pools = tuple(anonymous_pool(len(rows) * self._row) for rows in self._lists)
 
     def run(self, rounds: int) -> Times:
-        """The ranks do not wait for each other, so all rounds have one row of times."""
+        """Copies. The ranks do not wait for each other, so all rounds have one row of times."""
         times = [time.monotonic_ns()]
         for rows, pool in zip(self._lists, self._pools, strict=True):
             places = np.arange(len(rows))

@@ -28,7 +28,7 @@ _TRANSPORT: Final = {
 
 
 def settings(way: Way) -> str:
-    """The settings for mpirun."""
+    """Returns the settings for mpirun."""
     return " ".join((*_LAUNCH, *_COMMON, *_TRANSPORT[way]))
 
 
@@ -78,7 +78,7 @@ class MpiRanks:
         self._stack.close()
 
     def run(self, rounds: int) -> list[Times]:
-        """Of each rank. Raises RankFailed."""
+        """Runs an order. Returns the times of each rank. Raises RankFailed."""
         try:
             for rank in self._ranks:
                 rank.sendall(struct.pack("=I", rounds))

@@ -27,11 +27,11 @@ from kvxfer.bench.machine import this_machine
 class Settings:
     cases: tuple[Case, ...] = CASES
     blocks: int = 10
-    """In each block every way runs the case's rounds in turn. Ways that are only for information
-    run a quarter of them."""
+    """The number of blocks. In each block every way runs the case's rounds in turn. Ways that are
+    only for information run a quarter of them."""
     ways: tuple[Way, ...] = tuple(Way)
     mpi: Path | None = None
-    """The compiled alltoallv.cpp. None: MPI is not measured."""
+    """The compiled alltoallv.cpp; None measures no MPI."""
 
 
 def run_bench(settings: Settings, status: Callable[[str], None]) -> MoeReport:
@@ -99,7 +99,7 @@ class _Ranks:
         return self._answers()
 
     def _answers(self) -> list[Times]:
-        """One of each rank. Raises RankFailed."""
+        """Returns the answer of each rank. Raises RankFailed."""
         answers: dict[int, Times] = {}
         waiting = dict(enumerate(self._orders))
         while waiting:

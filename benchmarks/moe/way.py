@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Times: TypeAlias = NDArray[np.int64]
-"""[rounds, 3], nanoseconds of CLOCK_MONOTONIC at one rank: dispatch begins; its rows are in place
+"""Nanoseconds of CLOCK_MONOTONIC at one rank, [rounds, 3]: dispatch begins; its rows are in place
 and combine begins; the rows of combine are in place."""
 
 
@@ -27,7 +27,7 @@ class Way(StrEnum):
 
     @property
     def fabric(self) -> str | None:
-        """Of an exchange."""
+        """The fabric of an exchange; None for any other way."""
         return {Way.LOCAL: "local", Way.LOCAL_EXPERTS: "local"}.get(
             self, "tcp" if self in (Way.TCP, Way.TCP_EXPERTS) else None
         )
@@ -38,7 +38,7 @@ class Way(StrEnum):
 
     @property
     def beside(self) -> bool:
-        """Shown for information: a quarter of the rounds."""
+        """True if it is shown for information, with a quarter of the rounds."""
         return self.by_expert or self is Way.MPI_TCP
 
 
@@ -50,7 +50,7 @@ class Member(Protocol):
     """One rank's part of one way. All ranks run the same number of rounds."""
 
     def run(self, rounds: int) -> Times:
-        """Dispatches and combines so many times, in step with the other ranks."""
+        """Dispatches and combines `rounds` times, in step with the other ranks."""
 
     def check(self) -> None:
         """Raises WrongBytes if the result of the last round is wrong."""

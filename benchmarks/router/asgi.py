@@ -1,4 +1,4 @@
-"""What the raw ASGI applications of this benchmark share: a server, a body, an answer."""
+"""The common parts of this benchmark's raw ASGI applications: a server, a body, an answer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvxfer.web.listener import BACKLOG, KEEP_ALIVE_SECONDS, bind, url_of
 
 
 def serve(app: ASGIApp) -> None:
-    """Serves it on a free port until SIGTERM, as kvxfer's servers are served: uvicorn on uvloop and
-    httptools. Prints the URL as `kvxfer router --json` does."""
+    """Serves `app` on a free port until SIGTERM, as kvxfer's servers are served: uvicorn on uvloop
+    and httptools. Prints the URL as `kvxfer router --json` does."""
     listener = bind("127.0.0.1", 0)
     print(json.dumps({"url": url_of(listener)}), flush=True)
     config = uvicorn.Config(
@@ -30,7 +30,7 @@ def serve(app: ASGIApp) -> None:
 
 
 async def body_of(receive: Receive) -> bytes:
-    """The whole body of a request."""
+    """Returns the whole body of a request."""
     body, more = b"", True
     while more:
         message = await receive()

@@ -18,13 +18,13 @@ _SILENCE_SECONDS: Final = 60.0
 
 @dataclass(slots=True)
 class Answer:
-    """What has come of an answer. Times are in seconds from when the request was sent."""
+    """The received part of an answer. Times are in seconds since the request was sent."""
 
     status: int = 0
     first_seconds: float = 0.0
-    """To the first byte of the body."""
+    """The time of the first byte of the body."""
     seconds: float = 0.0
-    """To the end."""
+    """The time of the end."""
     tokens: int = 0
     token_parts: int = 0
     """HTTP chunks that have tokens."""
@@ -48,7 +48,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.answer = Answer()
-        """The latest request's."""
+        """The answer to the latest request."""
         self._began = 0.0
         loop = asyncio.get_running_loop()
         self._first: asyncio.Future[None] = loop.create_future()
@@ -116,7 +116,7 @@ class Connection(asyncio.Protocol):
 
 @asynccontextmanager
 async def connected(url: str, connections: int) -> AsyncIterator[list[Connection]]:
-    """So many connections to the server at `url`."""
+    """Opens `connections` connections to the server at `url`."""
     address, loop = urlsplit(url), asyncio.get_running_loop()
     host, port = address.hostname or "", address.port or 0
     async with AsyncExitStack() as stack:

@@ -35,7 +35,7 @@ class Round:
     parts: int
     """HTTP chunks that the tokens came in."""
     cpu_seconds: float
-    """Of the server."""
+    """Processor time of the server."""
     steady_tokens: int
     """Tokens that came while all streams were under way."""
     steady_cpu_seconds: float
@@ -83,13 +83,14 @@ class RouterReport:
     rounds: int
     streams: int
     tokens: int
-    """Of each stream."""
+    """The tokens of each stream."""
     rate: float
     """Tokens per second of each stream."""
     figures: Mapping[str, StreamFigure]
-    """Of the router and the pass-through."""
+    """The figures of the router and the pass-through."""
     latencies: Mapping[str, Latency]
-    """By what was asked: to the first byte of a stream, to the end of another answer."""
+    """The latencies by what was asked: to the first byte of a stream, to the end of another
+    answer."""
     verdicts: Sequence[Verdict]
 
     @property
@@ -98,7 +99,7 @@ class RouterReport:
 
 
 def stream_figure(rounds: Sequence[Round], rate: float) -> StreamFigure:
-    """Of streams of `rate` tokens per second."""
+    """Returns the figure of streams of `rate` tokens per second."""
     whole_us = median(each.whole_us for each in rounds)
     return StreamFigure(
         token_us=median(each.token_us for each in rounds),
@@ -116,7 +117,7 @@ def latency(seconds: Sequence[float]) -> Latency:
 
 
 def added_ms(latencies: Mapping[str, Latency]) -> float:
-    """Milliseconds that the router adds to the first byte, above the pass-through.
+    """Returns the milliseconds that the router adds to the first byte, above the pass-through.
 
     The router waits for the control plane and for the prompt's tokens in turn. It asks both workers
     at once, so of these only the slower one counts.
@@ -129,7 +130,7 @@ def added_ms(latencies: Mapping[str, Latency]) -> float:
 def verdicts_of(
     rounds: Mapping[str, Sequence[Round]], latencies: Mapping[str, Latency]
 ) -> list[Verdict]:
-    """Ratios are medians of those of neighbouring rounds."""
+    """Judges the targets. Ratios are medians of those of neighbouring rounds."""
     pairs = list(zip(rounds[ROUTER], rounds[PASS_THROUGH], strict=True))
     return [
         judge(median(our.token_us / least.token_us for our, least in pairs), ROUTER_TOKEN),

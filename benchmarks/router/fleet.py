@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 import time
-from collections.abc import Iterator
 from typing import Final
 
 from benchmarks.router.figures import PASS_THROUGH
 from benchmarks.router.requests import MODEL
 from kvxfer.instances import InstanceState, Role
 from verify.control_plane import worker
+from verify.processes.cores import on_cores
 from verify.processes.fleet import Fleet
 from verify.processes.process import ROOT
 from verify.processes.programs import Server, clean_environment
@@ -27,8 +25,8 @@ class RouterFleet(Fleet):
     """A fleet whose workers compute nothing, with a pass-through to its decode worker."""
 
     def __init__(self, rate: float, core: set[int]) -> None:
-        """`rate`: tokens per second of each stream. `core` is for the router and the pass-through;
-        everything else runs where this process may."""
+        """Prepares a fleet. `rate` is the tokens per second of each stream. `core` is for the
+        router and the pass-through; everything else runs where this process may."""
         super().__init__(PYTHONPATH=str(ROOT))
         self._rate, self._core = rate, core
 
@@ -43,8 +41,8 @@ class RouterFleet(Fleet):
             self._module(PASS_THROUGH, "passthrough", "--worker", self.running["decode"].url)
 
     def cpu_seconds(self, name: str) -> float:
-        """Processor time of a process so far, by its clock (clock_getcpuclockid): /proc has it in
-        units of 10 ms."""
+        """Returns the processor time of a process so far, by its clock (clock_getcpuclockid): /proc
+        has it in units of 10 ms."""
         return time.clock_gettime(~self.running[name].pid << 3 | 2)
 
     def _module(self, name: str, module: str, *options: str) -> Server:
@@ -53,21 +51,3 @@ class RouterFleet(Fleet):
         server = self.add(Server(name, *command, folder=self.folder, environment=environment))
         server.ready()
         return server
-
-
-@contextlib.contextmanager
-def on_cores(cores: set[int]) -> Iterator[None]:
-    """This thread, and the processes that it starts, have these cores only."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-def split_cores() -> tuple[set[int], set[int]]:
-    """The last core, and the others; the same one twice where there is only one."""
-    cores = os.sched_getaffinity(0)
-    last = {max(cores)}
-    return last, cores - last or cores

@@ -35,7 +35,7 @@ class PassThrough:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--worker", required=True, help="its URL")
+    parser.add_argument("--worker", required=True, help="the URL of the worker")
     serve(PassThrough(parser.parse_args().worker))
 
 

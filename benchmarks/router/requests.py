@@ -15,12 +15,12 @@ _WORD: Final = "word"
 
 
 def completion(tokens: int) -> bytes:
-    """A stream of so many tokens, of a prompt of text that no request before had."""
+    """Returns a request for a stream of `tokens` tokens, of a text that no request before had."""
     return request("POST", "/v1/completions", _body(max_tokens=tokens, stream=True))
 
 
 def prefill() -> bytes:
-    """What prefill is asked: one token, in one piece."""
+    """Returns the request to prefill: one token, in one piece."""
     return request("POST", "/v1/completions", _body(max_tokens=1, stream=False))
 
 
@@ -29,7 +29,7 @@ def tokenize() -> bytes:
 
 
 def open_transfer() -> bytes:
-    """What the control plane is asked for a prompt whose tokens are known."""
+    """Returns the request to the control plane for a prompt whose tokens are known."""
     prefix = asked_hashes(range(PROMPT_TOKENS), MODEL)
     call = calls.open_transfer(
         request_id=secrets.token_hex(8),

@@ -29,13 +29,14 @@ from benchmarks.router.figures import (
     stream_figure,
     verdicts_of,
 )
-from benchmarks.router.fleet import RouterFleet, on_cores, split_cores
+from benchmarks.router.fleet import RouterFleet
 from kvxfer.bench.machine import this_machine
+from verify.processes.cores import on_cores, split_cores
 from verify.processes.fleet import CONTROL_PLANE
 
 # The part of a stream's time over which the streams of a round begin.
 _RAMP: Final = 0.4
-# The work of a round, or of a request, ends in it before the next one begins.
+# Pauses in which the work of a round, or of a request, ends before the next one begins.
 _PAUSE_SECONDS: Final = 0.2
 _REST_SECONDS: Final = 0.01
 _WARM_UP: Final = 5
@@ -49,7 +50,7 @@ class Settings:
     rounds: int = 8
     streams: int = 96
     tokens: int = 256
-    """Of each stream."""
+    """The tokens of each stream."""
     rate: float = 50.0
     """Tokens per second of each stream."""
     requests: int = 200
@@ -78,7 +79,8 @@ def run_bench(settings: Settings, step: Step) -> RouterReport:
 async def _measure(
     settings: Settings, fleet: RouterFleet, step: Step
 ) -> tuple[dict[str, list[Round]], dict[str, list[float]]]:
-    """The rounds of each server, and the seconds of requests one at a time by what was asked."""
+    """Returns the rounds of each server, and the seconds of requests one at a time by what was
+    asked."""
     step("requests one at a time")
     seconds = await _one_by_one(fleet, settings.requests)
     rounds: dict[str, list[Round]] = {ROUTER: [], PASS_THROUGH: []}
@@ -102,7 +104,7 @@ async def _measure(
 async def _round(
     settings: Settings, fleet: RouterFleet, name: str, connections: Sequence[Connection]
 ) -> Round:
-    """Whole requests on all connections. Each begins a moment after the one before."""
+    """Sends whole requests on all connections. Each begins a moment after the one before."""
 
     def tokens() -> int:
         return sum(each.answer.tokens for each in connections)
@@ -141,8 +143,8 @@ async def _round(
 
 
 async def _one_by_one(fleet: RouterFleet, count: int) -> dict[str, list[float]]:
-    """The seconds of `count` requests of each kind: to the first byte of a stream, to the end of an
-    answer in one piece."""
+    """Returns the seconds of `count` requests of each kind: to the first byte of a stream, to the
+    end of an answer in one piece."""
     streams = {ROUTER: ROUTER, PASS_THROUGH: PASS_THROUGH, DECODE: "decode"}
     pieces = {TOKENIZE: requests.tokenize, PREFILL: requests.prefill}
     found: dict[str, list[float]] = {name: [] for name in (*streams, OPEN, *pieces)}
@@ -164,7 +166,7 @@ async def _one_by_one(fleet: RouterFleet, count: int) -> dict[str, list[float]]:
 
 
 async def _open(control_plane: Connection) -> float:
-    """Seconds in which a transfer is opened; it is released."""
+    """Opens a transfer and releases it. Returns the seconds until it was open."""
     answer = (await control_plane.ask(requests.open_transfer())).expect(_CREATED)
     transfer_id = msgspec.json.decode(answer.body)["transfer_id"]
     path = f"/v1/transfers/{transfer_id}"

@@ -37,7 +37,7 @@ class Worker:
     """The ASGI application, for prefill and decode alike."""
 
     def __init__(self, rate: float) -> None:
-        """`rate`: tokens per second of each stream."""
+        """Makes a worker. `rate` is the tokens per second of each stream."""
         self._step_seconds = 1 / rate
         self._tokens = msgspec.json.encode({"tokens": list(range(PROMPT_TOKENS))})
 

@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=usual.seed)
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     options = parser.parse_args()
-    # With those of the targets.
+    # The targets' prompts are always measured.
     asked = {VLLM_PROMPT_TOKENS, *(options.tokens or usual.lengths)}
     settings = Settings(lengths=tuple(sorted(asked)), rounds=options.rounds, seed=options.seed)
     try:

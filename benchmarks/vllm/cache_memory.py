@@ -51,7 +51,7 @@ LAYERS: Final = 8
 
 
 def vllm_cache() -> torch.Tensor:
-    """The bytes of all layers of a cache as vLLM allocates it in host memory."""
+    """Returns the bytes of all layers of a cache as vLLM allocates it in host memory."""
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
     layer_bytes = POOL_BYTES // LAYERS
     names = [f"model.layers.{index}.self_attn.attn" for index in range(LAYERS)]
@@ -67,7 +67,7 @@ def vllm_cache() -> torch.Tensor:
 
 @contextlib.contextmanager
 def of_cache(pair: Pair, cache: torch.Tensor) -> Iterator[Pair]:
-    """The pair, with this cache as its source."""
+    """Gives the pair, with this cache as its source."""
     pattern.fill(cache.numpy())
     region = pair.engine.register(cache)
     try:

@@ -47,8 +47,8 @@ class Cluster:
         return self.fleet.running["decode"]
 
     def start_pair(self, *, quiet: bool) -> None:
-        """Both servers with kvxfer, until they are ready. `quiet`: readers of vLLM's queue sleep
-        (kvxfer.connectors.vllm.quiet_queue)."""
+        """Starts both servers with kvxfer, and waits until they are ready. With `quiet`, readers of
+        vLLM's queue sleep (kvxfer.connectors.vllm.quiet_queue)."""
         self._end_pair()
         if quiet:
             self.fleet.variables[VARIABLE] = _QUIET_SECONDS
@@ -66,7 +66,7 @@ class Cluster:
         wait_until(self.fleet.whole, _READY_SECONDS)
 
     def start_nixl_pair(self) -> None:
-        """A pair with vLLM's unmodified NixlConnector in place of kvxfer's pair."""
+        """Starts a pair with vLLM's unmodified NixlConnector in place of kvxfer's pair."""
         self._end_pair()
         for name, role in _ROLES.items():
             transfer = {
@@ -94,7 +94,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def started(folder: Path, step: Callable[[str], None]) -> Iterator[Cluster]:
-    """The cluster without a pair."""
+    """Starts the cluster without a pair."""
     notes = folder / "notes"
     os.environ[NOTES_VARIABLE] = str(notes)
     step("making the model")

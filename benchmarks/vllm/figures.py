@@ -37,13 +37,13 @@ class Split:
     """The parts of the time to the first token; they add up to it."""
 
     until_prefill: float
-    """From the client's request to prefill's first step."""
+    """The time from the client's request to prefill's first step."""
     prefill: float
-    """To the last layer of the prompt's last step."""
+    """The time from there to the last layer of the prompt's last step."""
     visible_transfer: float
-    """To decode's first step with the request."""
+    """The time from there to decode's first step with the request."""
     first_decode_step: float
-    """To the first token at the client."""
+    """The time from there to the first token at the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Sample:
     mode: Mode
     ttft: float
     split: Split | None
-    """None for an aggregated server."""
+    """The parts of `ttft`; None for an aggregated server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,9 @@ class ForwardThread:
 
     requests: int
     layer: float
-    """For one layer, in the median."""
+    """The median time for one layer."""
     before: float
-    """Before the first layer, for each request."""
+    """The time before the first layer, for each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def verdicts_of(
 
 
 def _visible_ratio(samples: Sequence[Sample]) -> float:
-    """Of medians."""
+    """Returns the ratio of medians."""
     push, nixl = (
         median(
             sample.split.visible_transfer
@@ -164,6 +164,6 @@ def _visible_ratio(samples: Sequence[Sample]) -> float:
 
 
 def _ttft_ratio(samples: Sequence[Sample]) -> float:
-    """The median over the rounds."""
+    """Returns the median over the rounds."""
     of = {(s.round, s.mode): s.ttft for s in samples if s.prompt_tokens == VLLM_PROMPT_TOKENS}
     return median(of[n, Mode.PUSH] / of[n, mode] for n, mode in of if mode is Mode.PULL)

@@ -26,13 +26,13 @@ class Forward(NamedTuple):
     requests: int
     """The number of requests whose blocks it sends."""
     before: float
-    """Before the first layer, for all requests."""
+    """The time before the first layer, for all requests."""
     layer: float
     """The median of the layers."""
 
 
 def read(path: Path) -> Mapping[str, Mapping[tuple[str, str], float]]:
-    """By request, the time when each server, by name, first noted each event."""
+    """Returns the times when each server, by name, first noted each event, by request."""
     found: dict[str, dict[tuple[str, str], float]] = {}
     for server, event, request_id, moment in _NOTE.findall(path.read_text()):
         found.setdefault(request_id, {}).setdefault((server, event), float(moment))
@@ -40,6 +40,6 @@ def read(path: Path) -> Mapping[str, Mapping[tuple[str, str], float]]:
 
 
 def forwards(path: Path) -> Iterator[Forward]:
-    """The notes of steps that sent something."""
+    """Yields the notes of steps that sent something."""
     for requests, before, layer in _FORWARD.findall(path.read_text()):
         yield Forward(int(requests), float(before), float(layer))

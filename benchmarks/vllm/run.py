@@ -97,7 +97,7 @@ def run_bench(settings: Settings, step: Step) -> VllmReport:
 def _rounds(
     cluster: Cluster, modes: Sequence[Mode], settings: Settings, step: Step
 ) -> list[Sample]:
-    """The modes in random order within a round, one request at a time."""
+    """Measures the modes in random order within a round, one request at a time."""
     rng = random.Random(settings.seed)
     asked: list[tuple[int, int, Mode, str, float, float]] = []
     with httpx2.Client(trust_env=False, timeout=60.0) as http:
@@ -134,8 +134,8 @@ def _rounds(
 def _first_token(
     http: httpx2.Client, cluster: Cluster, mode: Mode, request_id: str, prompt: list[int]
 ) -> tuple[float, float]:
-    """The times when a request was sent and when its first token came. Push goes through kvxfer's
-    router. For pull this function is the proxy."""
+    """Sends a request. Returns the times when it was sent and when its first token came. Push goes
+    through kvxfer's router. For pull this function is the proxy."""
     headers = {"X-Request-ID": request_id}
     body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 2}
     body["ignore_eos"] = True
@@ -163,7 +163,8 @@ def _first_token(
 
 
 def _forward_thread(cluster: Cluster, seed: int) -> ForwardThread:
-    """Prompts arrive while a long one is computed, and are computed in one step after it."""
+    """Measures prompts that arrive while a long one is computed, and are computed in one step after
+    it."""
     rng = random.Random(seed)
 
     def ask(tokens: int) -> None:
@@ -199,8 +200,8 @@ def _split(notes: Mapping[tuple[str, str], float], began: float, first: float) -
 
 
 def _waiting(cluster: Cluster, request_id: str, seconds: float) -> float:
-    """The share of one core that both servers use while decode waits for a prompt that prefill
-    never gets."""
+    """Returns the share of one core that both servers use while decode waits for a prompt that
+    prefill never gets."""
     opened = httpx2.post(
         cluster.fleet.url + "/v1/transfers", json={"request_id": request_id, "model": "tiny"}
     ).raise_for_status()
@@ -230,13 +231,13 @@ def _waiting(cluster: Cluster, request_id: str, seconds: float) -> float:
 
 
 def _idle(cluster: Cluster, seconds: float) -> dict[str, float]:
-    """The share of one core that each idle server uses."""
+    """Returns the share of one core that each idle server uses."""
     time.sleep(_SETTLE_SECONDS)
     return _used((cluster.aggregated, cluster.prefill, cluster.decode), seconds)
 
 
 def _used(servers: Sequence[Server], seconds: float) -> dict[str, float]:
-    """Shares of one core."""
+    """Returns the servers' shares of one core."""
     before = {server.name: cpu_seconds(server) for server in servers}
     begun = time.monotonic()
     time.sleep(seconds)

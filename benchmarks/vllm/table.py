@@ -63,5 +63,5 @@ def _processor_time(report: VllmReport) -> Table:
 
 
 def _spread(spread: Spread | None) -> tuple[str, str] | tuple[None, None]:
-    """Median and p90."""
+    """Returns median and p90."""
     return (None, None) if spread is None else (f"{spread.p50:.1f}", f"{spread.p90:.1f}")

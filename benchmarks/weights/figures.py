@@ -21,9 +21,9 @@ class Sample:
     way: str
     seconds: float
     cpu_seconds: float
-    """Of all processes together."""
+    """The processor time of all processes together."""
     stage_seconds: float | None
-    """Of an update: the time without the agreement of all ranks before and after."""
+    """The time of an update without the agreement of all ranks before and after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class UpdateFigure:
     fabric: str
     digests: bool
     gb_per_s: Mapping[str, float]
-    """By way, the median of all rounds."""
+    """The median of all rounds, by way."""
     cpu_seconds: Mapping[str, float]
     """The same for the processor time of all ranks."""
     seconds: float
     stage_seconds: float
-    """Medians, of the update."""
+    """The medians of the update."""
     ratios: Mapping[str, float]
-    """By way, how many times as fast the update is; the median of the rounds' ratios."""
+    """The speed of the update as a multiple of each way's; the median of the rounds' ratios."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class WeightsReport:
 
 
 def figures_of(samples: Sequence[Sample], nbytes: int) -> list[UpdateFigure]:
-    """In the order in which they were measured."""
+    """Returns the figures in the order in which they were measured."""
     cases = dict.fromkeys((each.fabric, each.digests) for each in samples)
     return [_figure(fabric, digests, samples, nbytes) for fabric, digests in cases]
 
@@ -88,7 +88,7 @@ def _figure(fabric: str, digests: bool, samples: Sequence[Sample], nbytes: int) 
 
 
 def verdicts_of(figures: Sequence[UpdateFigure]) -> list[Verdict]:
-    """Of what was measured."""
+    """Judges the figures that were measured."""
     return [
         judge(figure.ratios[way], target)
         for figure in figures

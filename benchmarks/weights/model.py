@@ -19,11 +19,11 @@ class Parameter(NamedTuple):
     name: str
     shape: tuple[int, ...]
     split: int | None
-    """The dimension that tensor parallelism splits at inference. None: each rank has all of it."""
+    """The dimension that tensor parallelism splits at inference; None if each rank has all."""
 
 
 def model_of(nbytes: int) -> list[Parameter]:
-    """A model of about so many bytes, with as many layers as necessary."""
+    """Returns a model of about `nbytes` bytes, with as many layers as necessary."""
     large = nbytes >= 1 << 29
     hidden, inner, kv, vocabulary = (2048, 8192, 512, 32000) if large else (256, 1024, 64, 2000)
     layer = [
@@ -56,12 +56,12 @@ def _bytes(shape: tuple[int, ...]) -> int:
 
 
 def held_by(model: list[Parameter], rank: int, ranks: int) -> Holdings:
-    """As with FSDP: a part of the rows of each parameter."""
+    """Returns a rank's holdings as with FSDP: a part of the rows of each parameter."""
     return Holdings(tuple(_part(each, 0, rank, ranks) for each in model))
 
 
 def wanted_by(model: list[Parameter], rank: int, ranks: int) -> Holdings:
-    """As with vLLM's tensor parallelism."""
+    """Returns a rank's holdings as with vLLM's tensor parallelism."""
     return Holdings(tuple(_part(each, each.split, rank, ranks) for each in model))
 
 
@@ -89,7 +89,7 @@ class Piece(NamedTuple):
 
 
 def pieces(held: Holdings, wanted: Holdings) -> Iterator[Piece]:
-    """The common parts of all parameters that both have, in order."""
+    """Yields the common parts of all parameters that both have, in order."""
     by_name = {each.name: each for each in wanted.parameters}
     for ours in held.parameters:
         theirs = by_name[ours.name]
@@ -114,7 +114,7 @@ def _within(bounds: list[tuple[int, int]], offset: tuple[int, ...]) -> Slices:
 
 
 def content(holding: Holding, number: int) -> torch.Tensor:
-    """The constant content of the box: each element encodes the parameter and its place."""
+    """Returns the constant content of the box: each element encodes the parameter and its place."""
     index = torch.zeros((), dtype=torch.int32)
     strides = torch.empty(holding.whole, device="meta").stride()
     for at, size, stride in zip(holding.offset, holding.shape, strides, strict=True):

@@ -53,7 +53,7 @@ class Client:
 
 
 def make_model(folder: Path, layers: int) -> int:
-    """A Llama of about 50 MB a layer; its bytes."""
+    """Makes a Llama of about 50 MB a layer. Returns its bytes."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

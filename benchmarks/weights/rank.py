@@ -57,7 +57,7 @@ class Rank(abc.ABC):
         """Memory for one gathered parameter at a time."""
         self._fabric, self._digests = "", False
         self.stage_seconds = 0.0
-        """At rank 0: the seconds of the last update from the order to write until its end."""
+        """The seconds of rank 0's last update, from the order to write until its end."""
 
     @contextlib.contextmanager
     def connected(self, fabric: str, digests: bool) -> Iterator[None]:
@@ -73,7 +73,7 @@ class Rank(abc.ABC):
             self._loop.close()
 
     def move(self, way: str) -> None:
-        """This rank's part of one transfer."""
+        """Does this rank's part of one transfer."""
         ways = {
             "update": self._update,
             "raw": self._raw,
@@ -109,7 +109,7 @@ class Rank(abc.ABC):
     def _send(self) -> None: ...
 
     async def _engine(self, use: str) -> Engine:
-        """Ends with the loop."""
+        """Starts an engine that ends with the loop."""
         engine = Engine(
             cluster_key=self._key,
             name=f"{use} {self._rank}",
@@ -120,14 +120,14 @@ class Rank(abc.ABC):
 
 
 def all_say(value: Any) -> list[Any]:
-    """The values of all ranks."""
+    """Returns the values of all ranks."""
     found: list[Any] = [None] * WORLD
     dist.all_gather_object(found, value)
     return found
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, as gloo does not support every dtype."""
+    """Returns the bytes of a contiguous tensor, as gloo does not support every dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 

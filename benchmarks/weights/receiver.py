@@ -54,7 +54,7 @@ class Receiver(Rank):
     def check(self, way: str) -> None:
         found = self._served
         if way == "raw":
-            # Not an update's bytes, but as many: none of its blocks stays blank.
+            # The bytes are not those of an update, but as many: no block stays blank.
             memory = np.frombuffer(self._raw_memory, np.uint64)
             if not np.add.reduceat(memory, np.arange(0, len(memory), 1 << 12)).all():
                 raise WrongBytes("a raw write has left a part of the memory blank")
@@ -78,7 +78,7 @@ class Receiver(Rank):
         all_say(said)
 
     async def _join(self, coordinator: str) -> tuple[str, bytes]:
-        """The address for raw writes, and where they go."""
+        """Joins the coordinator. Returns the address for raw writes, and where they go."""
         self._receiver = await self._loop.stack.enter_async_context(
             WeightReceiver(
                 await self._engine("update"),
@@ -94,13 +94,13 @@ class Receiver(Rank):
         return raw.address, self._raw_memory.region.descriptor
 
     def _disconnect(self) -> None:
-        """All ends with the loop."""
+        """Does nothing: all ends with the loop."""
 
     def _update(self) -> None:
-        """Its loop does it."""
+        """Does nothing: the receiver takes updates on its loop."""
 
     def _raw(self) -> None:
-        """Its engine does it."""
+        """Does nothing: the engine takes the writes."""
 
     def _gather(self) -> None:
         for each, holding in zip(self._model, self._wanted.parameters, strict=True):

@@ -142,7 +142,8 @@ def _rank(rank: int, settings: Settings, key: str, store: Path, tell: Connection
 
 
 def _timed(rank: Rank, way: str) -> tuple[float, float]:
-    """The seconds from the common start until all ranks have ended, and their processor time."""
+    """Returns the seconds from the common start until all ranks have ended, and their processor
+    time."""
     dist.barrier()
     begin, used = time.monotonic(), time.process_time()
     rank.move(way)

@@ -24,7 +24,7 @@ from kvxfer.weights.transfer.settings import UpdateSettings
 
 
 class Sender(Rank):
-    """Its parameters are views of one tensor, which raw writes read."""
+    """A training rank. Its parameters are views of one tensor, which raw writes read."""
 
     def __init__(self, rank: int, model: list[Parameter], key: str) -> None:
         super().__init__(rank, model, key)
@@ -54,10 +54,10 @@ class Sender(Rank):
         self._targets: list[tuple[Peer, bytes]] = []
 
     def blank(self, way: str) -> None:
-        """Nothing arrives here."""
+        """Does nothing: no weights arrive here."""
 
     def check(self, way: str) -> None:
-        """Nothing arrives here."""
+        """Does nothing: no weights arrive here."""
 
     def _connect(self) -> None:
         coordinator = None

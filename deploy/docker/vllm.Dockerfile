@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# vLLM (CPU build) with kvxfer's connector; built in the image of vLLM, so that the engine fits its Python:
+# vLLM (CPU build) with kvxfer's connector. It is built in the image of vLLM, so that the engine fits its Python:
 #
 #   docker build -f deploy/docker/vllm.Dockerfile -t kvxfer-vllm:0.1.0 .
 ARG VLLM_IMAGE=public.ecr.aws/q9t5s3a7/vllm-cpu-release-repo:v0.32.0
@@ -25,7 +25,7 @@ RUN apt-get update \
  && useradd --uid 10001 --user-group --no-create-home kvxfer
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     python3 -m pip install --no-cache-dir "$(echo /wheels/kvxfer-*.whl)[otel]"
-# Any UID may run it (`docker run --user 1000680000:0`): its home is a folder that is open to all.
+# Any UID may run it (`docker run --user 1000680000:0`): its home is a folder that all may write to.
 ENV HOME=/tmp USER=kvxfer
 USER 10001:10001
 EXPOSE 8100

@@ -1,4 +1,4 @@
-// What the files of the binding share.
+// Declarations that the files of the binding share.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -45,8 +45,8 @@ inline Duration seconds(double value, std::string_view what = "a time of") {
 pybind11::object to_text(const std::string& text);
 pybind11::list to_list(const std::vector<Completion>& completions);
 
-// Binds an object that belongs to the process that made it: in a forked one its methods raise.
-// T::require_own_process() says so.
+// Binds an object that belongs to the process that created it: in a forked process its methods
+// raise the error of T::require_own_process().
 template <class T>
 class Owned : public pybind11::class_<T> {
  public:
@@ -58,7 +58,7 @@ class Owned : public pybind11::class_<T> {
     Base::def(name, checked(std::forward<Call>(call)), extra...);
     return *this;
   }
-  // Likewise what ends something, which a forked process may do: it lets go.
+  // Binds a method that ends something, which a forked process may call.
   template <class Call, class... Extra>
   Owned& def_end(const char* name, Call&& call, const Extra&... extra) {
     Base::def(name, std::forward<Call>(call), extra...);

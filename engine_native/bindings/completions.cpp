@@ -8,7 +8,7 @@ namespace py = pybind11;
 namespace kvxfer::python {
 namespace {
 
-// Between two looks at the clock.
+// Polls between two reads of the clock.
 constexpr int kPollsPerLook = 64;
 
 const char* kind_name(Completion::Kind kind) {
@@ -37,7 +37,7 @@ const char* kind_name(Completion::Kind kind) {
 
 }  // namespace
 
-// A peer chooses its name: whatever it is must not cost anybody a completion.
+// A peer chooses its name: invalid UTF-8 in it must not cost a completion.
 py::object to_text(const std::string& text) {
   return py::reinterpret_steal<py::object>(
       PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace"));

@@ -1,4 +1,4 @@
-// The engine: its life, memory and peers.
+// The engine: its life cycle, memory and peers.
 #include "bindings.hpp"
 #include "memory_region.hpp"
 

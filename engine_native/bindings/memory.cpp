@@ -14,14 +14,14 @@ namespace py = pybind11;
 namespace kvxfer::python {
 namespace {
 
-// For what the processor does with its bytes.
+// Returns the bytes for the processor; raises if it cannot access them.
 std::byte* on_host(const MemoryRegion& region) {
   if (region.host()) return region.host();
   throw NativeError({Errc::invalid_argument, "the region is memory of " + region.gpu()->label() +
                                                  ", which the processor cannot read"});
 }
 
-// As much of the region as the buffer holds.
+// Returns the address of `bytes` bytes from `offset` on; raises if they leave the region.
 std::uint64_t place_of(const MemoryRegion& region, std::size_t offset, std::size_t bytes) {
   if (offset <= region.size() && bytes <= region.size() - offset) return region.address() + offset;
   throw NativeError({Errc::out_of_bounds, std::to_string(bytes) + " bytes from " +

@@ -1,4 +1,4 @@
-// EngineOptions from keyword arguments: one line of kOptions is all that an option takes here.
+// EngineOptions from keyword arguments. An option needs one line of kOptions here.
 #include <algorithm>
 #include <array>
 #include <limits>
@@ -23,7 +23,7 @@ struct Given {
   throw NativeError({Errc::invalid_argument, given.name + " is " + is + "; pass " + takes});
 }
 
-// What a C++ type takes, in Python's words.
+// Describes what a C++ type takes, in Python's words.
 template <class T>
 std::string takes() {
   if constexpr (std::is_same_v<T, bool>) {
@@ -84,7 +84,7 @@ void set_or_none(EngineOptions& options, const Given& given) {
   if (!given.value.is_none()) read(given, options.*Member);
 }
 
-// A secret is in no error text.
+// Sets a secret, which no error text shows.
 template <auto Member>
 void set_secret(EngineOptions& options, const Given& given) {
   try {

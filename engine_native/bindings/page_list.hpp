@@ -1,5 +1,4 @@
-// Page numbers, offsets and lengths as Python has them: without a copy where they are a contiguous
-// buffer of int64, else copied.
+// Page numbers, offsets and lengths from Python; contiguous buffers of int64 are not copied.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -17,8 +16,9 @@ namespace kvxfer::python {
 
 class PageList {
  public:
-  // Any sequence of integers, or one-dimensional buffer of any type of integer. What is no buffer,
-  // and has `__array__`, is asked for one: tensors. `name` is the argument's, for the error text.
+  // Takes any sequence of integers, or one-dimensional buffer of any integer type. An object that
+  // is no buffer and has `__array__`, such as a tensor, is asked for one. `name` is for error
+  // texts.
   PageList(const pybind11::object& object, std::string_view name) : name_(name) {
     namespace py = pybind11;
     py::object values = object;
@@ -59,7 +59,7 @@ class PageList {
   void read_buffer(const pybind11::buffer& values) {
     buffer_ = values.request();
     const std::string_view format = buffer_.format;
-    // Of the machine's own byte order.
+    // Native byte order only.
     const std::string_view type = format.substr(
         format.starts_with('@') || format.starts_with('=') || format.starts_with('<') ? 1 : 0);
     const bool is_signed =

@@ -10,7 +10,7 @@ namespace py = pybind11;
 namespace kvxfer::python {
 namespace {
 
-// None is the engine's operation_timeout.
+// No timeout means the engine's operation_timeout.
 Duration deadline(std::optional<double> timeout) {
   if (!timeout) return Duration::zero();
   if (*timeout == 0) {
@@ -38,7 +38,7 @@ py::tuple to_tuple(const Scattered& scattered) {
   return py::make_tuple(scattered.id, scattered.writes, scattered.immediates, scattered.bytes);
 }
 
-// Offsets and lengths as Python gives them, in place of those of SingleWrite.
+// Offsets and lengths from Python, in place of SingleWrites.
 struct Ranges {
   Ranges(const py::object& source_offsets, const py::object& destination_offsets,
          const py::object& sizes)
@@ -279,7 +279,7 @@ void bind_writes(py::module_& module, EngineClass& bound) {
                                       write_options(imm, timeout, std::nullopt, after))));
           },
           py::arg("peers"), py::arg("imm"), py::kw_only(), py::arg("timeout"), py::arg("after"))
-      // For the benchmark: prepared as native code does, once; then how long the call alone takes.
+      // For the benchmark: prepares a scatter once, as native code does, then times the call alone.
       .def(
           "time_scatter",
           [](TransferEngine& engine, const RegionPtr& source, const std::vector<PeerId>& peers,

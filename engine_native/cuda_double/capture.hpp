@@ -1,4 +1,5 @@
-// Capture of the double: what is queued on a stream becomes a graph instead of running.
+// Stream capture of the double: work queued on a captured stream becomes a graph instead of
+// running.
 #pragma once
 
 #include <cuda.h>
@@ -19,7 +20,7 @@
 namespace kvxfer::cuda_double {
 
 struct Node {
-  std::function<bool()> step;  // until it says that it is done
+  std::function<bool()> step;  // called until it returns true
   std::set<std::size_t> after;
 };
 using Graph = std::vector<Node>;
@@ -31,13 +32,13 @@ class GraphRun {
   bool step();
 
  private:
-  Graph graph_;  // its own: steps remember how far they got
+  Graph graph_;  // a copy, because steps remember how far they got
   std::set<std::size_t> left_;
   std::minstd_rand random_;
 };
 
-// The streams that one cuStreamBeginCapture() has caught: the one it was called on, and those that
-// waited for an event of it since.
+// The streams of one cuStreamBeginCapture(): the one that it was called on, and those that have
+// waited for an event of the capture since.
 class Capture {
  public:
   Capture(const Stream& origin, CUstreamCaptureMode mode) : origin_(&origin), mode_(mode) {
@@ -46,18 +47,20 @@ class Capture {
 
   const Stream* origin() const { return origin_; }
   CUstreamCaptureMode mode() const { return mode_; }
-  // That which has begun it.
+  // Returns the thread that began the capture.
   std::thread::id thread() const { return thread_; }
 
   void add(const Stream& stream, std::function<bool()> step);
-  // What the next work of the stream comes after.
+  // Returns the nodes that the next work of the stream comes after.
   std::set<std::size_t> tails(const Stream& stream) const;
-  // From now on it comes after these, too; the stream joins where it is not in.
+  // Makes the stream's next work come after these nodes, too; adds the stream if it is not
+  // captured.
   void join(const Stream& stream, const std::set<std::size_t>& nodes);
   bool has(const Stream& stream) const;
   void invalidate();
   bool invalid() const;
-  // The graph, where all of it comes before the end of the origin; else null.
+  // Ends the capture. Returns the graph, or null if not all of it comes before the end of the
+  // origin.
   std::unique_ptr<Graph> end();
   bool ended() const;
 
@@ -78,12 +81,12 @@ class Captures {
  public:
   CUresult begin(const Stream& stream, CUstreamCaptureMode mode);
   CUresult end(const Stream& stream, std::unique_ptr<Graph>* graph);
-  // Null where the stream is not captured.
+  // Returns the stream's capture; null if there is none.
   CapturePtr of(const Stream& stream) const;
-  // For calls that are "potentially unsafe" (cuThreadExchangeStreamCaptureMode): a capture that
-  // forbids them to this thread is lost by the attempt.
+  // Checks a call that is "potentially unsafe" (cuThreadExchangeStreamCaptureMode): it invalidates
+  // each capture that forbids such calls to this thread.
   CUresult unsafe();
-  // The calling thread's.
+  // Returns the calling thread's mode.
   static CUstreamCaptureMode& mode();
 
  private:

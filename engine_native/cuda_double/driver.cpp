@@ -22,7 +22,7 @@ void note_engine_thread() {
 }  // namespace
 
 Driver& Driver::instance() {
-  static Driver* const driver = new Driver;  // its streams' threads outlive main()
+  static Driver* const driver = new Driver;  // the streams' threads outlive main()
   return *driver;
 }
 
@@ -130,7 +130,7 @@ CUresult Driver::reset(CUdevice device) {
     const std::lock_guard lock(mutex_);
     last_[device] = context;
   }
-  ended.reset();  // its streams end what they have, which may call
+  ended.reset();  // the streams finish their work, which may call the driver
   memory.drop(context);
   return CUDA_SUCCESS;
 }
@@ -215,7 +215,7 @@ CUresult Driver::current_for_unsafe(Context** context) {
   return captures.unsafe();
 }
 
-// --- what tests set --------------------------------------------------------------------------
+// --- settings of tests -----------------------------------------------------------------------
 
 void Driver::set_attribute(int attribute, int value) {
   const std::lock_guard lock(mutex_);

@@ -1,5 +1,5 @@
-// What the calls of the double have in common: contexts, what is current on a thread, and what is
-// wrong.
+// The state that the calls of the double share: contexts, the current context of each thread, and
+// errors.
 #pragma once
 
 #include <cuda.h>
@@ -27,7 +27,7 @@ namespace kvxfer::cuda_double {
 // The lock of a context. A thread that holds it keeps all others' calls into the context waiting.
 class ContextLock {
  public:
-  // Once no other thread holds it.
+  // Waits until no other thread holds it.
   void pass();
   void take();
   void give_back();
@@ -47,25 +47,26 @@ struct Context {
   CUdevice device = 0;
   std::shared_ptr<Stream> legacy;
   std::unordered_map<CUstream, std::shared_ptr<Stream>> streams;
-  std::vector<std::shared_ptr<Stream>> destroyed;  // they still run what was queued
-  std::set<CUcontext> peers;                       // whose memory its kernels reach
-  std::vector<std::shared_ptr<Channel>> channels;  // of streams, in turn
-  std::vector<std::shared_ptr<Channel>> urgent;    // of those with the highest priority
+  std::vector<std::shared_ptr<Stream>> destroyed;  // still run their queued work
+  std::set<CUcontext> peers;                       // contexts whose memory its kernels reach
+  std::vector<std::shared_ptr<Channel>> channels;  // channels of other streams, in turn
+  std::vector<std::shared_ptr<Channel>> urgent;    // channels of streams with the highest priority
   std::size_t next_channel = 0;
 };
 
-// Where work is to be queued.
+// The stream on which work is to be queued, and what the work comes after.
 struct Place {
   std::shared_ptr<Stream> stream;
   Context* context = nullptr;
   std::vector<PointPtr> after;
-  CapturePtr capture;  // or null
+  CapturePtr capture;  // null if the stream is not captured
 
-  // As of Stream; the point is null where the work becomes part of a graph.
+  // Queues work on the stream. Returns null if the work becomes part of a graph.
   PointPtr enqueue(std::function<void()> work);
-  // `holds`: its stream's channel, until it is done.
+  // Queues work that runs until `done` returns true. `holds`: it holds its stream's channel until
+  // then.
   PointPtr enqueue_until(std::function<bool()> done, bool holds = true);
-  // Where the stream has no room for more, until it has.
+  // Waits until the stream has room for more work.
   void await_room() const {
     if (!capture) stream->await_room();
   }
@@ -75,7 +76,7 @@ class Driver {
  public:
   static Driver& instance();
 
-  // With the devices that CUDA_VISIBLE_DEVICES names, of two.
+  // Makes those devices visible, of two, that CUDA_VISIBLE_DEVICES names.
   CUresult initialise();
   std::atomic<bool> initialised = false;
   Memory memory;
@@ -84,48 +85,49 @@ class Driver {
   // --- devices
   int devices() const { return static_cast<int>(visible_.size()); }
   bool is_device(CUdevice device) const { return device >= 0 && device < devices(); }
-  // Its number on the machine, and back: -1 where it is not visible.
+  // Convert to a device's number on the machine, and back: -1 if it is not visible.
   int physical(CUdevice device) const { return visible_[static_cast<std::size_t>(device)]; }
   CUdevice visible(int physical) const;
 
   // --- contexts
   CUresult retain(CUdevice device, CUcontext* context);
   CUresult release(CUdevice device);
-  // All that the context has ends with it, even where it is retained; the next to retain it gets a
-  // new one.
+  // Ends the context with all that it has, even if it is retained; the next retain() makes a new
+  // one.
   CUresult reset(CUdevice device);
-  // The calling thread's, or why a call that needs one is refused.
+  // Gets the calling thread's context, or returns why a call that needs one is refused.
   CUresult current(Context** context) const;
-  // The same, for a call that a capture may forbid.
+  // Does the same for a call that a capture may forbid.
   CUresult current_for_unsafe(Context** context);
   static std::vector<CUcontext>& stack();
-  // Null where it has been destroyed.
+  // Returns null if the context has been destroyed.
   Context* of(CUcontext context) const;
-  // Whether kernels are loaded when they are first needed (CUDA_MODULE_LOADING).
+  // True if kernels are loaded when they are first needed (CUDA_MODULE_LOADING).
   static bool lazy();
   bool active(CUdevice device) const;
-  // Whether kernels of the context reach the memory.
+  // True if kernels of the context reach the memory.
   bool reaches(CUcontext context, const Mapping& mapping) const;
   CUresult set_peer(CUcontext peer, bool enabled);
 
-  // --- streams; 0 and CU_STREAM_LEGACY are the legacy one of the current context, which is ordered
-  // with all blocking ones
+  // --- streams; 0 and CU_STREAM_LEGACY mean the legacy stream of the current context, which is
+  // ordered with all blocking streams
   static constexpr int kHighestPriority = -5;
   CUresult make_stream(CUcontext in, bool blocking, int priority, CUstream* stream);
   CUresult destroy_stream(CUstream stream);
   CUresult place(CUstream stream, Place* place);
-  // To wait for what is queued there, or ask about it, which no capture allows.
+  // Finds the place of a stream to wait for it or query it, which no capture allows.
   CUresult place_for_wait(CUstream stream, Place* place);
-  // All that is queued in the context.
+  // Waits for all work that is queued in the context.
   void synchronize(Context& context);
 
   // --- events
   CUevent make_event(CUcontext in);
   CUresult destroy_event(CUevent event);
   CUresult record(CUevent event, const Place& place);
-  // Null, and no error, if it never was. The error of its context, once that has one.
+  // Gets the point that the event was recorded at; null, without an error, if it never was. Returns
+  // the error of the event's context, once that has one.
   CUresult recorded(CUevent event, PointPtr* point) const;
-  // What is queued there from now on comes after the event.
+  // Makes all work queued at the place from now on come after the event.
   CUresult wait_for(CUevent event, Place& place);
 
   // --- graphs
@@ -135,14 +137,15 @@ class Driver {
   CUresult destroy_exec(CUgraphExec exec);
   CUresult launch(CUgraphExec exec, Place& place);
 
-  // How often a call has made its thread wait for a stream. For tests: an engine thread must not.
+  // The number of calls that made their thread wait for a stream. For tests: an engine thread must
+  // not.
   std::atomic<std::uint64_t> waits = 0;
-  // How often an engine's thread has made one that may wait for a stream or a context's lock.
+  // The number of calls of engine threads that may wait for a stream or a context's lock.
   std::atomic<std::uint64_t> by_engines = 0;
   std::atomic<void (*)(void)> on_flush = nullptr;
   std::atomic<std::size_t> holding = 0;
   std::atomic<bool> same_handles = false;
-  // What tests have set.
+  // Set and return attributes, for tests.
   void set_attribute(int attribute, int value);
   std::optional<int> attribute(int attribute) const;
   void fault(CUdevice device);
@@ -167,14 +170,14 @@ class Driver {
   struct Event {
     CUcontext context = nullptr;
     PointPtr recorded;
-    CapturePtr capture;  // where it was recorded in one, and after which nodes
+    CapturePtr capture;  // the capture that it was recorded in, if any, and after which nodes
     std::set<std::size_t> nodes;
   };
   std::unordered_map<CUevent, Event> events_;
   std::unordered_map<CUgraph, std::shared_ptr<const Graph>> graphs_;
   struct Executable {
     std::shared_ptr<const Graph> graph;
-    PointPtr last;  // one run at a time
+    PointPtr last;  // end of the last run; there is one run at a time
   };
   std::unordered_map<CUgraphExec, Executable> executables_;
   // Handles are numbers, and none is given out twice; 0, 1 and 2 mean special streams.
@@ -182,7 +185,7 @@ class Driver {
   std::uint64_t seed_ = 1;
 };
 
-// Holds a context's lock, from when all that its streams have is done: others that call into the
+// Holds a context's lock, and waits until its streams are idle; other threads that call into the
 // context meanwhile wait.
 class Exclusive {
  public:

@@ -1,4 +1,4 @@
-// The calls by name, as cuGetProcAddress() gives them, and the double's own.
+// Lookup of the calls by name (cuGetProcAddress), and the double's additions.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -12,7 +12,8 @@ using namespace kvxfer::cuda_double;
 
 namespace {
 
-// The oldest that a call may be asked for as; of those here one has changed since its _v2.
+// Returns the oldest version that a call may be requested as. One of the calls here has changed
+// since its _v2.
 int oldest_version(std::string_view symbol) {
   return symbol == "cuMemcpyBatchAsync" ? 13000 : 2000;
 }
@@ -41,7 +42,7 @@ CUresult CUDAAPI cuGetProcAddress(const char* symbol, void** function, int versi
   return say(CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT);
 }
 
-// --- the double's own ------------------------------------------------------------------------
+// --- the double's additions ------------------------------------------------------------------
 
 CUresult cuda_double_launch(CUstream stream, cuda_double_kernel kernel, void* arguments) {
   Driver& driver = Driver::instance();

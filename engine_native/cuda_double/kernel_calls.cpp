@@ -1,5 +1,5 @@
-// Modules and kernels. The double cannot run PTX: a kernel that a module has by name runs what
-// stands for it here, and one that nothing stands for is not found.
+// Modules and kernels. The double cannot run PTX: functions here stand for the kernels that a
+// module has by name; a kernel without such a function is not found.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -20,8 +20,8 @@ struct Grid {
   unsigned x, y, z, threads;
 };
 
-// Where a kernel of the context finds these bytes, in pieces; none where that is an illegal
-// address.
+// Returns the pieces in which a kernel of the context finds these bytes; none if the address is
+// illegal.
 std::vector<std::span<std::byte>> reached(CUcontext context, CUdeviceptr address,
                                           std::size_t size) {
   const Driver& driver = Driver::instance();
@@ -33,7 +33,7 @@ std::vector<std::span<std::byte>> reached(CUcontext context, CUdeviceptr address
   return all ? pieces.bytes : std::vector<std::span<std::byte>>();
 }
 
-// Whether that is another device's memory, which reads wrong.
+// True if the address is in another device's memory, which reads wrong.
 bool corrupt(CUcontext context, CUdeviceptr address) {
   Driver& driver = Driver::instance();
   if (!driver.peers_corrupt) return false;
@@ -57,7 +57,7 @@ bool copy_bytes(CUcontext context, CUdeviceptr to, CUdeviceptr from, std::size_t
   return at == size;
 }
 
-// kvxfer_copy_pages, block by block; what a grid leaves out is not copied.
+// Runs kvxfer_copy_pages, block by block; bytes that the grid leaves out are not copied.
 bool copy_pages(const Grid& grid, const std::vector<std::byte>& parameters) {
   const CUcontext context = Stream::running();
   CUdeviceptr table = 0;
@@ -77,7 +77,7 @@ bool copy_pages(const Grid& grid, const std::vector<std::byte>& parameters) {
   return true;
 }
 
-// kvxfer_count, of one thread.
+// Runs kvxfer_count, of one thread.
 bool count(const Grid& grid, const std::vector<std::byte>& parameters) {
   const CUcontext context = Stream::running();
   cuda::StreamCount count;
@@ -167,7 +167,7 @@ CUresult CUDAAPI cuModuleGetFunction(CUfunction* function, CUmodule module, cons
   return CUDA_SUCCESS;
 }
 
-// Its parameters are read at once.
+// Reads the parameters at once.
 CUresult CUDAAPI cuLaunchKernel(CUfunction function, unsigned int x, unsigned int y, unsigned int z,
                                 unsigned int threads_x, unsigned int threads_y,
                                 unsigned int threads_z, unsigned int, CUstream stream,

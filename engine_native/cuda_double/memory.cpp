@@ -14,7 +14,7 @@ namespace kvxfer::cuda_double {
 namespace {
 
 constexpr int kPoison = 0xdb;
-constexpr std::string_view kName = "cuda-double-";  // and the device
+constexpr std::string_view kName = "cuda-double-";  // followed by the device
 
 std::byte* map(int fd, std::size_t size) {
   void* const at = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -81,7 +81,7 @@ void Memory::end(const Mapping& mapping) {
       ::munmap(mapping.alias(), mapping.size);
       return;
     case Kind::registered:
-    case Kind::vmm:  // its address is still reserved
+    case Kind::vmm:  // the address is still reserved
       return;
     case Kind::device:
     case Kind::pool:
@@ -131,13 +131,13 @@ Memory::Pieces Memory::resolve(CUdeviceptr address, std::size_t size, bool pagea
     pieces.bytes.emplace_back(mapping->alias() + offset, length);
     pieces.of.push_back(mapping);
     done += length;
-    // Of cuMemAlloc no two are one, wherever they lie.
+    // Two allocations of cuMemAlloc never form one range, even if they are adjacent.
     if (mapping->kind != Kind::vmm) break;
   }
   if (done == size) return pieces;
   if (done > 0 || !pageable_allowed) return {};
   {
-    // An address that was a device's, or is to become one, is of no host memory.
+    // An address that was a device's, or is reserved for one, is not host memory.
     const std::lock_guard lock(mutex_);
     const auto inside = [&](CUdeviceptr begin, std::size_t length) {
       return address < begin + length && begin < address + size;
@@ -167,7 +167,7 @@ CUdeviceptr Memory::reserve(std::size_t size) {
       return address;
     }
   }
-  // Aligned like a driver's.
+  // Aligned like a driver's addresses.
   void* const at = ::mmap(nullptr, size + kGranularity, PROT_NONE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (at == MAP_FAILED) return 0;

@@ -1,9 +1,9 @@
-// The memory of the double: what stands behind which address, and which access it allows.
+// The memory of the double: the bytes behind each address, and the access that is allowed.
 //
 // Device memory is a memfd that is mapped twice. The address that callers see is PROT_NONE for
-// ever, so whatever touches it with the processor faults; copies and kernels of the double use the
-// other one. An address that was freed is given out again, as by a driver: what a caller has kept
-// by address then means other memory, with another CU_POINTER_ATTRIBUTE_BUFFER_ID.
+// ever, so the processor faults when it touches it; copies and kernels of the double use the other
+// mapping. A freed address is given out again, as by a driver: an address that a caller has kept
+// then means other memory, with another CU_POINTER_ATTRIBUTE_BUFFER_ID.
 #pragma once
 
 #include <cuda.h>
@@ -38,9 +38,9 @@ enum class Kind : std::uint8_t {
 // Physical memory; shared by processes through its descriptor.
 class Backing {
  public:
-  // Of a device, by its number on the machine.
+  // Makes memory of a device, which is given by its number on the machine.
   static std::shared_ptr<Backing> make(std::size_t size, int device);
-  static std::shared_ptr<Backing> adopt(UniqueFd memfd);  // null where it is none
+  static std::shared_ptr<Backing> adopt(UniqueFd memfd);  // null if it is not memory of a device
   ~Backing();
   Backing(const Backing&) = delete;
   Backing& operator=(const Backing&) = delete;
@@ -49,7 +49,7 @@ class Backing {
   std::byte* bytes() const { return bytes_; }
   std::size_t size() const { return size_; }
   int device() const { return device_; }
-  // Fills it with bytes that show a use after its end.
+  // Fills the memory with bytes that show a use after its end.
   void poison();
 
  private:
@@ -74,17 +74,17 @@ struct Mapping {
   Kind kind = Kind::device;
   CUcontext context = nullptr;
   CUdevice device = 0;
-  std::shared_ptr<Backing> backing;  // null where the processor reaches it
-  std::size_t offset = 0;            // within it
+  std::shared_ptr<Backing> backing;  // null if the processor reaches the memory
+  std::size_t offset = 0;            // offset in the backing
   std::optional<Physical> physical;  // vmm
-  std::set<CUdevice> access;         // vmm: what cuMemSetAccess() has permitted
-  PointPtr allocated;                // pool: where its stream has come to the allocation
+  std::set<CUdevice> access;         // vmm: devices that cuMemSetAccess() has permitted
+  PointPtr allocated;                // pool: point of the allocation in its stream
   std::uint64_t buffer_id = 0;
   bool sync_memops = false;
 
   bool on_host() const { return kind == Kind::host || kind == Kind::registered; }
   bool accessible() const { return kind != Kind::vmm || !access.empty(); }
-  // May be registered with a NIC.
+  // True if the memory may be registered with a NIC.
   bool mappable() const {
     return !physical || physical->properties.allocFlags.gpuDirectRDMACapable != 0;
   }
@@ -93,7 +93,7 @@ struct Mapping {
   }
 };
 
-// All that one process has. Any thread.
+// The memory of one process. Any thread.
 class Memory {
  public:
   static constexpr std::size_t kGranularity = std::size_t{2} << 20;
@@ -103,14 +103,15 @@ class Memory {
 
   // --- addresses
   CUresult add(Mapping mapping);
-  // The whole mapping that begins there, of such a kind; it is taken out.
+  // Removes and returns the mapping that begins at `base` and is of this kind; null if there is
+  // none.
   std::shared_ptr<Mapping> remove(CUdeviceptr base, Kind kind);
-  // What a context had ends with it.
+  // Ends all mappings of a context.
   void drop(CUcontext context);
-  // That which holds the address; null where nothing does.
+  // Returns the mapping that holds the address; null if none does.
   std::shared_ptr<Mapping> find(CUdeviceptr address) const;
-  // Where the bytes really are, in order; empty where a part of them is not mapped, or access is
-  // not permitted. An address of plain host memory is `pageable`: one piece.
+  // The real places of bytes, in order; empty if a part of them is not mapped, or access is not
+  // permitted. Plain host memory is `pageable`, in one piece.
   struct Pieces {
     std::vector<std::span<std::byte>> bytes;
     std::vector<std::shared_ptr<Mapping>> of;
@@ -119,29 +120,29 @@ class Memory {
   };
   Pieces resolve(CUdeviceptr address, std::size_t size, bool pageable_allowed) const;
 
-  // PROT_NONE, and whole granules; of those that were given back the newest comes first.
+  // Reserves whole granules, PROT_NONE; reuses those that were given back, the newest first.
   CUdeviceptr reserve(std::size_t size);
   void give_back(CUdeviceptr address, std::size_t size);
-  // Ends a mapping that was removed: nothing reaches what it reached.
+  // Ends a mapping that was removed: nothing reaches its memory any more.
   void end(const Mapping& mapping);
 
   // --- cuMemCreate
   CUmemGenericAllocationHandle keep(Physical physical);
   std::shared_ptr<Physical> physical(CUmemGenericAllocationHandle handle) const;
   bool release(CUmemGenericAllocationHandle handle);
-  // cuMemAddressReserve: what may be mapped into.
+  // Adds a range of cuMemAddressReserve, into which memory may be mapped.
   void add_reservation(CUdeviceptr address, std::size_t size);
   bool remove_reservation(CUdeviceptr address, std::size_t size);
   bool reserved(CUdeviceptr address, std::size_t size) const;
-  // The reservation that holds the address: where it begins, and its size; zeros where none does.
+  // Returns the start and the size of the reservation that holds the address; zeros if none does.
   std::pair<CUdeviceptr, std::size_t> reservation_of(CUdeviceptr address) const;
 
   std::size_t live() const;
 
  private:
   mutable std::mutex mutex_;
-  std::map<CUdeviceptr, std::shared_ptr<Mapping>> mappings_;  // by base
-  std::multimap<std::size_t, CUdeviceptr> given_back_;        // by size
+  std::map<CUdeviceptr, std::shared_ptr<Mapping>> mappings_;  // keyed by base
+  std::multimap<std::size_t, CUdeviceptr> given_back_;        // keyed by size
   std::map<CUdeviceptr, std::size_t> reservations_;
   std::unordered_map<CUmemGenericAllocationHandle, std::shared_ptr<Physical>> physical_;
   CUmemGenericAllocationHandle last_handle_ = 0;

@@ -1,4 +1,4 @@
-// Allocations, and what is asked about addresses.
+// Allocations, and queries of addresses.
 #include <sys/file.h>
 #include <sys/mman.h>
 
@@ -13,7 +13,7 @@ namespace {
 
 CUdeviceptr address_of(const void* host) { return reinterpret_cast<CUdeviceptr>(host); }
 
-// Null where there is no more.
+// Returns null if there is no more.
 void* host_memory(std::size_t size) {
   void* const at = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   return at == MAP_FAILED ? nullptr : at;
@@ -23,7 +23,7 @@ CUmemorytype type_of(const Mapping& mapping) {
   return mapping.on_host() ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
 }
 
-// Whether it belongs to a device, not to a context.
+// True if the memory belongs to a device, not to a context.
 bool of_device(const Mapping& mapping) {
   return mapping.kind == Kind::vmm || mapping.kind == Kind::pool;
 }
@@ -33,7 +33,7 @@ CUmemoryPool pool_of(CUdevice device) {
   return reinterpret_cast<CUmemoryPool>(static_cast<std::uintptr_t>(0x100 + device));
 }
 
-// One attribute of an address; what an address without a mapping has is up to the caller.
+// Gets an attribute of a mapped address; the caller handles addresses without a mapping.
 CUresult attribute_of(const Mapping& mapping, CUpointer_attribute attribute, CUdeviceptr address,
                       void* data) {
   const auto put = [data](const auto& value) {
@@ -60,7 +60,8 @@ CUresult attribute_of(const Mapping& mapping, CUpointer_attribute attribute, CUd
       return put(static_cast<int>(mapping.device));
     case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
       return put(static_cast<unsigned int>(mapping.kind == Kind::device));
-    // Of what may be mapped there; cuMemGetAddressRange() is about what is (cuda.h).
+    // The range in which memory may be mapped; cuMemGetAddressRange() returns the mapped one
+    // (cuda.h).
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
       return put(mapping.kind == Kind::vmm ? reservation.first : mapping.base);
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
@@ -84,11 +85,11 @@ CUresult free_mapping(CUdeviceptr base, Kind kind) {
   if (!base) return CUDA_SUCCESS;
   const auto found = driver.memory.find(base);
   if (!found || found->base != base || found->kind != kind) return CUDA_ERROR_INVALID_VALUE;
-  // It waits for all that may use the memory, as the driver does, but for memory of a pool.
+  // Waits for all work that may use the memory, as the driver does, except for memory of a pool.
   Context* const owner = kind == Kind::pool ? nullptr : driver.of(found->context);
   std::optional<Exclusive> exclusive;
   if (owner) exclusive.emplace(*owner);
-  // A process that has it open holds the other lock.
+  // A process that has the memory open holds a shared lock.
   const bool open = kind == Kind::device && ::flock(found->backing->fd(), LOCK_EX | LOCK_NB) != 0;
   if (open) context->sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
   const auto removed = driver.memory.remove(base, kind);
@@ -123,7 +124,7 @@ CUresult CUDAAPI cuMemAlloc(CUdeviceptr* address, size_t size) {
                             .backing = std::move(backing)});
 }
 
-// Also for managed memory and memory of a pool.
+// Also frees managed memory and memory of a pool.
 CUresult CUDAAPI cuMemFree(CUdeviceptr address) {
   const auto found = Driver::instance().memory.find(address);
   const bool other = found && (found->kind == Kind::managed || found->kind == Kind::pool);
@@ -271,7 +272,7 @@ CUresult CUDAAPI cuMemHostGetDevicePointer(CUdeviceptr* address, void* host, uns
   return CUDA_SUCCESS;
 }
 
-// --- questions -------------------------------------------------------------------------------
+// --- queries ---------------------------------------------------------------------------------
 
 CUresult CUDAAPI cuPointerGetAttribute(void* data, CUpointer_attribute attribute,
                                        CUdeviceptr address) {
@@ -286,7 +287,7 @@ CUresult CUDAAPI cuPointerGetAttributes(unsigned int count, CUpointer_attribute*
   if (!Driver::instance().initialised) return CUDA_ERROR_NOT_INITIALIZED;
   const auto mapping = Driver::instance().memory.find(address);
   for (unsigned int i = 0; i < count; ++i) {
-    // What an address is not known for is zero, and no error.
+    // An attribute that is not known is zero, without an error.
     if (mapping) {
       attribute_of(*mapping, attributes[i], address, data[i]);
       continue;

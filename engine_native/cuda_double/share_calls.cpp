@@ -1,4 +1,4 @@
-// Memory that leaves its process: legacy handles, cuMemCreate with descriptors, dmabuf.
+// Memory shared with other processes: legacy handles, cuMemCreate with descriptors, dmabuf.
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -13,10 +13,10 @@
 namespace kvxfer::cuda_double {
 namespace {
 
-// What a legacy handle says; the memory is found through the exporting process.
+// The content of a legacy handle; the memory is found through the exporting process.
 struct Exported {
   std::uint64_t magic;
-  std::uint64_t inode;  // of the memfd, which a later descriptor of that number has not
+  std::uint64_t inode;  // the memfd's; a later descriptor of that number has another
   std::uint64_t size;
   pid_t process;
   int fd;
@@ -45,7 +45,7 @@ CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) 
   if (const CUresult bad = driver.current(&context); bad != CUDA_SUCCESS) return bad;
   const auto mapping = driver.memory.find(address);
   if (!handle || !mapping || mapping->kind != Kind::device) return CUDA_ERROR_INVALID_VALUE;
-  // Of the whole allocation, wherever in it the address is.
+  // The handle is of the whole allocation, wherever in it the address is.
   const Exported exported{.magic = kMagic,
                           .inode = inode_of(mapping->backing->fd()),
                           .size = mapping->size,
@@ -71,7 +71,7 @@ CUresult CUDAAPI cuIpcOpenMemHandle(CUdeviceptr* address, CUipcMemHandle handle,
       "/proc/" + std::to_string(exported.process) + "/fd/" + std::to_string(exported.fd);
   UniqueFd memfd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (!memfd || inode_of(memfd.get()) != exported.inode) return CUDA_ERROR_INVALID_HANDLE;
-  ::flock(memfd.get(), LOCK_SH);  // until it is closed, cuMemFree() sees it
+  ::flock(memfd.get(), LOCK_SH);  // cuMemFree() sees the lock until the memory is closed
   auto backing = Backing::adopt(std::move(memfd));
   if (!backing) return CUDA_ERROR_INVALID_HANDLE;
   const CUdevice device = driver.visible(backing->device());
@@ -165,7 +165,7 @@ CUresult CUDAAPI cuMemMap(CUdeviceptr address, size_t size, size_t offset,
                             .physical = *physical});
 }
 
-// A handle of what is mapped there, to be released like any other.
+// Returns a handle of the memory that is mapped there, to be released like any other.
 CUresult CUDAAPI cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* address) {
   Driver& driver = Driver::instance();
   const auto mapping = driver.memory.find(reinterpret_cast<CUdeviceptr>(address));
@@ -201,7 +201,7 @@ CUresult CUDAAPI cuMemSetAccess(CUdeviceptr address, size_t size, const CUmemAcc
   return CUDA_SUCCESS;
 }
 
-// It waits for nothing: what still uses the memory uses an illegal address.
+// Waits for nothing: work that still uses the memory uses an illegal address.
 CUresult CUDAAPI cuMemUnmap(CUdeviceptr address, size_t size) {
   Driver& driver = Driver::instance();
   for (CUdeviceptr at = address; at < address + size;) {
@@ -221,7 +221,7 @@ CUresult CUDAAPI cuMemExportToShareableHandle(void* to, CUmemGenericAllocationHa
   const auto physical = Driver::instance().memory.physical(handle);
   if (!to || !physical || flags != 0) return CUDA_ERROR_INVALID_VALUE;
   if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_NOT_SUPPORTED;
-  // It has to be asked for when the memory is made.
+  // The handle type has to be requested when the memory is made.
   if ((physical->properties.requestedHandleTypes & type) == 0) return CUDA_ERROR_INVALID_VALUE;
   const int fd = ::fcntl(physical->backing->fd(), F_DUPFD_CLOEXEC, 0);
   if (fd < 0) return CUDA_ERROR_OUT_OF_MEMORY;
@@ -269,7 +269,8 @@ CUresult CUDAAPI cuMemGetHandleForAddressRange(void* handle, CUdeviceptr address
     return CUDA_ERROR_INVALID_VALUE;
   }
   if (!mapping->mappable()) return CUDA_ERROR_NOT_SUPPORTED;
-  // A dmabuf begins at the range; a memfd knows its position, each time that it is opened.
+  // A dmabuf begins at the range. The memfd is opened anew, because each opening has a position,
+  // which stands for the start of the range.
   const std::string file = "/proc/self/fd/" + std::to_string(mapping->backing->fd());
   const int fd = ::open(file.c_str(), O_RDWR);
   if (fd < 0) return CUDA_ERROR_OUT_OF_MEMORY;

@@ -96,7 +96,8 @@ void Stream::serve(std::uint64_t seed) {
     }
     for (const PointPtr& point : work.after) point->wait();
     if (!work.holds) work.begun->reach();
-    // As often as not there is no pause: orders that hold by luck are seen to break either way.
+    // Half of the time there is no pause, so that orders that hold by luck break with or without
+    // pauses.
     const std::uint64_t longest = longest_delay_us();
     if (longest > 0 && random() % 2 == 0) {
       std::this_thread::sleep_for(std::chrono::microseconds(random() % longest));

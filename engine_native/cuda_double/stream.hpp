@@ -1,5 +1,6 @@
-// Streams and events of the double: threads that take their time, and CUDA's rules of order and
-// nothing more. What is on two streams has no order but by an event, a word, or the legacy stream.
+// Streams and events of the double: threads that run work after pauses, in the order of CUDA's
+// rules and no other. Work on two streams is ordered only by an event, a word, or the legacy
+// stream.
 #pragma once
 
 #include <cuda.h>
@@ -30,11 +31,11 @@ class Point {
 };
 using PointPtr = std::shared_ptr<Point>;
 
-// A queue of the hardware's, which several streams share: what is at its head holds it until it has
-// begun, and a wait until it is over.
+// A hardware queue that several streams share. The work at its head holds it until it has begun; a
+// wait holds it until it is over.
 class Channel {
  public:
-  // What was queued there last; `begun` is from now on.
+  // Returns the point that was queued last, and queues `begun` behind it.
   PointPtr follow(PointPtr begun);
 
  private:
@@ -44,12 +45,12 @@ class Channel {
 
 class Stream {
  public:
-  // Launches on a stream that does not get on; the next one waits for room.
+  // The most launches on a stream that makes no progress; the next one waits for room.
   static constexpr std::size_t kMostQueued = 1024;
 
-  // `blocking`: ordered with the legacy stream.
+  // `blocking`: the stream is ordered with the legacy stream.
   Stream(CUcontext context, bool blocking, std::shared_ptr<Channel> channel, std::uint64_t seed);
-  // Ends what is queued first.
+  // Finishes queued work first.
   ~Stream();
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
@@ -59,13 +60,13 @@ class Stream {
 
   // Waits until fewer than kMostQueued are queued.
   void await_room();
-  // Once all before it has run and these points are reached, it is run until it says that it is
-  // done. `holds`: its channel, until then.
+  // Queues work: `done` is called until it returns true, once all work before it has run and the
+  // points `after` are reached. `holds`: it holds its channel until then.
   PointPtr enqueue_until(std::function<bool()> done, std::vector<PointPtr> after = {},
                          bool holds = true);
-  // Where all that is queued now has run.
+  // Returns the point at which all work that is queued now has run.
   PointPtr last() const;
-  // That of the stream whose work the calling thread runs; null for other threads.
+  // Returns the context of the stream whose work the calling thread runs; null for other threads.
   static CUcontext& running();
 
  private:
@@ -73,7 +74,7 @@ class Stream {
     std::vector<PointPtr> after;
     std::function<bool()> step;
     PointPtr end;
-    PointPtr begun;  // for its channel
+    PointPtr begun;  // reached once the work has begun; for the channel
     bool holds;
   };
   void serve(std::uint64_t seed);
@@ -86,10 +87,11 @@ class Stream {
   std::deque<Work> queue_;
   PointPtr last_;
   bool stopping_ = false;
-  std::thread thread_;  // last
+  std::thread thread_;  // last, because it uses the other members
 };
 
-// The longest pause of a stream before a piece of work, in microseconds: CUDA_DOUBLE_DELAY_US, 200.
+// Returns the longest pause of a stream before a piece of work, in microseconds:
+// CUDA_DOUBLE_DELAY_US, or 200.
 std::uint64_t longest_delay_us();
 
 }  // namespace kvxfer::cuda_double

@@ -14,7 +14,7 @@
 namespace kvxfer::cuda_double {
 namespace {
 
-// What was queued runs later: an address that has lost its memory until then is an illegal one.
+// Runs a queued copy: an address that has lost its memory meanwhile is illegal.
 void copy(Context& context, CUdeviceptr to, CUdeviceptr from, std::size_t size) {
   Driver& driver = Driver::instance();
   const auto source = driver.memory.resolve(from, size, true);
@@ -82,7 +82,8 @@ bool holds(Word found, Word value, unsigned int flags) {
   }
 }
 
-// One operation on a word, tried once: whether it is done. A word that is gone poisons the context.
+// Returns a function that tries an operation on a word once, and returns true if it is done. A word
+// that is gone poisons the context.
 template <typename Word>
 std::function<bool(Context&)> on_word(CUdeviceptr address,
                                       const std::function<bool(std::atomic_ref<Word>)>& operation) {
@@ -114,7 +115,7 @@ std::function<bool(Context&)> wait_for_word(CUdeviceptr address, Word value, uns
   });
 }
 
-// One after the other, as one piece of work of the stream; null for what is no operation.
+// Queues operations as one piece of work, which runs them in order. Null is no valid operation.
 CUresult memory_operations(CUstream stream, std::vector<std::function<bool(Context&)>> operations) {
   Place place;
   if (const CUresult bad = Driver::instance().place(stream, &place); bad != CUDA_SUCCESS) {
@@ -242,7 +243,7 @@ CUresult CUDAAPI cuEventSynchronize(CUevent event) {
   return driver.recorded(event, &point);
 }
 
-// For what the event stands for now, whatever it is recorded for later.
+// Waits for the event's last record before this call, not for later ones.
 CUresult CUDAAPI cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int) {
   Driver& driver = Driver::instance();
   Place place;
@@ -285,7 +286,7 @@ CUresult CUDAAPI cuMemcpyDtoD(CUdeviceptr to, CUdeviceptr from, size_t size) {
   return copy_on(nullptr, to, from, size, true);
 }
 
-// In the stream's order as a whole, and within it in none.
+// Runs the batch in the stream's order, and its copies in no order.
 CUresult CUDAAPI cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes, size_t count,
                                     CUmemcpyAttributes* attributes, size_t* first_of,
                                     size_t attributes_count, CUstream stream) {
@@ -300,7 +301,7 @@ CUresult CUDAAPI cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* 
     CUdeviceptr to;
     CUdeviceptr from;
     std::size_t size;
-    std::vector<std::byte> staged;  // where the source is read at once
+    std::vector<std::byte> staged;  // if the source is read at once
   };
   std::vector<Copy> copies;
   bool pageable = false;

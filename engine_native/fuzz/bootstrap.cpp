@@ -17,7 +17,7 @@
 namespace kvxfer::fuzz {
 namespace {
 
-// Closing it leaves nothing behind in the kernel.
+// Makes closing the socket leave nothing behind in the kernel.
 void abort_on_close(int socket) {
   const linger at_once{.l_onoff = 1, .l_linger = 0};
   ::setsockopt(socket, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
@@ -70,7 +70,7 @@ class Engine final : public AcceptorEvents, public DialerEvents, private StreamO
   Identity self = identity_of(2);
   Poller poller;
   std::unique_ptr<Acceptor> acceptor;
-  UniqueFd listener;  // of the peer that is dialed
+  UniqueFd listener;  // the dialed peer's
   std::uint16_t dialed_port = 0;
   std::vector<std::unique_ptr<Stream>> streams;
   std::size_t accepted = 0;
@@ -149,7 +149,7 @@ void callers(Input& input) {
   require(self.acceptor->idle(), "no connection is kept for ever");
 }
 
-// The kernel may take a moment.
+// Polls until `done`, because the kernel may take a moment.
 template <class Done>
 void poll_until(Engine& self, Done done) {
   for (int turns = 0; turns < 10'000 && !done(); ++turns) self.poller.poll(1'000'000);

@@ -214,7 +214,7 @@ class Connection final : private PeerEvents, private OperationBook, private NicE
   }
   static std::string endpoint(Input& input) {
     if (input.flag()) return std::string(input.text());
-    // Of a path of a scripted NIC, with some byte of it changed.
+    // The endpoint of a scripted NIC's path, with one byte changed.
     std::string bytes(32, '\0');
     bytes[8] = static_cast<char>(input.byte());
     bytes[14] = 3;
@@ -228,7 +228,7 @@ class Connection final : private PeerEvents, private OperationBook, private NicE
     }
   }
 
-  // --- what happens at this end
+  // --- events at this end
   template <class Act>
   void for_path(Input& input, Act act) {
     ScriptedNic& nic = *scripted_[input.below(2)];

@@ -1,5 +1,5 @@
-// What goes from hand to hand as bytes or text: MR descriptors, engine addresses, ends of NIC
-// paths; and the writes that are planned with a peer's descriptor.
+// Data that is passed on as bytes or text: MR descriptors, engine addresses, ends of NIC paths; and
+// the writes that are planned with a peer's descriptor.
 #include <array>
 
 #include "bootstrap/bytes.hpp"
@@ -59,7 +59,7 @@ void region_message(Input& input) {
   if (sizes) require(sizes->size() == files, "each file has a size");
 }
 
-// Of all that is planned nothing leaves either region, whatever length a descriptor claims.
+// Requires that no planned write leaves either region, whatever length a descriptor claims.
 void require_inside(std::span<const WireWrite> writes, std::uint64_t source,
                     std::uint64_t destination, std::uint64_t bytes) {
   std::uint64_t sum = 0;

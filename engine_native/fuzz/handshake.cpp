@@ -1,5 +1,5 @@
-// The handshake, as bytes in and bytes out: a stranger never gets through, a member may say what
-// it likes of itself.
+// The handshake, as bytes in and bytes out: a stranger never gets through, and a member may send
+// any introduction.
 #include "bootstrap/handshake.hpp"
 
 #include "bootstrap/bytes.hpp"
@@ -28,7 +28,7 @@ void require_sound(const Introduction& introduction) {
   require(again && again->encode() == introduction.encode(), "an introduction reads as written");
 }
 
-// Feeds what is there in portions; whether the handshake came to its end.
+// Feeds the bytes in portions. Returns true if the handshake was completed.
 template <class Handshake>
 bool feed(Handshake& handshake, std::string_view bytes, std::size_t portion, std::string& out) {
   std::string in;

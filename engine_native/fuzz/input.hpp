@@ -26,7 +26,7 @@ class Input {
   std::uint8_t byte() { return get<std::uint8_t>(); }
   bool flag() { return (byte() & 1) != 0; }
   std::size_t below(std::size_t end) { return byte() % end; }
-  // Mostly small, at times anything.
+  // Returns a mostly small number, at times any.
   std::uint64_t number() {
     const std::uint8_t small = byte();
     return small == 0xff ? get<std::uint64_t>() : small;
@@ -36,7 +36,7 @@ class Input {
     rest_.remove_prefix(taken.size());
     return taken;
   }
-  // Its length comes first.
+  // Returns a text whose length comes first.
   std::string_view text() { return take(byte()); }
   std::string_view rest() { return take(rest_.size()); }
 
@@ -44,7 +44,7 @@ class Input {
   std::string_view rest_;
 };
 
-// A promise of the code under test.
+// Aborts if a promise of the code under test is broken.
 inline void require(bool kept, const char* promise) {
   if (kept) return;
   std::fprintf(stderr, "broken: %s\n", promise);

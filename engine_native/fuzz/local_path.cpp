@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::size_t kShared = 8192;
 constexpr std::size_t kGpuFile = std::size_t{2} << 20;
-constexpr std::uint64_t kSeed = 42;  // of a probe that reads right
+constexpr std::uint64_t kSeed = 42;  // seed of a probe that reads right
 
 UniqueFd shared_memory(std::size_t size, bool sealed) {
   UniqueFd memfd(::memfd_create("fuzzed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -34,7 +34,8 @@ T opened(Result<T> result) {
   return std::move(*result);
 }
 
-// Two rings for all runs: making them anew takes longer than anything else.
+// Resets one of two rings that serve all runs, because making a ring takes longer than anything
+// else.
 local::SharedRing& fresh_ring(std::size_t number) {
   static std::array<local::SharedRing, 2> rings{opened(local::SharedRing::create()),
                                                 opened(local::SharedRing::create())};
@@ -127,7 +128,7 @@ class Local {
   }
 
  private:
-  // Until nothing is being opened, closed or copied.
+  // Works until nothing is being opened, closed or copied.
   void step() {
     do {
       world_.poller.poll(0);
@@ -155,8 +156,9 @@ class Local {
     say(message, attached[input.below(attached.size())]);
   }
 
-  // With files of a GPU's memory, or none: then its address, which is right within one process.
-  // Where there is no GPU it is refused. A probe may have the bytes that it should.
+  // Sends a region or a probe with files of a GPU's memory, or without: then its address counts,
+  // which is right within one process. Without a GPU it is refused. A probe may have the right
+  // bytes.
   void share_gpu(Input& input, std::uint32_t number, local::RegionMessage::Kind kind) {
     static const UniqueFd file = shared_memory(kShared, false);
     local::GpuRegionMessage message{
@@ -195,7 +197,7 @@ class Local {
     return probe.parts.front().file.get();
   }
 
-  // As the double exports memory of cuMemCreate.
+  // Returns a file like those by which the double exports memory of cuMemCreate.
   static int gpu_file() {
     static const UniqueFd file = [] {
       UniqueFd memfd(::memfd_create("cuda-double-0", MFD_CLOEXEC));
@@ -205,7 +207,7 @@ class Local {
     return file.get();
   }
 
-  // Of a region of a GPU's that we share, or of none.
+  // Answers for a region of a GPU that we share, or for none.
   void answer_gpu(Input& input) {
     using Kind = local::RegionMessage::Kind;
     const Kind kind = std::array{Kind::refused, Kind::opened, Kind::untried}[input.below(3)];
@@ -237,7 +239,7 @@ class Local {
     theirs_->produced.store(produced_);
   }
 
-  // In the process of the peer, which is this one.
+  // Returns an address in the peer's process, which is this one.
   std::uint64_t address(Input& input) {
     if (input.byte() == 0xff) return input.get<std::uint64_t>();
     return reinterpret_cast<std::uint64_t>(source_.data()) + input.byte();
@@ -264,7 +266,7 @@ class Local {
     operation->took(path_->post(operation, operation->next()));
   }
 
-  // As the consumer of our ring.
+  // Acts as the consumer of our ring.
   void acknowledge(Input& input) {
     ours_.slot(input.byte()).head.status = static_cast<std::uint16_t>(input.number());
     ours_->consumed.store(input.number());

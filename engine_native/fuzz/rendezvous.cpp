@@ -1,5 +1,5 @@
-// How two engines of one host come to share memory: a stranger gets nowhere, a member may send any
-// message with any descriptors.
+// The rendezvous of two engines of one host: a stranger gets nowhere, a member may send any message
+// with any descriptors.
 #include "fabric/local/rendezvous.hpp"
 
 #include <fcntl.h>
@@ -56,7 +56,8 @@ const Session& member_session() {
   return session;
 }
 
-// What a ring of a peer may be: good, not sealed, too short, no memory at all.
+// Returns descriptors that a peer may send for its ring: good, not sealed, too short, no memory at
+// all.
 std::vector<int> attached(Input& input) {
   static const auto ring = local::SharedRing::create();
   static const UniqueFd wake(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
@@ -72,7 +73,7 @@ std::vector<int> attached(Input& input) {
   return chosen;
 }
 
-// An address over here and the bytes that are said to stand there.
+// Returns an address in this process, and bytes that are claimed to be there.
 std::string probe(Input& input) {
   static const std::array<std::uint8_t, 16> kThere{1, 2, 3};
   if (input.flag()) return std::string(input.take(24));
@@ -86,7 +87,7 @@ void say(int socket, Input& input, const std::string& right) {
   (void)local::send_message(socket, bytes, attached(input));
 }
 
-// The peer says what is right in its turn, or something else.
+// Sends the right message in each turn, or another one.
 void converse(Meeting& meeting, UniqueFd peer, Input& input,
               const std::array<std::string, 2>& right) {
   for (std::size_t i = 0; i < 4 && peer && !meeting.ended; ++i) {

@@ -1,4 +1,4 @@
-// A NIC that does what a fuzzer says: its paths finish, lose and count when they are told to.
+// A NIC that a fuzzer drives: its paths finish, break and count when they are told to.
 #pragma once
 
 #include <functional>
@@ -30,8 +30,8 @@ class ScriptedNic final : public NicDomain {
   void open_path(NicPathIdentity identity, Opened then) override;
 
   bool up = true;
-  bool refuses = false;  // to open paths
-  bool slow = false;     // to open, connect and shut them: that waits for catch_up()
+  bool refuses = false;  // refuses to open paths
+  bool slow = false;     // opening, connecting and shutting paths waits for catch_up()
   void catch_up();
   std::vector<ScriptedPath*> paths;
 
@@ -54,7 +54,7 @@ class ScriptedPath final : public NicPath {
 
   std::string_view fabric() const override { return "scripted"; }
   std::string endpoint() const override;
-  // An endpoint of the verbs fabric, where it is built: its decoder reads what the peer sent.
+  // Takes an endpoint of the verbs fabric, if that is built: its decoder reads the peer's bytes.
   void connect(std::string_view endpoint, Connected then) override;
   std::size_t post(const OperationPtr& operation, const WriteRange& writes) override;
   void shut(std::function<void()> then) override;
@@ -63,7 +63,7 @@ class ScriptedPath final : public NicPath {
   bool has_windows_of(const MemoryRegion&) const override { return !windows_.empty(); }
   std::optional<RemoteKey> window(std::uint64_t grant) const override;
 
-  // What the NIC reports.
+  // Reports of the NIC.
   void complete() { finish(++completed_); }
   void arrive(Imm imm, std::uint64_t writes) { count_immediates(imm, writes); }
   void break_down() { lose({Errc::nic_lost, "broken"}); }
@@ -75,7 +75,7 @@ class ScriptedPath final : public NicPath {
   bool shut_ = false;
   Connected then_connected_;
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);
-  std::map<std::uint64_t, RemoteKey> windows_;  // by grant; valid once open
+  std::map<std::uint64_t, RemoteKey> windows_;  // keyed by grant; valid once open
 };
 
 }  // namespace kvxfer::fuzz

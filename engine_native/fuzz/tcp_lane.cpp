@@ -1,5 +1,5 @@
-// A lane of the tcp fabric: the peer writes frames, true and false ones, while this end posts
-// its own writes and takes memory back; in host memory and in a GPU's.
+// A lane of the tcp fabric: the peer sends frames, sound and unsound ones, while this end posts
+// writes and takes memory back; in host memory and in a GPU's.
 #include <sys/socket.h>
 
 #include "bootstrap/bytes.hpp"
@@ -85,7 +85,7 @@ class Lane {
       if (i == 0) header.first = write;
       if (i > 0) more.put(write);
     }
-    // Now and then too few, so that what follows is taken for payload.
+    // Payload is sometimes too short, so that the next frame is taken for the rest.
     const std::size_t missing = input.byte() == 0xff ? input.byte() : 0;
     const std::size_t payload = std::min<std::uint64_t>(bytes, 32768);
     send(ByteWriter().put(header).take() + more.take() +

@@ -15,10 +15,10 @@ T taken(Result<T> result) {
   return std::move(*result);
 }
 
-// Not closed at exit: the double may be gone then.
+// Not closed at exit, because the double may be gone then.
 Device* device = nullptr;
 
-// Allocations and mappings that the double has.
+// Returns the number of allocations and mappings that the double has.
 std::size_t mapped() {
   void* const library = ::dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
   require(library != nullptr, "the driver is loaded");

@@ -1,4 +1,4 @@
-// What surrounds a path of an engine, and memory that shows what was written where.
+// The surroundings of an engine's path, and memory that shows which bytes were written.
 #pragma once
 
 #include <array>
@@ -22,19 +22,19 @@ namespace kvxfer::fuzz {
 inline constexpr PeerId kPeer = 1;
 inline constexpr PeerId kStranger = 2;
 
-// A GPU of the double (cuda_double.hpp), and memory of it. Opened once, which takes longer than
-// anything else.
+// A GPU of the double (cuda_double.hpp), and memory of it. Opened once, because that takes longer
+// than anything else.
 struct Device {
   static Device& only();
   static void close();  // if it is open
 
   cuda::Gpus gpus;
   std::shared_ptr<cuda::Gpu> gpu;
-  RegionPtr memory;  // that a world is in
-  RegionPtr source;  // to send from
+  RegionPtr memory;  // memory of the world
+  RegionPtr source;  // memory to send from
 };
 
-// Memory of the engine under test, of the host or of a GPU. The peer may write to `open`, and with
+// Memory of the engine under test, on the host or on a GPU. The peer may write to `open`, and with
 // `granted_imm` to `granted` until release(); never to anything else, nor with the counter of
 // another peer.
 class World {
@@ -45,21 +45,23 @@ class World {
 
   bool on_gpu() const { return place_ == Place::gpu; }
   cuda::Gpus& gpus() { return on_gpu() ? Device::only().gpus : none_; }
-  // Until nothing is under way at a GPU any more.
+  // Waits until nothing is under way at a GPU.
   void wait_for_copies();
   ReceiveContext receive_context() { return {regions, *counters, stats, activity, gpus()}; }
-  // One of the keys that a peer might name, or any.
+  // Returns one of the keys that a peer might name, or any.
   std::uint64_t key(Input& input) const;
   Imm imm(Input& input) const;
-  // A write of ours to a region of the peer, out of `source`, which may be null.
+  // Returns an operation of ours that writes to a region of the peer, out of `source`, which may be
+  // null.
   OperationPtr operation(Input& input, RegionPtr source, std::uint64_t key) const;
-  // Of `granted`: `tell` tells the paths. From here on nothing may change there.
+  // Releases the counter of `granted`; `tell` informs the paths. From then on nothing may change
+  // there.
   void release(const std::function<void()>& tell);
   bool released() const { return released_.has_value(); }
-  // The same with `open`.
+  // Does the same with `open`, which is deregistered.
   void deregister(const std::function<void()>& tell);
   bool deregistered() const { return deregistered_.has_value(); }
-  // Aborts where a byte has changed that no writer was allowed to write.
+  // Aborts if a byte has changed that no writer was allowed to write.
   void check() const;
 
   std::unique_ptr<CompletionQueue> completions;
@@ -98,13 +100,13 @@ class World {
   cuda::Gpus none_;
   Bytes on_host_;
   RegionPtr memory_;
-  std::size_t mapped_ = 0;  // of the GPU's memory, before
+  std::size_t mapped_ = 0;  // allocations on the GPU before the run
   RegionPtr pool_;
-  std::optional<Bytes> released_;      // all, as it was then
-  std::optional<Bytes> deregistered_;  // the same
+  std::optional<Bytes> released_;      // all bytes at release()
+  std::optional<Bytes> deregistered_;  // all bytes at deregister()
 };
 
-// What a path reports: checks the books of the operations that are posted on it.
+// The receiver of a path's reports: checks the accounts of the operations that are posted on it.
 class Books final : public PathEvents {
  public:
   void on_finished(const OperationPtr& operation, const WriteRange& writes,

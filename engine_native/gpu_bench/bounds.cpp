@@ -24,7 +24,7 @@ double seconds_of(const std::function<void()>& work) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
 }
 
-// The best of a few, after one that is not counted.
+// Returns the best bandwidth of kRuns runs, after one that is not counted.
 double bandwidth(const std::function<void()>& work) {
   work();
   double best = 1e9;

@@ -1,4 +1,4 @@
-// What the hardware gives without an engine, in bytes per second.
+// Bandwidths of the hardware without an engine, in bytes per second.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ struct Bounds {
 };
 Bounds measure_bounds(Receiver& receiver);
 
-// The copy kernel alone: kRequestBytes in such pages, scattered on both sides.
+// Measures the copy kernel alone: kRequestBytes in such pages, scattered on both sides.
 double measure_kernel(std::size_t page_bytes);
 
 }  // namespace kvxfer::gpu_bench

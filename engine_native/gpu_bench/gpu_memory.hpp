@@ -35,7 +35,7 @@ inline void good(CUresult status, const char* call) {
   if (status != CUDA_SUCCESS) give_up(std::string(call) + " failed: " + std::to_string(status));
 }
 
-// A call of cuda.h, in the form that its driver has under this name.
+// Returns a call of cuda.h, in the form that its driver has under this name.
 template <class Call>
 Call find(const char* name) {
   static void* const driver = ::dlopen("libcuda.so.1", RTLD_NOW);
@@ -45,7 +45,7 @@ Call find(const char* name) {
 }
 #define KVXFER_CUDA(call, suffix) kvxfer::gpu_bench::find<decltype(&call)>(#call suffix)
 
-// Makes the primary context of GPU 0 the calling thread's.
+// Makes the primary context of GPU 0 current on the calling thread.
 inline void use_gpu() {
   CUcontext context = nullptr;
   good(KVXFER_CUDA(cuInit, "")(0), "cuInit");
@@ -53,7 +53,7 @@ inline void use_gpu() {
   good(KVXFER_CUDA(cuCtxSetCurrent, "")(context), "cuCtxSetCurrent");
 }
 
-// A registered pool of kPoolBytes.
+// Allocates a registered pool of kPoolBytes.
 inline RegionPtr pool(TransferEngine& engine, bool on_gpu) {
   return good(on_gpu ? engine.allocate_on_gpu(0, kPoolBytes) : engine.allocate(kPoolBytes));
 }

@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::uint64_t kKernels = 20;
 constexpr std::size_t kCopied = 64 * 1024;
-constexpr std::chrono::milliseconds kWaits{20};  // of the stream, each time
+constexpr std::chrono::milliseconds kWaits{20};  // each wait of the stream
 
 using Clock = std::chrono::steady_clock;
 using Word = std::atomic_ref<std::uint64_t>;
@@ -37,7 +37,7 @@ void launch_new(std::uint64_t* gate, std::atomic<std::uint64_t>& launching) {
     launching = number;
     good(KVXFER_CUDA(cuModuleGetFunction, "")(&kernel, module, cuda::kCopyKernel),
          "cuModuleGetFunction");
-    // Of a copy without bytes, which lies behind the gate.
+    // The entry of a copy without bytes, which lies behind the gate.
     auto entry = reinterpret_cast<CUdeviceptr>(gate + 8);
     void* parameter = &entry;
     good(KVXFER_CUDA(cuLaunchKernel, "")(kernel, 1, 1, 1, cuda::kCopyThreads, 1, 1, 0, stream,

@@ -1,10 +1,10 @@
-// What keeps the engine thread from its work.
+// Delays of the engine thread.
 #pragma once
 
 namespace kvxfer::gpu_bench {
 
-// The longest time, in nanoseconds, until the engine thread answered a question, while it copied
-// and another thread launched kernels for the first time behind a stream that waits.
+// Returns the longest time, in nanoseconds, until the engine thread answered a question, while it
+// copied and another thread launched kernels for the first time behind a stream that waits.
 double measure_held_up();
 
 }  // namespace kvxfer::gpu_bench

@@ -1,6 +1,5 @@
-// Moves scattered pages of a GPU from one process to another, each way that engines of one host
-// have, and prints bandwidths beside what the hardware gives. Every request is checked, word by
-// word.
+// Moves scattered pages of a GPU from one process to another, in each way that engines of one host
+// have, and prints the bandwidths beside those of the hardware. Checks every request, word by word.
 //
 //   kvxfer_gpu_bench          the table
 //   kvxfer_gpu_bench --json   the same as one JSON object
@@ -45,7 +44,7 @@ struct Row {
   double bandwidth;
 };
 
-// An engine of ours, and its completions.
+// A sending engine and its completions.
 class Sender {
  public:
   explicit Sender(const Way& way)
@@ -61,8 +60,8 @@ class Sender {
     const auto id = engine_->connect(address, std::chrono::seconds(10));
     peer_ = await(Completion::Kind::connect, id).peer;
   }
-  // In kLayers operations, as layers are ready one after the other. Until all of it is delivered;
-  // seconds.
+  // Sends the pages in kLayers operations, as layers are ready one after the other. Returns the
+  // seconds until all are delivered.
   double send(const Receiver::Opened& to, const PageLists& pages, std::size_t page_bytes) {
     const auto begun = std::chrono::steady_clock::now();
     const std::size_t count = pages.source.size() / kLayers;
@@ -156,8 +155,8 @@ void print(const Bounds& bounds, const std::vector<Row>& rows, const Reactions& 
   const double slower = std::min({bounds.to_device, bounds.to_host, bounds.tcp});
   ratios("GPU to GPU, tcp", slower, "tcp / slower bound");
   std::printf(
-      "\na stream may go on: %.1f us until a spinning thread sees what it counts, %.1f us until a\n"
-      "write that waits for that has its first bytes at the peer (medians)\n",
+      "\nonce a stream may go on: %.1f us until a spinning thread sees its count, %.1f us until a\n"
+      "write that waits for that count has its first bytes at the peer (medians)\n",
       reactions.spinner / 1e3, reactions.written / 1e3);
   std::printf("while new kernels were launched the engine thread answered within %.0f us\n",
               held_up / 1e3);
@@ -183,11 +182,11 @@ int run(bool json) {
   cuda::Gpus gpus;
   const std::string gpu = good(gpus.open(0))->label();
   const auto say = [](const char* what) { std::fprintf(stderr, "bench-gpu: %s\n", what); };
-  say("what the hardware gives");
+  say("bandwidths of the hardware");
   const Bounds bounds = measure_bounds(receiver);
   say("writes that wait for a stream");
   const Reactions reactions = measure_reactions();
-  say("what holds up the engine thread");
+  say("delays of the engine thread");
   const double held_up = measure_held_up();
   std::vector<Row> rows;
   for (const std::size_t page : kPages) {

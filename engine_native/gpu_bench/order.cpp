@@ -17,7 +17,7 @@ namespace {
 constexpr std::size_t kRounds = 1000;
 constexpr std::size_t kWarm = 100;
 constexpr std::size_t kPayload = sizeof(std::uint64_t);
-// Until the GPU waits for the word of a round.
+// The time until the GPU waits for the word of a round.
 constexpr std::chrono::microseconds kSettle{100};
 
 using Clock = std::chrono::steady_clock;
@@ -29,7 +29,7 @@ double median(std::vector<double> of) {
   return *middle;
 }
 
-// Both engines are of this process, so that one clock serves.
+// Both engines are in this process, so that one clock serves.
 class Rounds {
  public:
   Rounds()

@@ -1,14 +1,14 @@
-// How soon a write begins that waits for a stream.
+// The delay of a write that waits for a stream.
 #pragma once
 
 #include "kvxfer/engine.hpp"
 
 namespace kvxfer::gpu_bench {
 
-// Returns once they are.
+// Connects two engines. Returns once they are connected.
 PeerId connect(TransferEngine& from, const TransferEngine& to);
 
-// Medians of many rounds, in nanoseconds after a stream may go on behind what it waits for.
+// Medians of many rounds, in nanoseconds after the wait of a stream ends.
 struct Reactions {
   double spinner;  // until a thread that does nothing else sees the word that the stream counts up
   double written;  // until the first bytes of a write that waits for that word are at the peer

@@ -50,7 +50,7 @@ int connected_to(int port) {
   return fd;
 }
 
-// What the child has between two requests.
+// The state of the child between two requests.
 struct Side {
   std::unique_ptr<TransferEngine> engine;
   RegionPtr pool;

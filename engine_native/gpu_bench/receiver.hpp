@@ -1,4 +1,4 @@
-// The other process: it has the destination pool, and checks what arrived.
+// The other process, which has the destination pool and checks what arrived.
 #pragma once
 
 #include <sys/types.h>
@@ -12,10 +12,10 @@ namespace kvxfer::gpu_bench {
 
 inline constexpr const char* kClusterKey = "a key for this benchmark only";
 
-// One engine of one fabric.
+// Returns the options of an engine with one fabric.
 EngineOptions options_of(const std::string& fabric, const std::string& name);
 
-// Forks the receiver. To be called before anything of CUDA: its context does not survive a fork.
+// Forks the receiver. Must precede any call of CUDA, whose context does not survive a fork.
 class Receiver {
  public:
   Receiver();
@@ -28,11 +28,12 @@ class Receiver {
     MrDescriptor destination;
     Imm imm = 0;
   };
-  // A new engine with a destination pool, in place of the last one.
+  // Opens a new engine with a destination pool, in place of the last one.
   Opened open(const std::string& fabric, bool on_gpu);
-  // How many words of the pool are wrong after a request of such pages; the pool is zero again.
+  // Returns how many words of the pool are wrong after a request of such pages; zeroes the pool.
   std::size_t check(std::size_t page_bytes, std::size_t request_bytes);
-  // Begins the receiving side of probes::tcp_send(), which connects to that port, and waits for it.
+  // Begins the receiving side of probes::tcp_send(), connected to that port; end_tcp() awaits its
+  // end.
   void begin_tcp(int port, std::size_t times);
   void end_tcp();
 

@@ -85,7 +85,7 @@ std::vector<std::int64_t> mailbox_take(SharedMailbox& mailbox, std::size_t count
     } else {
       std::memcpy(page.data(), mailbox.page, page.size());
     }
-    // The copy is what is timed: keep it.
+    // Keep the copy, which is what is timed.
     asm volatile("" : : "r"(page.data()) : "memory");
     taken_at.push_back(now_ns());
     advance(mailbox.taken, wait);

@@ -35,7 +35,7 @@ struct RemotePage {
 };
 
 /// Copies the page `count` times, each when it was announced: with memcpy from the mailbox, or
-/// with process_vm_readv where a remote page is given. Returns the time at which each copy was
+/// with process_vm_readv if a remote page is given. Returns the time at which each copy was
 /// complete.
 std::vector<std::int64_t> mailbox_take(SharedMailbox& mailbox, std::size_t count, Wait wait,
                                        std::optional<RemotePage> remote);

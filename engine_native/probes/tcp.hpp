@@ -14,7 +14,7 @@ namespace kvxfer::probes {
 // starts each exchange, so neither has to be first.
 
 /// Sends `nbytes` out of `buffer`, `times` times. Returns for each time the nanoseconds from the
-/// first send until the receiver has read everything and said so.
+/// first send until the receiver has read and acknowledged everything.
 std::vector<std::int64_t> tcp_send(int fd, std::size_t nbytes, std::size_t times,
                                    std::span<const std::byte> buffer);
 

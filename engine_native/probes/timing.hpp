@@ -16,7 +16,7 @@ inline std::int64_t now_ns() {
 /// A probe waits this long for the other side before it gives up with ETIMEDOUT.
 inline constexpr std::int64_t kPatienceNs = 10'000'000'000;
 
-/// How a side waits for the other.
+/// The way in which a side waits for the other.
 enum class Wait { kSpin, kSleep };
 
 }  // namespace kvxfer::probes

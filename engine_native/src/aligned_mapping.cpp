@@ -36,7 +36,7 @@ std::byte* map_aligned(int fd, std::size_t bytes, int protection, const Kernel& 
   if (aligned > start) kernel.munmap(space, aligned - start);
   const auto end = aligned + mapped;
   if (start + reserve > end) kernel.munmap(reinterpret_cast<void*>(end), start + reserve - end);
-  ::madvise(data, bytes, MADV_HUGEPAGE);  // advice: all works without
+  ::madvise(data, bytes, MADV_HUGEPAGE);  // advice only
   return static_cast<std::byte*>(data);
 }
 

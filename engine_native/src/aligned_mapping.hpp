@@ -1,4 +1,4 @@
-// Maps shared memory where it can have huge pages.
+// Maps shared memory so that it can have huge pages.
 #pragma once
 
 #include <sys/mman.h>
@@ -15,13 +15,13 @@ struct Kernel {
   decltype(&::munmap) munmap = ::munmap;
 };
 
-// Maps `bytes` of the descriptor at a 2 MiB boundary and asks for huge pages. Null, with errno
-// set, if that fails. munmap() with the same size ends it.
+// Maps `bytes` of the descriptor at a 2 MiB boundary and asks for huge pages. Returns null, with
+// errno set, on failure. munmap() with the same size ends the mapping.
 std::byte* map_aligned(int fd, std::size_t bytes, int protection, const Kernel& kernel = {});
 
-// Makes freshly mapped shared memory resident in huge pages where the kernel can (MADV_COLLAPSE,
+// Makes freshly mapped shared memory resident in huge pages if the kernel can (MADV_COLLAPSE,
 // Linux 6.1), whether or not the host enables them for shared memory. Reading scattered pages
-// through small page tables costs half the bandwidth. Best effort: what fails is populated on use.
+// through small page tables costs half the bandwidth. Best effort: the rest is populated on use.
 void populate_huge(std::byte* data, std::size_t bytes);
 
 }  // namespace kvxfer

@@ -5,10 +5,10 @@
 namespace kvxfer {
 namespace {
 
-// Of a queue: most of the time a few. As many as this where a network does not answer the kernel,
-// which may keep each for seconds.
+// The maximum number of threads of a queue. Usually a few suffice; if a network does not answer,
+// the kernel may block each for seconds.
 constexpr std::size_t kMaxThreads = 64;
-// Not that of the engine thread, which peers look for to see whether it lacks a core.
+// Differs from the engine thread's name, by which peers see whether that thread lacks a core.
 constexpr const char* kThreadName = "kvxfer-work";
 
 }  // namespace
@@ -51,7 +51,7 @@ void Background::serve(Queue& queue) {
     queue.jobs.pop_front();
     lock.unlock();
     job.work();
-    job.work = nullptr;  // with what it holds
+    job.work = nullptr;  // releases what it holds
     lock.lock();
     --queue.busy;
     ended_.push_back(std::move(job.then));

@@ -1,6 +1,6 @@
-// Work that keeps a thread for long: a NIC's firmware, the kernel, a network that does not answer.
-// It runs on its own threads, and what follows from it on the engine thread, whose silence peers
-// take for death.
+// Work that blocks a thread for long: in a NIC's firmware, in the kernel, on a network that does
+// not answer. It runs on threads of Background, and its continuation on the engine thread, which
+// must not block: peers consider a silent engine dead.
 #pragma once
 
 #include <cstddef>
@@ -23,19 +23,19 @@ class Background {
  public:
   using Work = std::function<void()>;
 
-  // `poller`: of the engine thread, which is woken.
+  // `poller` is the engine thread's, to wake it.
   explicit Background(const Poller& poller) : poller_(poller) {}
-  // What has not been begun never is.
+  // Waits for running work; never begins the rest.
   ~Background();
   Background(const Background&) = delete;
   Background& operator=(const Background&) = delete;
 
-  // Any thread. Work is begun in order, as soon as a thread is free.
+  // Any thread. Begins work in order, as soon as a thread is free; `then` continues it.
   void run(Work work, Work then) { begin(work_, std::move(work), std::move(then)); }
-  // Likewise what a fence consists of or waits for. It has threads that nothing else takes, so it
-  // never waits behind run()'s, which a network may hold up.
+  // Runs work that a fence consists of or waits for. It has threads for itself, so it never waits
+  // behind work of run(), which a network may hold up.
   void fence(Work work, Work then) { begin(fences_, std::move(work), std::move(then)); }
-  // `then` gets what `work` returns.
+  // Passes the result of `work` to `then`.
   template <typename T>
   void run(std::function<T()> work, std::function<void(T)> then) {
     begin_with(work_, std::move(work), std::move(then));
@@ -46,11 +46,11 @@ class Background {
   }
 
   // --- engine thread
-  // Runs what follows from the work that has ended; how much that was.
+  // Continues the work that has ended. Returns how much that was.
   std::size_t finish();
-  // Whether finish() has something to do.
+  // True if finish() has something to do.
   bool ready() const;
-  // Nothing runs, waits or is to be finished.
+  // True if nothing runs, waits or is to be finished.
   bool idle() const;
 
  private:
@@ -62,7 +62,7 @@ class Background {
   struct Queue {
     Semaphore posted;
     std::deque<Job> jobs;
-    std::size_t busy = 0;              // threads that work
+    std::size_t busy = 0;              // working threads
     std::vector<std::thread> threads;  // started when all others are busy
   };
   void begin(Queue& queue, Work work, Work then);

@@ -12,17 +12,17 @@ namespace kvxfer {
 
 class CompletionQueue {
  public:
-  // `signals`: event_fd() tells of completions. Without, they cost no system call.
+  // `signals`: event_fd() becomes readable. Without them, completions cost no system call.
   static Result<std::unique_ptr<CompletionQueue>> create(bool signals = true);
 
   // Stamps the completion with the current time unless it carries one.
   void push(Completion completion);
   std::vector<Completion> drain();
-  // Takes back those of this kind and id that were not drained.
+  // Removes completions of this kind and id that were not drained.
   void take_back(Completion::Kind kind, std::uint64_t id);
-  // Of messages, empty ones included.
+  // The bytes of waiting messages; empty ones count, too.
   std::size_t waiting_bytes() const;
-  // Readable while completions wait.
+  // A descriptor that is readable while completions wait.
   int event_fd() const { return event_.get(); }
 
  private:

@@ -10,7 +10,7 @@
 namespace kvxfer {
 namespace {
 
-// What may be queued for one peer before submitting fails with backpressure.
+// Bounds of what is queued for one peer, above which submitting fails with backpressure.
 constexpr std::uint64_t kMaxQueuedWrites = 4u << 20;
 constexpr std::uint64_t kMaxQueuedMessageBytes = 16u << 20;
 
@@ -29,14 +29,14 @@ Result<void> check_destination(const PeerHandle& peer, const MrDescriptor& desti
                    (imm ? "imm=" + std::to_string(*imm) : std::string("none"))};
 }
 
-// Into how many writes a large one is split at least.
+// Returns the least number of writes into which a large one is split.
 unsigned shards_of(const PeerHandle& peer, const WriteOptions& options) {
   return options.nic ? 1 : peer.shards.load();
 }
 
 }  // namespace
 
-// Of these the submission's writes, `count` from `first`; an immediate alone has no regions.
+// A part of a submission: `count` of its writes, from `first`. An immediate alone has no regions.
 struct TransferEngine::Part {
   const RegionPtr* source = nullptr;
   const MrDescriptor* destination = nullptr;
@@ -53,7 +53,7 @@ Result<std::unique_ptr<TransferEngine>> TransferEngine::create(EngineOptions opt
 
 TransferEngine::TransferEngine(std::unique_ptr<DomainGroup> group) : group_(std::move(group)) {}
 TransferEngine::~TransferEngine() {
-  // The threads that it would wait for, and the NICs that it would close, are the parent's.
+  // In a forked process, the threads to wait for and the NICs to close are the parent's.
   if (!require_own_process()) [[maybe_unused]]
     const auto* const of_parent = group_.release();
 }
@@ -152,7 +152,7 @@ OperationId TransferEngine::connect(const EngineAddress& target, Duration timeou
   return id;
 }
 
-// Its loss may not have been reported yet.
+// The loss of the peer may not have been reported yet.
 Error TransferEngine::no_peer(PeerId peer) const {
   if (const auto good = group_->require_open(); !good) return good.error();
   return {Errc::peer_lost, "no peer " + std::to_string(peer) +
@@ -256,14 +256,14 @@ Result<void> TransferEngine::add_imm(Submission& submission, const PeerHandlePtr
 
 Result<Scattered> TransferEngine::submit(const SubmissionPtr& submission,
                                          const Result<void>& added) {
-  // What was added before.
+  // Withdraw the parts that were added before.
   if (!added) {
     for (Operation& part : submission->parts) part.handle->queued_writes -= part.writes.size();
     return added.error();
   }
   Scattered scattered{.id = submission->id};
   scattered.immediates.reserve(submission->parts.size());
-  WireWrite* writes = submission->writes.data();  // which have moved as they became more
+  WireWrite* writes = submission->writes.data();  // moved as the list grew
   for (Operation& part : submission->parts) {
     part.writes = {writes, part.writes.size()};
     writes += part.writes.size();
@@ -368,7 +368,7 @@ Result<Scattered> TransferEngine::scatter(const RegionPtr& source, const PeerGro
     if (member >= group->peers.size()) {
       return refused(
           {Errc::invalid_argument, "the group has " + std::to_string(group->peers.size()) +
-                                       " peers, and none of number " + std::to_string(member)});
+                                       " peers; there is no member " + std::to_string(member)});
     }
     const PeerHandlePtr& handle = group->peers[member];
     const auto added = write.length == 0

@@ -53,7 +53,7 @@ Result<void> check_options(const EngineOptions& options) {
     return bad("heartbeat_interval must be 1 ms to 60 s, and peer_timeout at least twice as long");
   }
   if (options.path_timeout < options.heartbeat_interval) {
-    return bad("path_timeout must be at least heartbeat_interval, which is when it is looked at");
+    return bad("path_timeout must be at least heartbeat_interval, at which it is checked");
   }
   if (!options.thread && !options.cpus.empty()) {
     return bad("cpus says where the engine thread runs, and this engine has none; leave cpus out");

@@ -1,11 +1,11 @@
-// What an engine may be asked for.
+// The bounds of engine options.
 #pragma once
 
 #include "kvxfer/types.hpp"
 
 namespace kvxfer {
 
-// invalid-argument that names the option, its value and what it may be.
+// Fails with invalid-argument that names the option, its value and the valid values.
 Result<void> check_options(const EngineOptions& options);
 
 }  // namespace kvxfer

@@ -10,7 +10,7 @@ namespace kvxfer {
 
 inline std::string errno_text(int error = errno) { return std::generic_category().message(error); }
 
-// A list as a reader wants it: "a, b, c".
+// Joins names to a list: "a, b, c".
 inline std::string joined(const std::vector<std::string>& names) {
   std::string text;
   for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;

@@ -1,4 +1,4 @@
-// One owner per file descriptor.
+// A file descriptor with one owner.
 #pragma once
 
 #include <fcntl.h>
@@ -30,7 +30,7 @@ class UniqueFd {
   int fd_ = -1;
 };
 
-// For descriptors that a library opened as blocking ones.
+// Makes a descriptor nonblocking that a library opened as a blocking one.
 inline bool set_nonblocking(int fd) {
   const int flags = ::fcntl(fd, F_GETFL);
   return flags >= 0 && ::fcntl(fd, F_SETFL, flags | O_NONBLOCK) == 0;

@@ -1,8 +1,8 @@
-// ImmCounters: how many immediates of each value have arrived.
+// ImmCounters counts the immediates of each value that have arrived.
 //
 // An immediate is slot (low 16 bits) and generation (high 16 bits). Releasing a slot raises its
 // generation, so an immediate of an earlier use is never counted for a later one. Arrivals are
-// counted from the allocation on, whether or not anybody waits yet.
+// counted from the allocation on, whether or not anything waits yet.
 #pragma once
 
 #include <cstdint>
@@ -23,29 +23,28 @@ class ImmCounters {
 
   enum class Released : std::uint8_t {
     was_not_live,
-    complete,  // its announced total has arrived, so nothing that carries it is under way
+    complete,  // the announced total has arrived, so no write with it is under way
     pending,
   };
 
-  // Any thread. `writer`: the only peer whose writes count, if any.
+  // Any thread. With `writer`, only that peer's writes count.
   Result<Imm> allocate(std::optional<PeerId> writer = std::nullopt);
   std::uint64_t value(Imm imm) const { return count(imm).value_or(0); }
-  // None where it is not live.
+  // Returns no value if the counter is not live.
   std::optional<std::uint64_t> count(Imm imm) const;
   bool live(Imm imm) const;
-  // A completion follows once the count is `total`: protocol-error if it is more, unless any
-  // count from there on will do. Replaces an earlier total, and its
-  // completion where that is not drained yet.
+  // Pushes a completion once the count is `total`, with protocol-error if it is greater and must be
+  // exact. Replaces an earlier total, and its completion if that is not drained yet.
   Result<void> expect(Imm imm, std::uint64_t total, Expect expect = Expect::exactly);
-  // From now on a completion tells of arrivals; the next one only after take_arrivals(), which
-  // returns the count.
+  // Requests a completion at the next arrival. take_arrivals() returns the count and requests
+  // another.
   Result<void> subscribe(Imm imm);
   std::uint64_t take_arrivals(Imm imm);
 
-  // Engine thread, which alone decides between "placed" and "dropped".
-  // Whether the counter is live, and this peer may write with it.
+  // --- engine thread, which alone decides between "placed" and "dropped"
+  // True if the counter is live and this peer may write with it.
   bool counts(Imm imm, PeerId from) const;
-  // False, and nothing happens, if it is not.
+  // Returns false, and counts nothing, if counts() is false.
   bool add(Imm imm, PeerId from, std::uint64_t arrived);
   Released release(Imm imm);
   std::optional<PeerId> writer(Imm imm) const;
@@ -63,7 +62,7 @@ class ImmCounters {
     bool exact = true;
     bool reported = false;  // the completion of the last total was pushed
     bool subscribed = false;
-    bool told = false;      // of arrivals, and not taken yet
+    bool told = false;      // arrivals were reported, and not taken yet
     bool complete = false;  // a total was announced, and has arrived
   };
 

@@ -69,13 +69,13 @@ MemoryRegion::MemoryRegion(EngineId engine, std::uint64_t address, std::size_t s
 
 RegionPtr MemoryRegion::make(EngineId engine, std::uint64_t address, std::size_t size) {
   return {new MemoryRegion(engine, address, size), [](MemoryRegion* last) {
-            // A grant has nothing but a reference.
+            // A grant holds only a reference.
             last->granted() ? delete last : retire([last] { delete last; });
           }};
 }
 
 MemoryRegion::~MemoryRegion() {
-  registrations_.clear();  // no NIC reaches what is freed
+  registrations_.clear();  // first: no NIC may reach freed memory
   if (allocated_) gpu_->free(address_);
 }
 

@@ -1,4 +1,4 @@
-// Registered memory: what this engine sends from and what peers may write into.
+// Registered memory, from which this engine sends and into which peers may write.
 #pragma once
 
 #include <cstddef>
@@ -21,21 +21,21 @@ class Gpu;
 
 namespace kvxfer {
 
-// Immutable once it is in a table, but for its end; shared by its handle, the table and the
-// operations that read it.
+// A memory region. Immutable once it is in a table, except for its end; shared by its handle, the
+// table and the operations that read it.
 class MemoryRegion {
  public:
-  // Its own shared memory.
+  // Allocates shared memory.
   static Result<std::shared_ptr<MemoryRegion>> allocate(EngineId engine, std::size_t bytes);
-  // Memory of the GPU, in its engine's context.
+  // Allocates memory of the GPU, in the context that the engine uses.
   static Result<std::shared_ptr<MemoryRegion>> allocate_on(EngineId engine,
                                                            std::shared_ptr<cuda::Gpu> gpu,
                                                            std::size_t bytes);
-  // Memory of the caller's, of the GPU where there is one. Shared memory that it lies in is kept.
+  // Wraps memory of the caller, on `gpu` if there is one. Keeps the shared memory in which it lies.
   static Result<std::shared_ptr<MemoryRegion>> wrap(EngineId engine, void* address,
                                                     std::size_t bytes,
                                                     std::shared_ptr<cuda::Gpu> gpu = nullptr);
-  // A range of another region, for one peer and with one immediate only.
+  // A range of another region that one peer may write, with one immediate.
   struct Grant {
     std::shared_ptr<MemoryRegion> of;
     Imm imm;
@@ -47,34 +47,35 @@ class MemoryRegion {
   MemoryRegion(const MemoryRegion&) = delete;
   MemoryRegion& operator=(const MemoryRegion&) = delete;
 
-  // What the processor may touch: null where it is a GPU's.
+  // The first byte, for the processor; null for memory of a GPU.
   std::byte* host() const { return gpu_ ? nullptr : reinterpret_cast<std::byte*>(address_); }
-  // Of the first byte, in this process.
+  // The address of the first byte in this process.
   std::uint64_t address() const { return address_; }
   std::size_t size() const { return size_; }
-  // Whose memory it is; null for host memory.
+  // The GPU that has the memory; null for host memory.
   const std::shared_ptr<cuda::Gpu>& gpu() const { return gpu_; }
-  // How other processes reach it; none for host memory, and where CUDA has no handle of it.
+  // CUDA's handle for other processes; no value for host memory, or if CUDA has none.
   const std::optional<cuda::IpcHandle>& ipc_handle() const { return ipc_handle_; }
-  // Of the region, from the start of the allocation that the handle stands for.
+  // The region's offset in the allocation that the handle stands for.
   std::uint64_t ipc_offset() const { return ipc_offset_; }
   std::uint64_t key() const { return key_; }
-  // Whether peers on this host can map it.
+  // True if peers on this host can map it.
   bool shareable() const { return shared_ && shared_->sealed(); }
-  // Only where it is shareable: what they map, and where the region begins in it.
+  // Only if it is shareable: the descriptor that peers map, and the region's offset in it.
   int memfd() const { return shared_->memfd(); }
   std::uint64_t memfd_offset() const { return address_ - shared_->address(); }
   MrDescriptor descriptor() const;
   const std::optional<Grant>& granted() const { return grant_; }
 
-  // Engine thread: whether that engine's operations may still read it. deregister() ends that.
+  // Engine thread: true if operations of that engine may still read it. deregister() ends that.
   bool in_use_by(const EngineId& engine) const { return engine_ == engine && in_use(); }
   void end_use() {
     thread_.check("MemoryRegion");
     in_use_ = false;
   }
 
-  // By our NIC numbers; null where the NIC cannot reach the memory. Set before the region is used.
+  // Sets the registrations by NIC number; null if the NIC cannot reach the memory. Must be called
+  // before the region is used.
   void set_registrations(std::vector<std::shared_ptr<NicRegistration>> registrations);
   NicRegistration* registration(std::uint32_t nic) const {
     return nic < registrations_.size() ? registrations_[nic].get() : nullptr;
@@ -82,11 +83,11 @@ class MemoryRegion {
   const std::vector<std::shared_ptr<NicRegistration>>& registrations() const {
     return registrations_;
   }
-  // Whether any NIC reaches it.
+  // True if any NIC reaches it.
   bool registered() const { return registered_; }
   // See NicRegistration.
   void unshare(PeerId peer) const;
-  // Tries all; the first error.
+  // Closes all. Returns the first error.
   Result<void> close_registrations() const;
 
  private:
@@ -95,7 +96,7 @@ class MemoryRegion {
     thread_.check("MemoryRegion");
     return in_use_;
   }
-  // Its end, which may unmap and unpin memory, is elsewhere than that of its last user.
+  // Makes a region whose destructor, which may unmap and unpin, runs on the thread of retire().
   static std::shared_ptr<MemoryRegion> make(EngineId engine, std::uint64_t address,
                                             std::size_t size);
 
@@ -106,7 +107,7 @@ class MemoryRegion {
   std::uint64_t key_;  // random: knowing it is the permission to write
   std::shared_ptr<SharedMemory> shared_;
   std::shared_ptr<cuda::Gpu> gpu_;
-  bool allocated_ = false;  // on the GPU, for the region
+  bool allocated_ = false;  // GPU memory that the region owns
   std::optional<cuda::IpcHandle> ipc_handle_;
   std::uint64_t ipc_offset_ = 0;
   bool in_use_ = true;
@@ -121,7 +122,7 @@ using RegionPtr = std::shared_ptr<MemoryRegion>;
 class RegionTable {
  public:
   void insert(const RegionPtr& region);
-  // False if it was not there.
+  // Returns false if there is no such region.
   bool erase(std::uint64_t key);
   RegionPtr find(std::uint64_t key) const;
   std::vector<RegionPtr> all() const;

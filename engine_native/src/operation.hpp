@@ -1,4 +1,4 @@
-// Submitted writes, and how far they got. Engine thread only once posted.
+// Submitted writes and their progress. Engine thread only once posted.
 #pragma once
 
 #include <algorithm>
@@ -18,25 +18,24 @@
 
 namespace kvxfer {
 
-// No write on the wire is longer: bounds how long a lane is busy and lets large ones be shared
-// out over lanes.
+// The longest write on the wire: bounds how long a lane is busy, and lets lanes share large writes.
 inline constexpr std::uint32_t kMaxWriteBytes = 1u << 20;
 
-// One write on the wire. Offsets from the start of source and destination region.
+// One write on the wire. Offsets are from the start of the source and destination region.
 struct WireWrite {
   std::uint64_t source = 0;
   std::uint64_t destination = 0;
   std::uint32_t length = 0;
-  std::uint32_t grouped = 0;  // 1: the immediate of the next write that is not counts for it, too
+  std::uint32_t grouped = 0;  // 1: the next ungrouped write's immediate counts for it, too
 };
 
-// Writes that one immediate counts for: neighbours, which take one path, and that keeps their
-// order. Long writes gain nothing from it, and are to be spread over paths.
+// Bounds of a group: neighbours that one immediate counts for, on one path that keeps their order.
+// Long writes gain nothing from a group, and are spread over paths.
 inline constexpr std::size_t kMaxGroupWrites = 32;
 inline constexpr std::uint64_t kMaxGroupBytes = 128u << 10;
 inline constexpr std::uint32_t kLongWriteBytes = 64u << 10;
 
-// Neighbours in an operation's list of writes; whole groups, where they carry an immediate.
+// Neighbours in an operation's list of writes; whole groups if they carry an immediate.
 struct WriteRange {
   std::size_t first = 0;
   std::size_t count = 0;
@@ -46,64 +45,65 @@ struct WriteRange {
 struct PeerHandle;
 struct Submission;
 
-// Writes out of one region into one region of one peer.
+// Writes from one region into one region of one peer.
 struct Operation {
-  Submission* submission = nullptr;  // that it is a part of
+  Submission* submission = nullptr;  // the whole that it is part of
   PeerId peer = 0;
-  std::shared_ptr<PeerHandle> handle;  // of the peer; outlives it
+  std::shared_ptr<PeerHandle> handle;  // the peer's, which it outlives
   RegionPtr source;                    // null for an immediate without bytes
   std::uint64_t destination_key = 0;
-  std::uint64_t destination_length = 0;         // as its descriptor says
-  std::optional<std::uint8_t> destination_gpu;  // by its number there; none for host memory
+  std::uint64_t destination_length = 0;         // from its descriptor
+  std::optional<std::uint8_t> destination_gpu;  // number at the peer; no value: host memory
   std::optional<Imm> imm;
-  std::optional<std::uint32_t> nic;  // only over this NIC of ours
+  std::optional<std::uint32_t> nic;  // the only NIC to use
   WatchFor after;
-  std::span<WireWrite> writes;  // of the submission's
+  std::span<WireWrite> writes;  // part of Submission::writes
   std::uint64_t bytes = 0;
-  std::uint64_t total = 0;  // immediates of all of them
+  std::uint64_t total = 0;  // immediates of all writes
   std::uint64_t deadline_ns = 0;
-  // What the peer's NICs need; looked up before the operation is posted on a NIC.
+  // The keys for the peer's NICs; looked up before the operation is posted on a NIC.
   std::shared_ptr<const RemoteRegion> destination;
 
   std::size_t posted = 0;       // writes[0, posted) were given to a path
-  std::size_t outstanding = 0;  // of those, on a path now
+  std::size_t outstanding = 0;  // posted writes that are on a path now
   std::size_t finished = 0;     // delivered or refused
-  // Came back from paths that were lost, to be posted on others.
+  // Writes of lost paths, to be posted on others.
   std::vector<WriteRange> reposts;
-  // Of this immediate: to be posted again without it, because it did arrive, and not delivered
-  // yet. Counted ones wait for them, so that a count never runs ahead of bytes; where nothing
-  // delivers them any more, they fail. Null: none.
+  // The number of writes of this immediate that are to be posted again without it, because it did
+  // arrive, and are not delivered yet. Counted writes wait for them, so that a count never runs
+  // ahead of bytes; if nothing delivers them any more, the operations fail. Null: none.
   std::shared_ptr<std::size_t> uncounted_left;
-  bool arrived = false;  // the peer says that all its immediates have
-  bool revoked = false;  // the peer counts its immediates no more, whether they have arrived or not
-  bool queued = false;   // at its peer
-  std::uint64_t question = 0;  // to the GPU that has its source (cuda::Gpu::ask); 0: none
-  bool ended = false;          // as far as its caller is concerned
-  unsigned losses = 0;         // of paths with its writes, in a row: none was delivered between
-  std::size_t finished_at_loss = 0;   // at the last of them
-  std::uint64_t lost_at_ns = 0;       // the last of them
-  std::uint32_t newest_at_loss = 0;   // path at that time: older ones are lost with it
-  std::size_t finished_at_grace = 0;  // when it last got more time to end
+  bool arrived = false;               // the peer reports that all its immediates have
+  bool revoked = false;               // the peer no longer counts its immediates
+  bool queued = false;                // in its peer's backlog
+  std::uint64_t question = 0;         // put to the source's GPU (cuda::Gpu::ask); 0: none
+  bool ended = false;                 // its caller needs no more of it
+  unsigned losses = 0;                // paths lost in a row; no write was delivered between
+  std::size_t finished_at_loss = 0;   // value of finished at the last loss
+  std::uint64_t lost_at_ns = 0;       // time of the last loss
+  std::uint32_t newest_at_loss = 0;   // newest path then; losing an older one is the same loss
+  std::size_t finished_at_grace = 0;  // value of finished when it last got more time
   Errc code = Errc::ok;               // first failure; nothing is posted after it
   std::string text;
 
-  // How many immediates these writes carry.
+  // Returns how many immediates these writes carry.
   std::uint64_t immediates(const WriteRange& range) const {
     if (!imm || !range.counted) return 0;
-    // GCC 12 turns a sum of them into vectors, built on the stack: 2 ns a write.
+    // GCC 12 vectorises a sum over the writes on the stack: 2 ns a write.
     const auto part = writes.subspan(range.first, range.count);
     return static_cast<std::uint64_t>(std::ranges::count(part, 0u, &WireWrite::grouped));
   }
-  // What a batch of these writes says where the receiver places the bytes, which lets into a grant
-  // what names its immediate. So do uncounted writes, each as if a later one counted for it, too.
-  // A peer that knows no groups would count them.
+  // True if a batch of these writes names the immediate. A receiver that places the bytes admits
+  // into a grant only writes that name its immediate. Uncounted writes name it, too, each as if a
+  // later one counted for it; a peer that knows no groups would count them.
   bool names_imm(const WriteRange& range, bool peer_knows_groups) const {
     return imm && (range.counted || peer_knows_groups);
   }
   static std::uint32_t grouped(const WriteRange& range, const WireWrite& write) {
     return range.counted ? write.grouped : 1;
   }
-  // How many of these writes may go out as one batch: whole groups; the first one in any case.
+  // Returns how many of these writes may go out as one batch: whole groups, the first of any
+  // length.
   std::size_t batch(const WriteRange& range, std::size_t most_writes, std::uint64_t most_bytes,
                     std::uint64_t most_immediates = UINT64_MAX) const {
     const bool counted = imm && range.counted;
@@ -120,7 +120,7 @@ struct Operation {
     }
     return count;
   }
-  // The fewest of these writes, `fewest` at least, that are whole groups.
+  // Returns the smallest number of these writes, `fewest` at least, that is whole groups.
   std::size_t fill_group(const WriteRange& range, std::size_t fewest) const {
     std::size_t count = fewest;
     while (count < range.count && writes[range.first + count - 1].grouped != 0) ++count;
@@ -135,14 +135,14 @@ struct Operation {
   }
   bool done() const { return outstanding == 0 && !wants_post(); }
 
-  // What to post next; empty while that has to wait.
+  // Returns the writes to post next; none while they have to wait.
   WriteRange next() const {
     if (code != Errc::ok) return {};
     if (reposts.empty()) return {posted, writes.size() - posted};
     const WriteRange& range = reposts.front();
     return range.counted && uncounted_left && *uncounted_left > 0 ? WriteRange{} : range;
   }
-  // The first `count` writes of next() were posted.
+  // Notes that the first `count` writes of next() were posted.
   void took(std::size_t count) {
     outstanding += count;
     if (reposts.empty()) {
@@ -172,15 +172,15 @@ struct Operation {
   }
 };
 
-// What a caller knows as one operation.
+// One operation, as its caller knows it.
 struct Submission {
   OperationId id = 0;
   std::uint64_t deadline_ns = 0;
-  // Nothing is added to these or moved once it is submitted.
+  // Not resized once it is submitted.
   std::vector<Operation> parts;
-  std::vector<WireWrite> writes;  // of all parts, in their order
+  std::vector<WireWrite> writes;  // all parts', in their order
   std::size_t under_way = 0;      // parts that have not ended
-  // Engine thread: how many OperationPtr there are, and while there are any, this.
+  // Engine thread: the number of OperationPtrs and, while there are any, this submission.
   [[no_unique_address]] ThreadOwner thread;
   std::size_t uses = 0;
   std::shared_ptr<Submission> self;
@@ -188,7 +188,7 @@ struct Submission {
 
 using SubmissionPtr = std::shared_ptr<Submission>;
 
-// A part, with which the whole lives. Engine thread only, so it counts without atomics.
+// A part, which keeps the whole alive. Engine thread only, so it counts without atomics.
 class OperationPtr {
  public:
   OperationPtr() = default;
@@ -224,14 +224,14 @@ class OperationPtr {
   Operation* part_ = nullptr;
 };
 
-// Keeps account of what is submitted. Engine thread only.
+// An account of submitted operations. Engine thread only.
 class OperationBook {
  public:
-  // Nothing more of it is posted; it ends when nothing of it is under way.
+  // Posts no more of it; it ends when none of its writes is under way.
   virtual void fail(const OperationPtr& operation, Errc code, std::string text) = 0;
-  // Writes of it were finished or given back: it may have ended.
+  // Ends it if it is done, after writes were finished or given back.
   virtual void settle(const OperationPtr& operation) = 0;
-  // Those to the peer that carry the immediate.
+  // Returns the operations for the peer that carry the immediate.
   virtual std::vector<OperationPtr> with(PeerId peer, Imm imm) const = 0;
 
  protected:

@@ -9,9 +9,9 @@
 
 namespace kvxfer {
 
-// The sum, modulo 2^64, of XXH3 (64 bits, seeded with its number in `numbers`) of each run of
-// `length` bytes at `memory[offsets[i]]`. The number keeps two runs that have changed places from
-// having the same sum; the sum lets both sides take the runs in their own order.
+// Returns the sum, modulo 2^64, of XXH3 (64 bits, seeded with its number in `numbers`) of each run
+// of `length` bytes at `memory[offsets[i]]`. The numbers make the sum differ if two runs have
+// changed places; being a sum, it lets each side take the runs in its own order.
 Result<std::uint64_t> page_checksum(std::span<const std::byte> memory,
                                     std::span<const std::int64_t> offsets,
                                     std::span<const std::int64_t> numbers, std::size_t length);

@@ -10,7 +10,7 @@
 namespace kvxfer {
 namespace {
 
-// The length of the parts of a single write.
+// Returns the length of the parts of a single write.
 std::uint64_t shard_length(std::uint64_t length, unsigned shards) {
   constexpr std::uint64_t kSmallestShard = kLongWriteBytes;
   constexpr std::uint64_t kAlignment = 4096;
@@ -20,7 +20,7 @@ std::uint64_t shard_length(std::uint64_t length, unsigned shards) {
   return std::clamp<std::uint64_t>(aligned, kSmallestShard, kMaxWriteBytes);
 }
 
-// One side of a paged write. A negative page is a very large one here.
+// One side of a paged write. A negative page becomes a very large one.
 class PageSide {
  public:
   PageSide(const char* name, std::span<const std::int64_t> pages, std::uint64_t region,
@@ -37,7 +37,7 @@ class PageSide {
     return static_cast<std::uint64_t>(pages_[position]);
   }
   bool inside(std::uint64_t page) const { return page < inside_; }
-  // Whether there are pages that begin where another ends, and which does.
+  // True if a page can begin where another ends; next() is that page.
   bool has_next() const { return step_ > 0; }
   std::uint64_t next(std::uint64_t page) const { return page + step_; }
   std::uint64_t offset(std::uint64_t page) const { return offset_ + page * stride_; }
@@ -63,7 +63,7 @@ class PageSide {
   std::uint64_t step_ = 0;
 };
 
-// Of these positions, the first that is bad on any side.
+// Returns the error of the first of these positions that is bad on any side.
 Error first_outside(PageSide source, PageSide destination, std::size_t first, std::size_t end) {
   while (first + 1 < end && source.inside(source.page(first)) &&
          destination.inside(destination.page(first))) {
@@ -97,7 +97,7 @@ Result<void> plan_pages(const PagedWrite& pages, std::uint64_t source_size,
       joins ? std::max<std::uint64_t>(kMaxWriteBytes / page_length, 1) : 1;
   const std::size_t count = pages.source_pages.size();
   writes.reserve(writes.size() + count);
-  // A run of pages at a time, so that its multiplications, checks and stores are done once.
+  // Takes a run of pages at a time, so that its multiplications, checks and stores are done once.
   for (std::size_t i = 0; i < count;) {
     const std::size_t first = i;
     const std::uint64_t first_source = source.page(i);
@@ -113,7 +113,7 @@ Result<void> plan_pages(const PagedWrite& pages, std::uint64_t source_size,
       last_source = source.next(last_source);
       last_destination = destination.next(last_destination);
     }
-    // What lies between two pages inside is inside, too.
+    // Pages between two pages inside are inside, too.
     if (!source.inside(first_source) || !source.inside(last_source) ||
         !destination.inside(first_destination) || !destination.inside(last_destination)) {
       return first_outside(source, destination, first, i);
@@ -187,7 +187,7 @@ std::uint64_t form_groups(std::span<WireWrite> writes) {
 
 Result<std::vector<ListedPart>> plan_list(std::span<const ListedWrite> list, unsigned shards,
                                           std::vector<WireWrite>& writes) {
-  // By source, and by destination as its descriptor says it; then as they came.
+  // Sorted by source, by destination as in its descriptor, and then by position in the list.
   std::vector<std::tuple<const MemoryRegion*, std::uint64_t, std::uint64_t, std::size_t>> order;
   order.reserve(list.size());
   for (std::size_t i = 0; i < list.size(); ++i) {

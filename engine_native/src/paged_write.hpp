@@ -1,4 +1,4 @@
-// From page lists to writes on the wire: checks every page and joins neighbours. Pure functions.
+// Turns page lists into writes on the wire: checks every page and joins neighbours. Pure functions.
 #pragma once
 
 #include <vector>
@@ -8,28 +8,28 @@
 
 namespace kvxfer {
 
-// Pages that follow each other on both sides become one write; writes longer than kMaxWriteBytes
-// are split. Fails with out-of-bounds or invalid-argument, naming the first bad page.
-// The writes are added to `writes`, as below.
+// Appends the writes of the pages to `writes`. Pages that follow each other on both sides become
+// one write; writes longer than kMaxWriteBytes are split. Fails with out-of-bounds or
+// invalid-argument, naming the first bad page.
 Result<void> plan_pages(const PagedWrite& pages, std::uint64_t source_size,
                         std::uint64_t destination_size, std::vector<WireWrite>& writes);
 
-// `shards`: into how many writes of equal length it is split at least, if it is long enough for
-// that to pay.
+// Appends the writes of a single write. `shards`: the least number of writes of equal length into
+// which it is split if it is long enough.
 Result<void> plan_single(const SingleWrite& write, std::uint64_t source_size,
                          std::uint64_t destination_size, unsigned shards,
                          std::vector<WireWrite>& writes);
 
-// Makes groups of them, and returns how many.
+// Forms groups of the writes. Returns the number of groups.
 std::uint64_t form_groups(std::span<WireWrite> writes);
 
 // The writes of a list that share both regions.
 struct ListedPart {
-  const ListedWrite* first = nullptr;  // of them
+  const ListedWrite* first = nullptr;  // the first write
   std::size_t count = 0;               // on the wire
   std::uint64_t bytes = 0;
 };
-// One part after the other.
+// Appends the writes of a list, one part after the other. Returns the parts.
 Result<std::vector<ListedPart>> plan_list(std::span<const ListedWrite> list, unsigned shards,
                                           std::vector<WireWrite>& writes);
 

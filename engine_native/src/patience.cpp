@@ -15,10 +15,10 @@
 namespace kvxfer {
 namespace {
 
-// Half of the time that silences are remembered.
+// Half of the time for which silences are remembered.
 constexpr std::uint64_t kHalfNs = 30'000'000'000u;
 
-// Of a thread's /proc/…/stat: "tid (name) S …". Empty where there is none.
+// Reads a thread's /proc/…/stat: "tid (name) S …". Returns empty values if it is malformed.
 std::pair<std::string_view, char> name_and_state(std::string_view stat) {
   const auto open = stat.find('(');
   const auto close = stat.rfind(") ");
@@ -33,7 +33,7 @@ EngineThreads engine_threads_of(pid_t pid) {
   if (pid <= 0) return EngineThreads::unknown;
   const std::string tasks = "/proc/" + std::to_string(pid) + "/task";
   auto found = EngineThreads::unknown;
-  std::error_code none;  // it has ended, or is hidden
+  std::error_code none;  // set if the process has ended or is hidden
   for (std::filesystem::directory_iterator task(tasks, none), end; !none && task != end;
        task.increment(none)) {
     const UniqueFd file(::open((task->path() / "stat").c_str(), O_RDONLY | O_CLOEXEC));

@@ -16,11 +16,11 @@
 namespace kvxfer {
 namespace {
 
-// The epoll sets of this process, 0 where there is none. Of more than these a forked process keeps
-// its copies: what runs in it may neither lock nor allocate.
+// The epoll sets of this process; 0: unused. A forked process keeps its copies of further sets,
+// because code that runs in it may neither lock nor allocate.
 std::array<std::atomic<int>, 64> sets;
 
-// Calls for each number behind a "tfd:" of the kernel's list (proc_pid_fdinfo(5)).
+// Closes each descriptor whose number follows a "tfd:" in the kernel's list (proc_pid_fdinfo(5)).
 void close_watched(int list) {
   constexpr std::string_view kBefore = "tfd:";
   std::array<char, 512> some{};
@@ -113,7 +113,7 @@ void Poller::poll(std::uint64_t timeout_ns) {
                          .tv_nsec = static_cast<long>(timeout_ns % 1'000'000'000u)};
   int ready = ::epoll_pwait2(epoll_.get(), ready_.data(), static_cast<int>(ready_.size()), &timeout,
                              nullptr);
-  if (ready < 0 && errno != EINTR) {  // older than Linux 5.11, or forbidden: in milliseconds
+  if (ready < 0 && errno != EINTR) {  // Linux before 5.11, or forbidden: in milliseconds
     ready = ::epoll_wait(epoll_.get(), ready_.data(), static_cast<int>(ready_.size()),
                          static_cast<int>((timeout_ns + 999'999) / 1'000'000));
   }

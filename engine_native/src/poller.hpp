@@ -37,10 +37,10 @@ class Poller {
   // After this the sink is not called again, not even for events that are already fetched.
   void remove(int fd, EventSink& sink);
 
-  // Dispatches what is ready; sleeps up to timeout_ns for it.
+  // Dispatches ready events; sleeps up to timeout_ns for them.
   void poll(std::uint64_t timeout_ns);
 
-  // To the thread that calls next, before anything is dispatched.
+  // Hands the poller to the thread that calls next, before anything is dispatched.
   void hand_over() { thread_.hand_over(); }
   // Ends a sleep of poll(); any thread.
   void wake() const;

@@ -1,5 +1,5 @@
-// Which process this is. One that was forked has its parent's objects, and none of the threads that
-// work for them: they stay the parent's, and the child may only let go of them. Any thread.
+// The identity of this process. A forked process has copies of its parent's objects, but not the
+// threads that work for them, so it may only release them. Any thread.
 #pragma once
 
 #include <sys/types.h>
@@ -8,13 +8,13 @@
 
 namespace kvxfer {
 
-// Like getpid(), without a system call.
+// Returns getpid(), without a system call.
 pid_t this_process();
 
 class OwnProcess {
  public:
   bool here() const { return made_in_ == this_process(); }
-  // Fails in a forked process; `what` belongs to the parent.
+  // Fails with engine-closed in a forked process. `what` names the parent's object.
   Result<void> require_here(const char* what) const;
 
  private:

@@ -1,4 +1,4 @@
-// The text of a write that its receiver refused; the same on every fabric.
+// The error of a write that its receiver refused; the same on every fabric.
 #pragma once
 
 #include <string_view>

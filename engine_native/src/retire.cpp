@@ -50,7 +50,7 @@ class Retirement {
       waiting_.pop_front();
       lock.unlock();
       end();
-      end = nullptr;  // with what it holds
+      end = nullptr;  // releases what it holds
       lock.lock();
       ++ended_;
       changed_.notify_all();

@@ -1,5 +1,5 @@
-// Where memory is given back: to unmap or unpin many gigabytes takes seconds, which neither the
-// engine thread nor a thread that holds a lock of its caller's may take. Any thread.
+// A thread that frees memory: to unmap or unpin many gigabytes takes seconds, which neither the
+// engine thread nor a thread that holds a caller's lock may spend. Any thread may call.
 #pragma once
 
 #include <functional>
@@ -8,7 +8,7 @@ namespace kvxfer {
 
 // Runs `end` soon, on a thread of the process that does nothing else.
 void retire(std::function<void()> end);
-// Returns once nothing is left that was retired.
+// Waits until everything that was retired has ended.
 void await_retired();
 
 }  // namespace kvxfer

@@ -1,6 +1,6 @@
-// Not std::counting_semaphore: libstdc++'s may sleep for ever though it was released (GCC bug
-// 98033, pytorch/pytorch#177884). Not a condition variable: telling one may wait for threads that
-// it woke before (glibc until 2.41), for as long as these get no processor.
+// A POSIX semaphore. libstdc++'s std::counting_semaphore may sleep for ever although it was
+// released (GCC bug 98033, pytorch/pytorch#177884). Signalling a condition variable may wait for
+// threads that it woke before (glibc until 2.41), as long as these get no processor.
 #pragma once
 
 #include <semaphore.h>

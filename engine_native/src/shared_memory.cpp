@@ -25,7 +25,7 @@ Error cannot_allocate(std::size_t bytes) {
                                    "; free memory or raise the memory and open files limits"};
 }
 
-// MemAvailable of the kernel's own estimate; without it, no limit.
+// Returns the kernel's estimate MemAvailable, or no limit if it is missing.
 std::size_t available_memory() {
   std::ifstream meminfo("/proc/meminfo");
   std::string name;
@@ -42,7 +42,7 @@ std::size_t in_pages(std::size_t bytes) {
   return (bytes + page - 1) / page * page;
 }
 
-// All of this process, by address.
+// All shared memory of this process, by address.
 struct Allocated {
   std::mutex mutex;
   std::map<std::uint64_t, std::weak_ptr<SharedMemory>> by_address;
@@ -54,7 +54,7 @@ Allocated& allocated() {
   return *all;
 }
 
-// The kernel would not say no, but end some process.
+// Fails if less is available: the kernel would not refuse, but kill some process.
 Result<void> check_available(std::size_t bytes) {
   const std::size_t available = available_memory();
   if (bytes <= available) return {};
@@ -72,7 +72,7 @@ Result<std::shared_ptr<SharedMemory>> SharedMemory::allocate(std::size_t bytes,
                  "cannot allocate " + std::to_string(bytes) + " bytes; ask for 1 byte to 64 TiB"};
   }
   if (auto good = check_available(std::min(bytes, resident)); !good) {
-    await_retired();  // it may be enough then
+    await_retired();  // may free enough
     good = check_available(std::min(bytes, resident));
     if (!good) return good.error();
   }
@@ -98,7 +98,7 @@ Result<void> SharedMemory::make_resident(std::span<std::byte> bytes) {
   return {};
 }
 
-// From now on the memfd that peers are given cannot be written through, this mapping apart.
+// Seals the memfd: from now on only this mapping can write to it.
 SharedMemory::SharedMemory(UniqueFd memfd, std::span<std::byte> bytes)
     : memfd_(std::move(memfd)),
       bytes_(bytes),
@@ -113,7 +113,7 @@ SharedMemory::~SharedMemory() {
 }
 
 std::shared_ptr<SharedMemory> SharedMemory::around(std::uint64_t address, std::size_t bytes) {
-  std::shared_ptr<SharedMemory> memory;  // outlives the lock, which its end takes
+  std::shared_ptr<SharedMemory> memory;  // outlives the lock, which its destructor takes
   const std::lock_guard lock(allocated().mutex);
   const auto next = allocated().by_address.upper_bound(address);
   if (next == allocated().by_address.begin()) return nullptr;

@@ -14,25 +14,25 @@ namespace kvxfer {
 // Any thread.
 class SharedMemory {
  public:
-  // Zeroed, and sealed so that a peer can map it safely: it can neither shrink nor grow under the
-  // peer, and the peer cannot write to it. A kernel that cannot prevent writes (before Linux 5.1)
-  // leaves it unsealed. Asks for huge pages. The first `resident` bytes are allocated at once, the
-  // rest by make_resident().
+  // Allocates zeroed memory, sealed so that a peer can map it safely: it can neither shrink nor
+  // grow under the peer, and the peer cannot write to it. A kernel that cannot prevent writes
+  // (before Linux 5.1) leaves it unsealed. Asks for huge pages. The first `resident` bytes are
+  // allocated at once, the rest by make_resident().
   static Result<std::shared_ptr<SharedMemory>> allocate(std::size_t bytes,
                                                         std::size_t resident = SIZE_MAX);
-  // What these bytes of this process lie in; null for other memory.
+  // Returns the shared memory in which these bytes of this process lie; null for other memory.
   static std::shared_ptr<SharedMemory> around(std::uint64_t address, std::size_t bytes);
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
-  // Fails with out-of-memory where the host has less.
+  // Fails with out-of-memory if the host has less.
   static Result<void> make_resident(std::span<std::byte> bytes);
 
   std::span<std::byte> bytes() const { return bytes_; }
   std::uint64_t address() const { return reinterpret_cast<std::uint64_t>(bytes_.data()); }
   int memfd() const { return memfd_.get(); }
-  // Whether a peer may have the memfd.
+  // True if a peer may have the memfd.
   bool sealed() const { return sealed_; }
 
  private:

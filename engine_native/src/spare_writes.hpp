@@ -1,5 +1,5 @@
-// The memory of finished lists of writes, kept for the next ones: what is given back to the system
-// comes back as page faults, and those cost a caller more than planning does. Any thread.
+// Memory of finished lists of writes, kept for the next ones: memory that was returned to the
+// system comes back as page faults, which cost a caller more than planning does. Any thread.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ class SpareWrites {
   static constexpr std::size_t kFewest = 4096;                   // shorter lists are not worth it
   static constexpr std::size_t kMost = std::size_t{512} * 1024;  // in all: 12 MiB
 
-  // An empty list; with room for `count` writes if one is kept that has it.
+  // Returns an empty list, with room for `count` writes if such a list is kept.
   std::vector<WireWrite> take(std::size_t count) {
     std::vector<WireWrite> taken;
     if (count < kFewest) return taken;
@@ -32,7 +32,7 @@ class SpareWrites {
     return taken;
   }
 
-  // The oldest make room.
+  // Keeps the list; the oldest ones make room.
   void keep(std::vector<WireWrite> list) {
     if (list.capacity() < kFewest || list.capacity() > kMost) return;
     list.clear();

@@ -1,5 +1,5 @@
-// Which thread may call an object that says so in its header: debug builds (without NDEBUG) end the
-// process at a call from another, in release builds nothing is left of it.
+// Checks that only the thread that its header names calls an object. Debug builds (without NDEBUG)
+// end the process at a call from another thread; release builds check nothing.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@ inline constexpr bool kChecksThreads = false;
 inline constexpr bool kChecksThreads = true;
 #endif
 
-// One thread's: of the first that calls. Its copy is no thread's yet.
+// Belongs to the first thread that calls. A copy belongs to no thread yet.
 template <bool checks>
 class OwnerThread {
  public:
@@ -30,7 +30,7 @@ class OwnerThread<true> {
   OwnerThread(const OwnerThread&) noexcept {}
   OwnerThread& operator=(const OwnerThread&) noexcept { return *this; }
 
-  // `what` is the class.
+  // `what` names the class.
   void check(const char* what) const {
     std::thread::id none;
     const std::thread::id self = std::this_thread::get_id();
@@ -38,7 +38,7 @@ class OwnerThread<true> {
     std::fprintf(stderr, "%s: a call from a thread that is not its own\n", what);
     std::abort();
   }
-  // To the thread that calls next.
+  // Hands the object to the thread that calls next.
   void hand_over() { owner_ = std::thread::id(); }
 
  private:
@@ -47,7 +47,7 @@ class OwnerThread<true> {
 
 using ThreadOwner = OwnerThread<kChecksThreads>;
 
-// Any thread's, of one at a time: for as long as an OneAtATime::Call lives.
+// Allows calls of any thread, one at a time: each lasts as long as its OneAtATime::Call.
 template <bool checks>
 class OneCall {
  public:

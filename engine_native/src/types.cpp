@@ -7,11 +7,12 @@ namespace kvxfer {
 namespace {
 
 constexpr std::string_view kScheme = "kvx://";
-// Descriptors of host memory; those of a GPU's have its number in place of the fourth byte.
+// The start of descriptors of host memory and of a GPU's; a GPU's number is the latter's fourth
+// byte.
 constexpr std::string_view kHostMagic{"KMR\x01", 4};
 constexpr std::string_view kCudaMagic{"KMG", 3};
-// Above the immediate of a grant. Older engines have the address of the memory in place of both,
-// and no address of a process begins so.
+// The upper half of a grant, above its immediate. Older engines have the address of the memory in
+// place of both, and no address of a process begins so.
 constexpr std::uint64_t kGrant = std::uint64_t{0xffffffff} << 32;
 
 int hex_digit(char c) {

@@ -1,4 +1,4 @@
-// A path that is joined by hand: what takes its NIC a while has happened when a call returns.
+// A path that is joined by hand. Its calls return once the NIC has done what takes it a while.
 #pragma once
 
 #include <functional>
@@ -12,7 +12,7 @@
 
 namespace kvxfer::test {
 
-// `pieces` neighbouring writes; by our NIC numbers, the permissions to write.
+// An operation of `pieces` neighbouring writes. `destination` has the keys by our NIC numbers.
 inline OperationPtr operation_of(const RegionPtr& source, std::vector<RemoteKey> destination,
                                  std::size_t pieces, std::uint32_t piece_bytes,
                                  std::optional<Imm> imm) {
@@ -33,7 +33,7 @@ inline OperationPtr operation_of(const RegionPtr& source, std::vector<RemoteKey>
 
 class BarePath {
  public:
-  // Drives the NICs until it is so.
+  // Drives the NICs until the condition is true.
   using Until = std::function<void(const std::function<bool()>&)>;
 
   static Result<BarePath> open(NicDomain& nic, NicPathIdentity identity, Until until) {

@@ -176,7 +176,7 @@ EngineOptions options_for(const std::string& fabric, const std::string& name) {
   EngineOptions options;
   options.cluster_key = "a key for the tests only";
   options.name = name;
-  // A busy machine, or software RDMA under emulation, keeps an engine's thread off its processor.
+  // On a busy machine, or with software RDMA under emulation, an engine's thread may have no core.
   options.peer_timeout = options.path_timeout = std::chrono::seconds(20);
   options.local = fabric == "local";
   options.tcp = fabric == "tcp";

@@ -1,7 +1,7 @@
-// The suite that every fabric passes: which fabrics a run covers, and the table of what it found.
+// The suite that every fabric passes: the fabrics that a run covers, and the table of results.
 //
-// KVXFER_TEST_FABRICS  which fabrics, e.g. "verbs"; by default all that this host can run
-// KVXFER_TEST_NICS     how many NICs each engine uses where the fabric has NICs; 2 by default
+// KVXFER_TEST_FABRICS  the fabrics, e.g. "verbs"; by default all that this host can run
+// KVXFER_TEST_NICS     the number of NICs of each engine, if the fabric has NICs; 2 by default
 #pragma once
 
 #include <string>
@@ -11,24 +11,24 @@
 
 namespace kvxfer::test {
 
-// All there are: tcp, local, simulated, mlx5 (verbs over simulated devices), verbs, ofi, ofi-strict
+// All fabrics: tcp, local, simulated, mlx5 (verbs over simulated devices), verbs, ofi, ofi-strict
 // (EFA's limits and disorder).
 const std::vector<std::string>& all_fabrics();
-// Why this run does not cover the fabric; empty if it does.
+// Says why this run does not cover the fabric; empty if it does.
 std::string why_not(const std::string& fabric);
-// The fabric's NIC places the bytes, not the receiving engine.
+// True if the fabric's NIC places the bytes, not the receiving engine.
 bool places_by_nic(const std::string& fabric);
 unsigned nics_per_engine();
 
-// Those whose NICs are doubles that hold writes back: what is posted on any of these NICs waits.
+// The fabrics whose NICs are doubles that can hold writes back, which hold_nics() makes them do.
 std::vector<std::string> held_fabrics();
 void hold_nics(const std::string& fabric, const std::vector<NicInfo>& nics, bool held);
 
-// Options of an engine that has this fabric alone.
+// Options of an engine that has only this fabric.
 EngineOptions options_for(const std::string& fabric, const std::string& name);
 
-// The fabrics that the running case is to be tried on: `for (const auto& fabric : EachFabric())`.
-// Each is a cell of the table, and fails if an assertion does.
+// The fabrics to try the running case on: `for (const auto& fabric : EachFabric())`. Each is a
+// cell of the table, which fails if an assertion does.
 class EachFabric {
  public:
   EachFabric();

@@ -48,7 +48,7 @@ void* CudaDriver::find(const char* name) {
   REQUIRE((get != nullptr));
   void* function = nullptr;
   CUdriverProcAddressQueryResult status{};
-  // As cuda.h names them without a suffix; CUDA 13 has others of the same name.
+  // Without a suffix, as cuda.h names them; CUDA 13 has other calls of the same name.
   const int version = std::string_view(name) == "cuMemcpyBatchAsync" ? 13000 : 12000;
   const CUresult found = get(name, &function, version, 0, &status);
   REQUIRE_MESSAGE(found == CUDA_SUCCESS, name);
@@ -62,14 +62,14 @@ void* CudaDriver::find_in_double(const char* name) {
 }
 
 CudaDriver::CudaDriver() {
-  cuda::Gpu::end_unused();  // of a case that could not end its own
+  cuda::Gpu::end_unused();  // GPUs of a case that could not end them
   REQUIRE(CU(Init)(0) == CUDA_SUCCESS);
   REQUIRE(CU(DevicePrimaryCtxRetain)(&context_, 0) == CUDA_SUCCESS);
   REQUIRE(CU(CtxPushCurrent)(context_) == CUDA_SUCCESS);
   live_ = live();
 }
 
-// Threads of the engine's free what it had.
+// Waits, as threads of the engine free its memory.
 void CudaDriver::await_all_freed() const {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(2);
   while (true) {
@@ -80,7 +80,7 @@ void CudaDriver::await_all_freed() const {
 }
 
 CudaDriver::~CudaDriver() {
-  // What a context that has failed still had goes with it.
+  // A context that has failed frees what it still had.
   cuda::Gpu::end_unused();
   if (CU(CtxSynchronize)() == CUDA_SUCCESS) {
     await_all_freed();

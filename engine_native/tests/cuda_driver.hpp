@@ -1,5 +1,5 @@
-// The calls of a CUDA driver, found as the engine finds them: by dlopen and cuGetProcAddress. Where
-// KVXFER_TEST_CUDA names a driver it is that one, else the double (cuda_double.hpp).
+// The calls of a CUDA driver, found as the engine finds them, by dlopen and cuGetProcAddress: of
+// the driver that KVXFER_TEST_CUDA names, or without one of the double (cuda_double.hpp).
 #pragma once
 
 #include <cuda.h>
@@ -17,16 +17,16 @@ namespace kvxfer::test {
 
 class CudaDriver {
  public:
-  // With device 0's primary context, which is current on the calling thread until this ends. Checks
-  // that what was allocated meanwhile has been freed, and that no engine's thread had to wait.
+  // Makes device 0's primary context current on the calling thread until this object ends. Checks
+  // then that all allocations since were freed, and that no engine's thread had to wait.
   CudaDriver();
   ~CudaDriver();
   CudaDriver(const CudaDriver&) = delete;
   CudaDriver& operator=(const CudaDriver&) = delete;
 
-  // Of this process' driver; fails the test where it has none of that name.
+  // Finds a call of this process' driver; fails the test if the driver does not have it.
   static void* find(const char* name);
-  // What cuda_double.hpp has beside them.
+  // Finds a function that only the double has.
   static void* find_in_double(const char* name);
   CUcontext context() const { return context_; }
 
@@ -44,14 +44,14 @@ class CudaDriver {
       kvxfer::test::CudaDriver::find_in_double("cuda_double_" #name))
 
 inline constexpr std::size_t kBytes = 4096;
-inline constexpr std::size_t kBlock = std::size_t{2} << 20;  // of cuMemCreate
+inline constexpr std::size_t kBlock = std::size_t{2} << 20;  // cuMemCreate allocates multiples
 
 CUdeviceptr allocate(std::size_t size);
 CUstream stream(unsigned int flags = CU_STREAM_NON_BLOCKING);
 void fill(CUdeviceptr address, int value, std::size_t size = kBytes);
 int first_byte(CUdeviceptr address);
 
-// Memory that both processor and device reach.
+// Memory that both the processor and the device can access.
 class HostWords {
  public:
   HostWords();
@@ -68,7 +68,7 @@ class HostWords {
   std::uint64_t* words_ = nullptr;
 };
 
-// A kernel that nothing has run yet: its first launch waits for all streams of the context.
+// A kernel that was never run: its first launch waits for all streams of the context.
 class NewKernel {
  public:
   NewKernel();
@@ -78,12 +78,12 @@ class NewKernel {
   CUresult launch(CUstream on);
 
  private:
-  HostWords entry_;  // of no bytes
+  HostWords entry_;  // the kernel is given no bytes of it
   CUmodule module_ = nullptr;
   CUfunction function_ = nullptr;
 };
 
-// A gate on a stream: nothing behind it runs before open().
+// A gate on a stream: nothing after it runs before open().
 class Gate {
  public:
   explicit Gate(CUstream on);
@@ -94,7 +94,7 @@ class Gate {
 };
 
 // Runs a case of this program in another process, which has the handle and sees these devices.
-// Returns how it ended: 0 where all went well.
+// Returns its exit status, 0 if it succeeded.
 int run_with_handle(const std::string& test_case, const CUipcMemHandle& handle,
                     const std::string& visible_devices = "0,1");
 CUipcMemHandle handle_from_parent();

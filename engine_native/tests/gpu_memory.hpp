@@ -29,8 +29,8 @@ class Memory {
   RegionPtr region_;
 };
 
-// An address of GPU 0 behind which memory of cuMemCreate comes and goes, as where an inference
-// engine sleeps and wakes. `files`: other processes may map it.
+// An address of GPU 0 at which memory of cuMemCreate is mapped and unmapped, as when an inference
+// engine wakes and sleeps. With `files`, other processes may map the memory.
 class Sleeper {
  public:
   explicit Sleeper(std::size_t blocks = 1, bool files = false);
@@ -51,8 +51,8 @@ class Sleeper {
 
 Bytes random_bytes_of(Random& random, std::size_t size);
 
-// Fabrics that move memory of GPUs. NICs with GPUDirect are among them on the double alone: a GPU's
-// memory is no use to simulated ones.
+// The fabrics that move GPU memory. NICs with GPUDirect are among them only on the double, as
+// simulated NICs cannot access the memory of a GPU.
 std::vector<std::string> gpu_fabrics();
 
 }  // namespace kvxfer::test

@@ -160,7 +160,7 @@ void Group::each(const std::vector<std::uint32_t>& ranks,
   for (auto& each : running) each.get();
 }
 
-// --- what a step has to give -----------------------------------------------------------------
+// --- expected results ------------------------------------------------------------------------
 
 moe::Tokens Given::tokens() const {
   return {.x = x.data(),
@@ -275,7 +275,7 @@ std::vector<float> StepOf::combined(std::uint32_t source, std::size_t token,
 
 namespace {
 
-// Room for what is placed, with a gap behind each group, and where each begins.
+// Places for rows, with a gap after each group: where each group begins, and all rows.
 struct Room {
   std::vector<std::int64_t> begins;
   std::size_t rows = 0;
@@ -291,7 +291,7 @@ Room room_for(const std::vector<std::int64_t>& group_rows) {
 }
 
 bool equal(const std::vector<float>& a, const std::vector<float>& b) {
-  // By value: a sum that begins with zero has no negative one.
+  // Compares values: a sum that begins with zero is never a negative zero.
   return std::ranges::equal(a, b);
 }
 
@@ -326,7 +326,7 @@ Bytes place_and_compute(const StepOf& step, Member& member, std::uint32_t slot, 
   };
   for (std::uint32_t source = 0; source < shape.ranks; ++source) {
     std::int64_t rows = 0;
-    // What is there of a source that is missing, if anything, is zero.
+    // Rows of a missing source that were placed are zero.
     const bool missing = arrival.missing[source];
     if (missing && arrival.source_rows[source] == 0) continue;
     for (std::size_t token = 0; token < step.given[source].count; ++token) {

@@ -37,7 +37,7 @@ OfiBench::OfiBench(EngineOptions options, ofi::OfiFactory::Overrides overrides)
       options_(std::move(options)),
       poller_(good(Poller::create())) {
   NicEvents& events = *this;
-  // One at a time, so that each is driven by its own polls only; on all devices in turn.
+  // NICs are made one by one, on all devices in turn, so that only its own polls drive each.
   for (const unsigned endpoints = std::exchange(options_.ofi_endpoints, 1);
        nics_.size() < endpoints;) {
     auto opened = good(ofi::OfiFactory(overrides).open(
@@ -68,7 +68,7 @@ OfiBench::Joined OfiBench::join(std::uint32_t nic) {
   good(ends.writer.connect(ends.reader->endpoint()));
   ends.writer->open();
   ends.reader->open();
-  // Each has heard the other: one that is shut before takes no write, and loses none.
+  // Each end has heard the other; an end that is shut before takes no write, and loses none.
   until([&] { return ends.writer->proven() && ends.reader->proven(); });
   return ends;
 }
@@ -108,7 +108,7 @@ void OfiBench::until_polled(std::uint32_t nic, const std::function<bool()>& so) 
 void OfiBench::poll_until(const std::function<bool()>& so, std::uint32_t first, std::uint32_t end) {
   const std::uint64_t deadline = now_ns() + static_cast<std::uint64_t>(kDeadline.count());
   while (!so()) {
-    REQUIRE_MESSAGE(now_ns() < deadline, "it did not come to pass before the deadline");
+    REQUIRE_MESSAGE(now_ns() < deadline, "the condition was not true before the deadline");
     poller_.poll(0);
     background_.finish();
     for (std::uint32_t nic = first; nic < end; ++nic) nics_[nic]->poll();
@@ -116,7 +116,7 @@ void OfiBench::poll_until(const std::function<bool()>& so, std::uint32_t first, 
 }
 
 void OfiBench::settle() {
-  // Far longer than packets stay in this host's sockets, even on busy processors.
+  // Far longer than packets stay in this host's sockets, even on a busy machine.
   const std::uint64_t end = now_ns() + 200'000'000u;
   until([&] { return now_ns() > end; });
 }

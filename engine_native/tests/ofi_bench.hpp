@@ -1,5 +1,5 @@
-// libfabric NICs without engines: paths joined by hand and polled one side at a time, so that a
-// test can stop a write half-way.
+// libfabric NICs without engines. Their paths are joined by hand and polled one side at a time, so
+// that a test can stop a write half-way.
 #pragma once
 
 #include <functional>
@@ -16,11 +16,11 @@
 
 namespace kvxfer::test {
 
-// The loopback device under libfabric's tcp provider, `endpoints` NICs of it.
+// Options for `endpoints` NICs of the loopback device under libfabric's tcp provider.
 EngineOptions ofi_options(const std::string& name, unsigned endpoints = 1);
-// Held to EFA's limits and disorder.
+// The same, with EFA's limits and disorder.
 EngineOptions strict_ofi_options(const std::string& name, unsigned endpoints = 1);
-// Says why a case is skipped, if it is.
+// True if the case is skipped; it then prints why.
 bool ofi_skipped();
 std::size_t count_other_than(const RegionPtr& region, std::byte value);
 
@@ -28,22 +28,22 @@ class OfiBench final : private NicEvents {
  public:
   OfiBench(EngineOptions options, ofi::OfiFactory::Overrides overrides);
 
-  // Its last NIC is the reader's, all others are writers'.
+  // The last NIC is the reader's; all others are writers'.
   std::uint32_t reader() const { return static_cast<std::uint32_t>(nics_.size()) - 1; }
   struct Joined {
     BarePath writer;
-    BarePath reader;  // destroyed first: a fence, with the writer still there
+    BarePath reader;  // destroyed first, which fences the writer while it still exists
   };
-  // From writer `nic`, which is peer `nic` of the reader.
+  // Joins writer `nic`, which is peer `nic` of the reader.
   Joined join(std::uint32_t nic);
   RegionPtr region(std::size_t bytes);
   RemoteKey key_for(std::uint32_t writer, const RegionPtr& region);
   // Posts `pieces` of the source, as many as there is room for.
   OperationPtr post(NicPath& path, const RegionPtr& source, const RemoteKey& destination,
                     std::size_t pieces, std::uint32_t piece_bytes, std::optional<Imm> imm);
-  // Polls all until it is so; fails the test if it does not become so.
+  // Polls all NICs until the condition is true; fails the test at a deadline.
   void until(const std::function<bool()>& so);
-  // Polls this NIC alone, as if the others' processes were frozen.
+  // Polls this NIC alone, as if the processes of the others were frozen.
   void until_polled(std::uint32_t nic, const std::function<bool()>& so);
   // Lets everything arrive that can.
   void settle();

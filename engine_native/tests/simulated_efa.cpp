@@ -1,4 +1,4 @@
-// The functions of libfabric and of what it opens, over the simulated network.
+// The functions of libfabric and of its objects, over the simulated network.
 #include "simulated_efa.hpp"
 
 #include <algorithm>
@@ -22,11 +22,11 @@ constexpr std::size_t kSendQueue = 256;
 constexpr std::size_t kMaxWrite = std::size_t{1} << 30;
 constexpr std::uint64_t kSpeed = 100'000'000'000;  // bits per second
 constexpr std::uint64_t kPage = 4096;
-// One of so many posts is refused although there is room.
+// One of this many posts is refused although there is room.
 constexpr unsigned kRefusals = 256;
 constexpr int kMemoryModes = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
 
-Network* network = nullptr;  // the library's functions are given no object
+Network* network = nullptr;  // the library's functions get no object
 
 std::lock_guard<std::mutex> held() { return std::lock_guard(network->mutex); }
 
@@ -118,7 +118,7 @@ const char* text_of(int error) {
   return text ? text : "an error of libfabric";
 }
 
-// --- what is opened --------------------------------------------------------------------------
+// --- opened objects --------------------------------------------------------------------------
 
 template <class T>
 int close_simply(fid* id) {
@@ -213,7 +213,7 @@ int register_with(fid* domain, const fi_mr_attr* asked, std::uint64_t flags, fid
   const bool by_dmabuf = (flags & ofi::kDmabuf) != 0;
   if ((flags & ~ofi::kDmabuf) != 0) return -FI_EBADFLAGS;
   if (asked->iov_count != 1) return -FI_EINVAL;
-  // Without FI_HMEM the provider takes everything for memory of the host.
+  // Without FI_HMEM the provider treats all memory as host memory.
   if (asked->iface == FI_HMEM_SYSTEM || !of.gpus) {
     return by_dmabuf ? -FI_EINVAL : register_host(domain, *asked->mr_iov, asked->access, added);
   }
@@ -233,7 +233,7 @@ int register_with(fid* domain, const fi_mr_attr* asked, std::uint64_t flags, fid
   } else {
     made.begin = reinterpret_cast<std::uint64_t>(asked->mr_iov->iov_base);
     made.size = asked->mr_iov->iov_len;
-    // The provider takes its own dmabuf, and only without that the address.
+    // The provider opens a dmabuf itself, and uses the address only if it cannot.
     if (!traits.dmabuf && !traits.peermem) return -FI_EFAULT;
     made.by_dmabuf = traits.dmabuf;
     memory = gpu_memory_at(asked->mr_iov->iov_base, made.size);

@@ -12,7 +12,7 @@ void Network::run(const std::stop_token& stop) {
   while (!stop.stop_requested()) {
     gpu_writes().flush(now_ns());
     if (!writes.empty() && !holds) {
-      // The more there are the longer: to yield on a busy machine takes milliseconds.
+      // The more writes there are, the more steps: a yield takes milliseconds on a busy machine.
       for (auto steps = random() % writes.size() + 1; steps > 0 && !writes.empty(); --steps) {
         step(random() % writes.size());
       }
@@ -31,7 +31,7 @@ void Network::step(std::size_t index) {
   Write& write = writes[index];
   const auto found = ends.find(write.queue_pair);
   End* const sender = found == ends.end() ? nullptr : found->second;
-  // What has begun goes on without it.
+  // A write that has begun continues without its sender.
   if (!sender && write.bytes.empty()) return remove(index);
   if (write.halves < 2 && swallow(write.from, write.to.gid)) return remove(index);
   const int error = move(write, sender);
@@ -84,7 +84,7 @@ int Network::move(Write& write, End* sender) {
   const auto end = ends.find(write.to.queue_pair);
   const bool there = end != ends.end() && end->second->address.qkey == write.to.qkey;
   if (write.halves < 2) return there ? land(write, sender, *end->second) : FI_ENOTCONN;
-  // It has landed; both hear of it, in any order.
+  // It has landed; its two ends get completions in any order.
   if (!write.told_receiver && !withholds_arrivals && (write.told_sender || random() % 2 == 0)) {
     if (there) tell(*end->second, write);
     write.told_receiver = true;
@@ -95,7 +95,7 @@ int Network::move(Write& write, End* sender) {
   return 0;
 }
 
-// One half of its bytes.
+// Lands one half of the write's bytes.
 int Network::land(Write& write, const End* sender, const End& receiver) {
   if (write.bytes.empty()) {
     const Memory* const source = find(write.local_key, sender->domain);

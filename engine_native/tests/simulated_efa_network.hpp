@@ -1,5 +1,5 @@
-// What simulated_efa.hpp is made of: the objects of libfabric, as a device keeps them, and the
-// network that carries and places their writes.
+// The parts of simulated_efa.hpp: libfabric's objects as a device keeps them, and the network that
+// carries and places their writes.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -26,7 +26,7 @@
 
 namespace kvxfer::test::efa {
 
-// What libfabric hands out begins with its `fid`.
+// An object that libfabric returns, which begins with its `fid`.
 template <class Object>
 struct Opened : Object {
   using Handle = Object;
@@ -36,7 +36,7 @@ T& from(fid* id) {
   return static_cast<T&>(*reinterpret_cast<typename T::Handle*>(id));
 }
 
-// As fi_getname() gives it.
+// An address as fi_getname() returns it.
 struct Address {
   std::uint64_t gid = 0;
   std::uint32_t queue_pair = 0;
@@ -56,18 +56,18 @@ struct Events : Opened<fid_eq> {
 
 struct Domain : Opened<fid_domain> {
   Device* device = nullptr;
-  bool gpus = false;  // it was opened with FI_HMEM
+  bool gpus = false;  // opened with FI_HMEM
 };
 
 struct Memory : Opened<fid_mr> {
   Domain* domain = nullptr;
-  std::uint64_t begin = 0;  // as writes name it
+  std::uint64_t begin = 0;  // the address that writes name
   std::size_t size = 0;
   std::uint64_t access = 0;
-  std::byte* bytes = nullptr;  // where that is
+  std::byte* bytes = nullptr;  // the same place in this process
   bool on_gpu = false;
   bool by_dmabuf = false;
-  std::shared_ptr<void> mapping;  // of a dmabuf that we were given
+  std::shared_ptr<void> mapping;  // for a dmabuf that was given
 
   bool holds(std::uint64_t address, std::uint64_t length) const {
     return address >= begin && length <= size && address - begin <= size - length;
@@ -96,11 +96,11 @@ struct Queue : Opened<fid_cq> {
     if (!std::exchange(armed, false)) return;
     [[maybe_unused]] const auto written = ::write(wakes.get(), &one, sizeof one);
   }
-  // What the end left unread.
+  // Drops the entries that the end left unread.
   void forget(const End& closed) {
     std::erase_if(entries, [&](const Entry& entry) { return entry.of == &closed; });
   }
-  // Whether there is nothing, so that one may wait.
+  // Returns true if the queue is empty, so that a caller may wait.
   bool arm() {
     std::uint64_t count = 0;
     [[maybe_unused]] const auto got = ::read(wakes.get(), &count, sizeof count);
@@ -114,8 +114,8 @@ struct Addresses : Opened<fid_av> {
 };
 
 struct Write {
-  std::uint32_t queue_pair;  // it is of
-  std::uint64_t from;        // its device
+  std::uint32_t queue_pair;  // the sender's
+  std::uint64_t from;        // the sending device
   Address to;
   std::uint64_t local_key;
   std::uint64_t source;
@@ -124,9 +124,9 @@ struct Write {
   std::uint64_t key;
   std::optional<std::uint64_t> imm;
   void* context;
-  std::vector<std::byte> bytes = {};  // once they were read
+  std::vector<std::byte> bytes = {};  // set once they were read
   bool tail_first = false;
-  unsigned halves = 0;  // that have landed
+  unsigned halves = 0;  // the number of landed halves
   bool told_receiver = false;
   bool told_sender = false;
 };
@@ -140,8 +140,8 @@ struct End : Opened<fid_ep> {
   bool needs_peer_to_peer = false;
   bool may_call_cuda = true;
   Address address;
-  std::vector<Write> held;    // until one without FI_MORE
-  std::size_t under_way = 0;  // with those
+  std::vector<Write> held;    // until a write without FI_MORE
+  std::size_t under_way = 0;  // with the held writes
 };
 
 // fi_info with all that it points to.
@@ -161,32 +161,32 @@ struct Network {
   std::condition_variable_any work;
   std::mt19937_64 random{std::random_device{}()};
   bool has_cuda = true;
-  bool holds = false;                                          // all writes, where they are
-  std::set<std::pair<std::uint64_t, std::uint64_t>> swallows;  // what goes from one device to one
+  bool holds = false;                                          // no write moves
+  std::set<std::pair<std::uint64_t, std::uint64_t>> swallows;  // pairs of a sender and a receiver
   std::size_t swallowed = 0;
   bool withholds_arrivals = false;
   std::size_t ends_closed = 0;
   std::vector<std::unique_ptr<Device>> devices;
-  std::map<std::uint32_t, End*> ends;         // those that are enabled, by queue pair
-  std::map<std::uint64_t, Memory*> memories;  // by lkey and rkey, which are equal
+  std::map<std::uint32_t, End*> ends;         // enabled ends, by queue pair
+  std::map<std::uint64_t, Memory*> memories;  // by key; lkey and rkey are equal
   std::vector<Write> writes;
   std::uint32_t last_pair = 0;
   std::uint64_t last_key = 0x1000;
   std::jthread wire{[this](const std::stop_token& stop) { run(stop); }};
 
   void run(const std::stop_token& stop);
-  // Of one write.
+  // Moves one write a step on.
   void step(std::size_t index);
-  // Both ends of all that has landed hear of it.
+  // Completes all landed writes at both ends.
   void end_landed();
   void remove(std::size_t index);
-  // That it has ended, so; that it has arrived.
+  // Completes the write at its sender, with an error or 0; reports its arrival to the receiver.
   static void tell(End& sender, const Write& write, int error);
   static void tell(const End& receiver, Write& write);
-  // Whether what goes this way is lost; it is then.
+  // Returns true if traffic in this direction is lost, and counts it.
   bool swallow(std::uint64_t from, std::uint64_t to);
   const Memory* find(std::uint64_t key, const Domain* domain) const;
-  // These return 0, or what fails the write. `sender`: null once it is closed.
+  // These return 0, or the error that ends the write. `sender` is null once it is closed.
   int move(Write& write, End* sender);
   int land(Write& write, const End* sender, const End& receiver);
 };

@@ -4,18 +4,25 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "clock.hpp"
 
 namespace kvxfer::test {
+
+std::function<void()> during_flush;
+
 namespace {
 
-// How late bytes land that are not flushed.
+// The time after which unflushed bytes land.
 constexpr std::uint64_t kUnflushedNs = 50'000'000;
+// Longer than a real flush, so that writes arrive meanwhile.
+constexpr std::chrono::microseconds kFlush{200};
 
-// Of the double, where this process has loaded it.
+// Finds a call of the double, if this process has loaded it.
 template <class Call>
 Call* find_in_cuda(const char* name) {
   void* const library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
@@ -25,11 +32,18 @@ Call* find_in_cuda(const char* name) {
   return found;
 }
 
-void flush_all() { gpu_writes().flush(); }
+// Does not cover bytes that arrive while it runs: cuda.h promises nothing of writes after the call
+// of cuFlushGPUDirectRDMAWrites.
+void flush_begun() {
+  const std::uint64_t began = now_ns();
+  std::this_thread::sleep_for(kFlush);
+  if (during_flush) during_flush();
+  gpu_writes().flush(began + kUnflushedNs);
+}
 
 GpuMemory watched(GpuMemory memory) {
   const auto on_flush = find_in_cuda<void(void (*)())>("cuda_double_on_flush");
-  if (on_flush) on_flush(flush_all);
+  if (on_flush) on_flush(flush_begun);
   return memory;
 }
 
@@ -42,7 +56,7 @@ GpuMemory gpu_memory_at(const void* address, std::size_t size) {
   return watched({.bytes = static_cast<std::byte*>(there)});
 }
 
-// A memfd whose position is where the memory begins.
+// A memfd whose file position is the offset of the memory.
 GpuMemory gpu_memory_of(int dmabuf, std::uint64_t offset, std::size_t size) {
   const std::size_t all = offset + size;
   void* const mapped = ::mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_SHARED, dmabuf,
@@ -76,7 +90,7 @@ bool GpuWrites::empty() const {
 }
 
 GpuWrites& gpu_writes() {
-  static GpuWrites& writes = *new GpuWrites;  // threads of networks use it until the end
+  static GpuWrites& writes = *new GpuWrites;  // not freed: threads of networks use it to the end
   return writes;
 }
 

@@ -1,28 +1,29 @@
-// GPUs as simulated NICs see them: where memory of the double of a CUDA driver really is, and what
-// was written into it that the GPU does not know of. That comes to memory when it is flushed, or
-// 50 ms later (cuda_double_on_flush()).
+// GPUs as simulated NICs see them: the real place of memory of the double of a CUDA driver, and
+// bytes that were written to it but that the GPU does not see yet. The GPU sees them after the
+// first flush that begins later and has ended, or after 50 ms (cuda_double_on_flush()).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
 
 namespace kvxfer::test {
 
-// Memory of a GPU as a NIC reaches it; `bytes` is null where there is none.
+// Memory of a GPU as a NIC accesses it; `bytes` is null if there is none.
 struct GpuMemory {
   std::byte* bytes = nullptr;
-  std::shared_ptr<void> mapping = nullptr;  // of a dmabuf
+  std::shared_ptr<void> mapping = nullptr;  // for a dmabuf
 };
-// By its address, which is null for memory of the host.
+// Finds GPU memory by its address; `bytes` is null for host memory.
 GpuMemory gpu_memory_at(const void* address, std::size_t size);
-// By the double's dmabuf, from `offset` on.
+// Finds GPU memory by the double's dmabuf, from `offset` on.
 GpuMemory gpu_memory_of(int dmabuf, std::uint64_t offset, std::size_t size);
 
-// Bytes that have come to a NIC.
+// Bytes that have arrived at a NIC.
 struct Landing {
   std::byte* at;
   std::vector<std::byte> bytes;
@@ -33,9 +34,9 @@ struct Landing {
 // Any thread.
 class GpuWrites {
  public:
-  // To memory of the host at once.
+  // Lands bytes; for host memory, at once.
   void land(Landing landing);
-  // What came up to now, or by then.
+  // Makes the GPU see the bytes that are due by `now`; by default, all that have arrived.
   void flush(std::uint64_t now = UINT64_MAX);
   bool empty() const;
 
@@ -50,5 +51,8 @@ class GpuWrites {
 };
 
 GpuWrites& gpu_writes();
+
+// Called while each flush runs, for tests of this double.
+extern std::function<void()> during_flush;
 
 }  // namespace kvxfer::test

@@ -8,7 +8,7 @@
 namespace kvxfer::test::mlx5 {
 namespace {
 
-// IBTA 1.4, table 45: for how long a sender waits that found no receive, in units of 10
+// IBTA 1.4, table 45: the time that a sender waits if there was no receive, in units of 10
 // microseconds, by the receiver's code.
 constexpr std::array<std::uint64_t, 32> kReceiverNotReady{
     65536, 1,    2,    3,    4,    6,     8,     12,    16,    24,   32,
@@ -46,7 +46,7 @@ void Network::run(const std::stop_token& stop) {
     } else {
       QueuePair& pair = *busy[random() % busy.size()];
       step(pair, now);
-      // The more there are the rarer: to yield on a busy machine takes milliseconds.
+      // The more packets wait, the rarer: a yield takes milliseconds on a busy machine.
       if (random() % waiting != 0) continue;
       lock.unlock();
       std::this_thread::yield();
@@ -55,7 +55,7 @@ void Network::run(const std::stop_token& stop) {
   }
 }
 
-// Null where the packet is lost, or not answered.
+// Returns null if the packet is lost, or not answered.
 QueuePair* Network::other_end(const QueuePair& pair) {
   const auto found = pairs.find(pair.attributes.dest_qp_num);
   if (found == pairs.end()) return nullptr;
@@ -96,7 +96,7 @@ void Network::step(QueuePair& pair, std::uint64_t now) {
   const bool counted = asked.opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
   auto& receives = static_cast<SharedReceives&>(*there->srq);
   if (counted && receives.posted.empty()) {
-    // 7 means for ever.
+    // 7 stands for no limit.
     if (pair.attributes.rnr_retry < 7 && ++pair.not_ready > pair.attributes.rnr_retry) {
       return finish(pair, IBV_WC_RNR_RETRY_EXC_ERR);
     }
@@ -228,7 +228,7 @@ void Network::push(ibv_cq* to, const Entry& entry) {
   channel.event.set();
 }
 
-// The first request, and where it failed, all others.
+// Ends the first request; if it failed, all others too.
 void Network::finish(QueuePair& pair, ibv_wc_status status) {
   const Request request = std::move(pair.requests.front());
   pair.requests.pop_front();

@@ -1,5 +1,5 @@
-// What simulated_verbs.hpp is made of: the objects of libibverbs, as a device keeps them, and the
-// network that carries and places their writes.
+// The parts of simulated_verbs.hpp: libibverbs' objects as a device keeps them, and the network
+// that carries and places their writes.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -26,7 +26,7 @@ namespace kvxfer::test::mlx5 {
 
 inline constexpr int kGids = 4;
 inline constexpr std::uint16_t kFullMember = 0x8000;
-inline constexpr std::uint32_t kKeyTag = 0xff;  // of a key: its owner's to change
+inline constexpr std::uint32_t kKeyTag = 0xff;  // the bits of a key that its owner may change
 
 class Event {
  public:
@@ -49,11 +49,11 @@ struct Device : ibv_device {
   std::uint16_t lid = 0;
   bool up = true;
   bool cut = false;
-  unsigned busy = 0;  // refusals to deregister that are left
+  unsigned busy = 0;  // the number of deregistrations still to refuse
   std::atomic<std::chrono::microseconds> command{};
   std::atomic<bool> silent = false;
 
-  // RoCE: both versions of a link-local address, then both of an IPv4 address.
+  // A RoCE port has both versions of a link-local address, then both of an IPv4 address.
   ibv_gid gid(int index) const {
     ibv_gid gid{};
     const bool link_local = traits.infiniband || index < 2;
@@ -97,12 +97,12 @@ struct Channel : ibv_comp_channel {
 };
 
 struct Region : ibv_mr {
-  std::uint64_t begin = 0;     // as work requests name it
-  std::byte* bytes = nullptr;  // where that is
+  std::uint64_t begin = 0;     // the address that work requests name
+  std::byte* bytes = nullptr;  // the same place in this process
   bool on_gpu = false;
-  std::shared_ptr<void> mapping;  // of a dmabuf
+  std::shared_ptr<void> mapping;  // for a dmabuf
   int access = 0;
-  unsigned windows = 0;  // that are open
+  unsigned windows = 0;  // the number of open windows
 
   bool holds(std::uint64_t address, std::uint64_t size) const {
     return address >= begin && size <= length && address - begin <= length - size;
@@ -110,7 +110,7 @@ struct Region : ibv_mr {
 };
 
 struct Window : ibv_mw {
-  Region* of = nullptr;  // null: it is closed
+  Region* of = nullptr;  // null if it is closed
   std::uint32_t key = 0;
   std::uint32_t pair = 0;
   std::uint64_t address = 0;
@@ -119,7 +119,7 @@ struct Window : ibv_mw {
 
 struct Entry {
   ibv_wc completion{};
-  std::uint64_t sent = 0;  // the queue pair's requests up to this one are done; 0: it is a receive
+  std::uint64_t sent = 0;  // requests of the queue pair up to this one are done; 0 for a receive
 };
 
 struct CompletionQueue : ibv_cq {
@@ -147,18 +147,18 @@ struct QueuePair : ibv_qp {
   bool signals_all = false;
   std::deque<Request> requests;
   std::uint64_t posted = 0;
-  std::uint64_t polled = 0;         // of those
-  std::uint64_t unanswered_ns = 0;  // since when; 0: the other end answers
-  std::uint64_t wait_until_ns = 0;  // it had no receive
-  unsigned not_ready = 0;           // how often in a row
-  std::vector<Landing> landings;    // at this end, not in memory yet
+  std::uint64_t polled = 0;         // posted requests whose completions were polled
+  std::uint64_t unanswered_ns = 0;  // since when there is no answer; 0 if the other end answers
+  std::uint64_t wait_until_ns = 0;  // as the other end had no receive
+  unsigned not_ready = 0;           // how often in a row it had none
+  std::vector<Landing> landings;    // arrived at this end, not in memory yet
 };
 
 inline Context& context_of(ibv_context* context) {
   return static_cast<Context&>(*verbs_get_ctx(context));
 }
 inline const Device& device_of(ibv_context* context) { return *context_of(context).of; }
-// How long a sender waits that found no receive, by the receiver's min_rnr_timer.
+// The time that a sender waits if there was no receive, by the receiver's min_rnr_timer.
 std::uint64_t receiver_not_ready_ns(std::uint8_t code);
 
 struct Network {
@@ -186,7 +186,7 @@ struct Network {
   void run(const std::stop_token& stop);
   void step(QueuePair& pair, std::uint64_t now);
   QueuePair* other_end(const QueuePair& pair);
-  // Null where the other end refuses the write.
+  // Returns null if the other end refuses the write.
   const Region* destination(const QueuePair& there, const ibv_send_wr& asked,
                             std::uint32_t length) const;
   ibv_wc_status change_window(const QueuePair& pair, const ibv_send_wr& asked);

@@ -95,7 +95,7 @@ class SimulatedPath final : public NicPath {
     return count;
   }
 
-  // The last write of a group completes it.
+  // Completes the group with its last write.
   void post_group(const OperationPtr& operation, const WriteRange& group) {
     const auto begin = operation->writes.begin() + static_cast<std::ptrdiff_t>(group.first);
     const std::span writes(begin, group.count);
@@ -120,7 +120,7 @@ class SimulatedPath final : public NicPath {
     }
   }
 
-  // Until the end writes of the peer's land.
+  // Returns through `then`; writes of the peer may land until that is called.
   void shut(std::function<void()> then) override {
     then_connected_ = nullptr;
     using Left = std::vector<SimulatedNetwork::Completion>;
@@ -185,7 +185,7 @@ class SimulatedPath final : public NicPath {
   void link_down() { lose({Errc::nic_lost, "the link of NIC " + nic_ + " is down"}); }
 
  private:
-  // As drivers do.
+  // Takes a while, as drivers do.
   static void take_a_while() {
     thread_local std::minstd_rand random(std::random_device{}());
     std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
@@ -287,7 +287,7 @@ class SimulatedDomain final : public NicDomain, private EventSink {
   NicLoad load_;
   UniqueFd event_;
   bool up_ = true;
-  std::uint64_t downs_ = 0;  // as last seen
+  std::uint64_t downs_ = 0;  // the number last seen
 };
 
 namespace {
@@ -334,7 +334,7 @@ void SimulatedNetwork::set_link(const std::string& nic, bool up) {
   Nic& changed = nics_[nic];
   if (!up && changed.up) ++changed.downs;
   changed.up = up;
-  // What is on the wire is lost.
+  // Packets on the wire are lost.
   if (!up) {
     const auto crosses = [&](std::uint64_t end) {
       const auto found = ends_.find(end);
@@ -431,8 +431,8 @@ void SimulatedNetwork::run(const std::stop_token& stop) {
   std::unique_lock lock(mutex_);
   while (arrived_.wait(lock, stop, [this] { return !wire_.empty() && !held_; })) {
     if (stop.stop_requested()) return;
-    // Any of those that wait goes next, and sometimes more gather first: not often, as a thread
-    // that yields beside others that compute waits for milliseconds.
+    // Any waiting packet is next, and sometimes more gather first; not often, as a thread that
+    // yields on a busy machine waits for milliseconds.
     if (random_() % 256 == 0) {
       lock.unlock();
       std::this_thread::yield();

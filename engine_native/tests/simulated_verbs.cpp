@@ -18,7 +18,7 @@ constexpr std::uint32_t kMaxInline = 512;
 constexpr std::uint64_t kMaxWindow = std::uint64_t{1} << 31;
 constexpr int kMaxCqe = (1 << 22) - 1;
 
-// Whether these states, and the attributes that they ask for, are those of man ibv_modify_qp.
+// True if man ibv_modify_qp permits this change of state with these attributes.
 bool is_valid_change(ibv_qp_state from, ibv_qp_state to, int mask) {
   const auto has = [mask](int required) { return (mask & required) == required; };
   if (to == IBV_QPS_ERR || to == IBV_QPS_RESET) return true;
@@ -49,7 +49,7 @@ void take_over(ibv_qp_attr& into, const ibv_qp_attr& from, int mask) {
   if (mask & IBV_QP_MIN_RNR_TIMER) into.min_rnr_timer = from.min_rnr_timer;
 }
 
-Network* network = nullptr;  // the library's functions are given no object
+Network* network = nullptr;  // the library's functions get no object
 thread_local bool polls = false;
 thread_local std::uint64_t held_up_ns = 0;
 
@@ -105,7 +105,7 @@ int query_device(ibv_context* context, ibv_device_attr* limits) {
   return 0;
 }
 
-// The kernel tells those who read active_speed alone of NDR where the speed needs more bits.
+// If a speed needs more bits, the kernel reports NDR to readers of active_speed alone.
 void tell_speed(ibv_port_attr& port, std::size_t room, std::uint32_t code) {
   constexpr std::size_t kSpeedEx = 52;
   port.active_speed = static_cast<std::uint8_t>(std::min<std::uint32_t>(code, 128));
@@ -231,7 +231,7 @@ int dereg_mr(ibv_mr* given) {
     return refused(EBUSY);
   }
   if (region->windows > 0) return refused(EBUSY);
-  // What has come for it is in memory before it is free.
+  // Bytes that have arrived for the region are in memory before it is free.
   for (const auto& [number, pair] : network->pairs) network->land_all(*pair);
   network->regions.erase(region->rkey);
   delete region;
@@ -381,7 +381,7 @@ int modify_qp(ibv_qp* given, ibv_qp_attr* attributes, int mask) {
   const bool bad_key = (mask & IBV_QP_PKEY_INDEX) != 0 &&
                        (attributes->pkey_index >= device.traits.pkeys.size() ||
                         (device.traits.pkeys[attributes->pkey_index] & ~kFullMember) == 0);
-  // RoCE has nothing but GIDs to address with.
+  // RoCE addresses peers only by GIDs.
   const bool bad_way = (mask & IBV_QP_AV) != 0 && ((!device.traits.infiniband && !way.is_global) ||
                                                    way.grh.sgid_index >= device.gids());
   if (bad_key || bad_way) return refused(EINVAL);

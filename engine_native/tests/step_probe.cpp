@@ -52,7 +52,7 @@ class Timer final : public NicDomain {
   void finish_sleep() override { since_ = time(); }
 
  private:
-  // No peer has this one.
+  // A network that no peer has.
   static std::string network() {
     static std::atomic<unsigned> made = 0;
     return "timer " + std::to_string(++made);
@@ -72,7 +72,7 @@ std::uint64_t thread_time_ns() {
   std::array<char, 96> text{};
   const ssize_t size = ::pread(schedstat.get(), text.data(), text.size(), 0);
   const std::uint64_t now = now_ns();
-  // "ran waited slices": nanoseconds, and how often.
+  // "ran waited slices": two times in nanoseconds, and a count.
   const std::string_view all(text.data(), size > 0 ? static_cast<std::size_t>(size) : 0);
   const auto space = all.find(' ');
   std::uint64_t waited = 0;

@@ -1,4 +1,4 @@
-// A NIC that carries nothing and times the engine thread: each of its steps polls every NIC once.
+// A NIC that carries nothing and times the engine thread, whose steps poll every NIC once.
 #pragma once
 
 #include <atomic>
@@ -9,21 +9,22 @@
 
 namespace kvxfer::test {
 
-// How long the calling thread has run or been blocked: time, in nanoseconds, without that which it
-// waited for a processor. Differences count. Costs a microsecond.
+// The nanoseconds that the calling thread has run or been blocked, without those in which it waited
+// for a processor. Only differences are meaningful. A call costs a microsecond.
 std::uint64_t thread_time_ns();
 
 class StepProbe final : public NicFactory {
  public:
-  // Of the calling thread so far: how long it was held up by what tests put in the place of a NIC.
+  // The time so far that a stand-in for a NIC has held the calling thread up.
   using HeldUpNs = std::uint64_t (*)();
 
-  // `others`: the NICs that the engine has besides.
+  // `others` are the engine's other NICs.
   StepProbe(std::shared_ptr<NicFactory> others, HeldUpNs held_up)
       : others_(std::move(others)), held_up_(held_up) {}
 
   Result<OpenedNics> open(const NicContext& context) override;
-  // Of all steps so far, without the time that the thread waited for a processor or was held up.
+  // The longest step so far, without the time that the thread waited for a processor or was held
+  // up.
   std::uint64_t longest_ns() const { return *longest_ns_; }
 
  private:

@@ -1,4 +1,4 @@
-// And doctest's own code, with its main().
+// doctest's own code, with its main(), and shared parts of the tests.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "support.hpp"
 

@@ -1,4 +1,4 @@
-// What the engine's tests share: connected engines, waiting for completions, random pages.
+// Shared parts of the engine's tests: connected engines, waits for completions, random pages.
 #pragma once
 
 #include <doctest/doctest.h>
@@ -18,15 +18,15 @@
 
 namespace kvxfer::test {
 
-// For what comes at once on a machine with nothing else to do, on one that has much to do.
+// Long enough on a busy machine for what an idle machine does at once.
 inline constexpr Duration kDeadline = std::chrono::minutes(2);
-// What most cases of the NIC fabrics write.
+// The sizes that most cases of the NIC fabrics write.
 inline constexpr std::size_t kPage = 4096;
 inline constexpr std::size_t kPages = 1024;
 
 using Bytes = std::vector<std::byte>;
 
-// Each of these pages to the page of the same number.
+// Writes each of these pages to the page of the same number.
 PagedWrite same_pages(std::uint64_t length, const std::vector<std::int64_t>& pages);
 
 // An engine, and completions that the test has not taken yet.
@@ -37,14 +37,14 @@ class TestEngine {
   TransferEngine& operator*() { return *engine_; }
   TransferEngine* operator->() { return engine_.get(); }
 
-  // The first completion that fits; fails the test if none comes.
+  // Returns the first completion that fits; fails the test if none comes.
   Completion await(const std::function<bool(const Completion&)>& fits,
                    Duration deadline = kDeadline);
   Completion await(Completion::Kind kind, std::uint64_t id, Duration deadline = kDeadline);
   Completion await(Completion::Kind kind);
   // Connects and returns the peer's id here.
   PeerId connect_to(TestEngine& other);
-  // What await() does until there may be a completion. It sleeps unless this is set.
+  // Called by await() until there may be a completion. Unless it is set, await() sleeps.
   std::function<void()> meanwhile;
 
  private:
@@ -61,14 +61,14 @@ struct Pair {
   PeerId to_writer;
 };
 
-// Writes with a counter, and returns once the reader has seen it: then its bytes may be looked at.
+// Writes with a counter, and returns once the reader has seen it, so that its bytes may be read.
 void write_and_count(TestEngine& writer, PeerId to, TestEngine& reader, const RegionPtr& source,
                      const RegionPtr& destination, const SingleWrite& write);
 
 // Runs a case of this program in another process.
 pid_t start_case(const std::string& name);
 
-// Whether this process comes to rest: for a tenth of a second it uses less than half a processor.
+// True if this process comes to rest: for a tenth of a second it uses less than half a core.
 bool comes_to_rest();
 
 // Prints its seed when a test fails.

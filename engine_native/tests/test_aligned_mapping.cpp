@@ -1,4 +1,4 @@
-// Mappings at a huge page's boundary, also where the kernel's pages are of 64 KiB.
+// Mappings at a huge page's boundary, also with kernel pages of 64 KiB.
 #include <fcntl.h>
 #include <sys/mman.h>
 
@@ -13,8 +13,8 @@ using namespace kvxfer::test;
 
 namespace {
 
-// A kernel with pages of 64 KiB, over this one's (man mmap, munmap): it maps whole pages, and an
-// address that is no page's is refused.
+// Simulates a kernel with pages of 64 KiB (man mmap, munmap): it maps whole pages, and refuses an
+// address that is not a page's.
 constexpr std::size_t kLargePage = 64u << 10;
 constexpr std::uintptr_t kHugePage = 2u << 20;
 
@@ -65,7 +65,7 @@ UniqueFd file_of(std::size_t bytes) {
 
 }  // namespace
 
-TEST_CASE("of a mapping nothing is left behind where pages are of 64 KiB") {
+TEST_CASE("a mapping leaves nothing behind if pages are of 64 KiB") {
   for (const std::size_t bytes : {std::size_t{1}, std::size_t{4096}, kLargePage, kLargePage + 4096,
                                   std::size_t{kHugePage}, std::size_t{kHugePage} + 8192}) {
     CAPTURE(bytes);
@@ -81,7 +81,7 @@ TEST_CASE("of a mapping nothing is left behind where pages are of 64 KiB") {
   }
 }
 
-TEST_CASE("of a mapping that fails nothing is left behind") {
+TEST_CASE("a mapping that fails leaves nothing behind") {
   const UniqueFd file = file_of(4096);
   mapped = 0;
   refuses_files = true;

@@ -1,4 +1,4 @@
-// Work on other threads, and what follows from it on this one.
+// Work on other threads, and its follow-up on this thread.
 #include <latch>
 #include <memory>
 #include <thread>
@@ -23,7 +23,7 @@ void finish_all(Background& background) {
 
 }  // namespace
 
-TEST_CASE("work runs on another thread, what follows on the one that finishes") {
+TEST_CASE("work runs on another thread, and its follow-up on the thread that finishes it") {
   Poller poller = good(Poller::create());
   Background background(poller);
   const auto self = std::this_thread::get_id();
@@ -41,7 +41,7 @@ TEST_CASE("work runs on another thread, what follows on the one that finishes") 
   CHECK(!background.ready());
 }
 
-TEST_CASE("work that takes long holds up no other, and all of it ends") {
+TEST_CASE("work that takes long does not delay other work, and all of it ends") {
   Poller poller = good(Poller::create());
   Background background(poller);
   constexpr int kJobs = 200;
@@ -58,7 +58,7 @@ TEST_CASE("work that takes long holds up no other, and all of it ends") {
   CHECK(ended == kJobs);
 }
 
-TEST_CASE("a fence ends though all other work waits for something that does not come") {
+TEST_CASE("a fence ends even if all other work waits for ever") {
   Poller poller = good(Poller::create());
   std::latch answer(1);
   Background background(poller);
@@ -78,7 +78,7 @@ TEST_CASE("a fence ends though all other work waits for something that does not 
   CHECK(ended == kJobs);
 }
 
-TEST_CASE("what follows may ask for more work, and the poller wakes for it") {
+TEST_CASE("a follow-up may start more work, and the poller wakes for it") {
   Poller poller = good(Poller::create());
   Background background(poller);
   int rounds = 0;
@@ -93,7 +93,7 @@ TEST_CASE("what follows may ask for more work, and the poller wakes for it") {
   CHECK(rounds == 100);
 }
 
-TEST_CASE("nothing of any work is kept once it is destroyed") {
+TEST_CASE("destroying it drops all that its work holds") {
   Poller poller = good(Poller::create());
   auto held = std::make_shared<int>(0);
   std::latch begun(64);

@@ -1,4 +1,4 @@
-// What a peer that sends and does not read can make this engine keep.
+// Bounds of what a peer that sends and does not read makes this engine keep.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -12,7 +12,7 @@
 using namespace kvxfer;
 using namespace kvxfer::test;
 
-TEST_CASE("a tcp peer that never reads what became of its writes is given up") {
+TEST_CASE("a tcp peer that never reads the results of its writes is given up") {
   fuzz::World world;
   fuzz::Books books;
   int ends[2];
@@ -42,7 +42,7 @@ TEST_CASE("a peer of this host shares a bounded number of regions") {
     return memory.add_region(number, std::move(memfd), 4096);
   };
   for (std::uint32_t number = 0; number < 8192; ++number) REQUIRE(share(number));
-  CHECK(share(7));  // in place of another
+  CHECK(share(7));  // replaces a region
   const auto refused = share(8192);
   REQUIRE(!refused);
   CHECK(refused.error().code == Errc::backpressure);

@@ -18,7 +18,7 @@ Completion try_connect(TestEngine& engine, const EngineAddress& address,
 
 }  // namespace
 
-TEST_CASE("a wrong cluster key is refused by name on both sides") {
+TEST_CASE("a wrong cluster key is refused on both sides, which are named") {
   auto options = options_for("tcp", "stranger");
   options.cluster_key = "another key, not the cluster's";
   TestEngine stranger(std::move(options));
@@ -41,7 +41,7 @@ TEST_CASE("a restarted engine is not taken for the old one") {
   CHECK(try_connect(client, after->address()).code == Errc::ok);
 }
 
-TEST_CASE("what accepts connections and is no engine is told from what does not answer") {
+TEST_CASE("the error distinguishes a server that is no engine from one that does not answer") {
   TestEngine client(options_for("tcp", "client"));
   const auto listener = good(net::listen("127.0.0.1", 0));
   EngineAddress address{.host = "127.0.0.1", .port = good(net::local_port(listener.get()))};
@@ -60,7 +60,7 @@ TEST_CASE("what accepts connections and is no engine is told from what does not 
   CHECK(other.text.find("is no kvxfer engine") != std::string::npos);
 }
 
-TEST_CASE("an id of zeros is whichever engine listens there, if it knows the cluster key") {
+TEST_CASE("an id of zeros stands for any engine there that knows the cluster key") {
   TestEngine client(options_for("tcp", "client"));
   TestEngine server(options_for("tcp", "server"));
   EngineAddress anyone = server->address();
@@ -78,7 +78,7 @@ TEST_CASE("an id of zeros is whichever engine listens there, if it knows the clu
   CHECK(try_connect(stranger, anyone).code == Errc::authentication_failed);
 }
 
-TEST_CASE("connecting to an engine that is not there fails by name") {
+TEST_CASE("the error names an engine that is not there") {
   TestEngine client(options_for("tcp", "client"));
   EngineAddress address = client->address();
   address.engine.bytes[0] ^= 1;
@@ -91,7 +91,7 @@ TEST_CASE("connecting to an engine that is not there fails by name") {
   CHECK(done.text.find(address.text()) != std::string::npos);
 }
 
-TEST_CASE("an impatient caller does not end the connecting of a patient one") {
+TEST_CASE("the short deadline of one connect does not end another to the same engine") {
   TestEngine client(options_for("tcp", "client"));
   const auto silent = good(net::listen("127.0.0.1", 0));  // takes connections, says nothing
   EngineAddress address = client->address();
@@ -102,12 +102,12 @@ TEST_CASE("an impatient caller does not end the connecting of a patient one") {
   const auto done = client.await(Kind::connect, impatient);
   CHECK(done.code == Errc::connect_failed);
   CHECK(done.text.find("took longer than allowed") != std::string::npos);
-  // Had the patient one ended too, that would be told before this one's end.
+  // If the patient call had ended too, its completion would come before this one's.
   const auto later = client->connect(address, std::chrono::milliseconds(50));
   CHECK(client.await([](const Completion& c) { return c.kind == Kind::connect; }).id == later);
 }
 
-TEST_CASE("engines without a common fabric say so") {
+TEST_CASE("engines without a common fabric fail to connect with that reason") {
   TestEngine a(options_for("tcp", "a"));
   TestEngine b(options_for("local", "b"));
   const auto done = try_connect(a, b->address());
@@ -127,7 +127,7 @@ TEST_CASE("one host prefers local, and a second connect gives the same peer") {
   const Completion of_b = b.await(Kind::peer_up);
   CHECK(of_a.fabric == "local");
   CHECK(of_b.fabric == "local");
-  // Only b was connected to.
+  // Only b was dialed.
   CHECK(of_a.id == 0);
   CHECK(of_b.id == 1);
 }
@@ -151,7 +151,7 @@ TEST_CASE("unequal lane counts connect and carry writes both ways") {
   CHECK(b.await(Kind::write, back.id).code == Errc::ok);
 }
 
-TEST_CASE("bad options are refused by name") {
+TEST_CASE("the error for a bad option names it") {
   const auto refused = [](auto change) {
     auto options = options_for("tcp", "bad");
     change(options);
@@ -181,7 +181,7 @@ TEST_CASE("an engine cannot connect to itself, and says so") {
   CHECK(try_connect(alone, alone->address()).code == Errc::invalid_argument);
 }
 
-TEST_CASE("local connects succeed however heartbeats and the rendezvous interleave") {
+TEST_CASE("local connects succeed in any order of heartbeats and the rendezvous") {
   auto options = options_for("local", "a");
   options.heartbeat_interval = std::chrono::milliseconds(1);
   TestEngine a(options);
@@ -204,7 +204,7 @@ TEST_CASE("silent strangers cannot lock a member out") {
   client.connect_to(server);
 }
 
-TEST_CASE("a name that is no text is carried as bytes") {
+TEST_CASE("a name that is not text is carried as bytes") {
   TestEngine a(options_for("tcp", "a"));
   TestEngine b(options_for("tcp", "\xff\xfe"));
   a.connect_to(b);

@@ -1,5 +1,5 @@
-// The rules that the double of a CUDA driver enforces (cuda_double.hpp has where they are from).
-// Unless a case says that it is of the double alone, it holds on a GPU too.
+// The rules that the double of a CUDA driver enforces (cuda_double.hpp has their sources). Cases
+// hold on a GPU, too, unless they say that they are of the double alone.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -77,7 +77,7 @@ int signal_of(const std::function<void()>& act) {
 
 TEST_SUITE_BEGIN("cuda");
 
-TEST_CASE("the processor cannot touch device memory, before it is freed and after") {
+TEST_CASE("the processor cannot access device memory, before it is freed and after") {
   const CudaDriver driver;
   const CUdeviceptr address = allocate(kBytes);
   auto* const pointer = reinterpret_cast<volatile char*>(address);
@@ -88,7 +88,7 @@ TEST_CASE("the processor cannot touch device memory, before it is freed and afte
   CHECK(CU(MemFree)(address) == CUDA_ERROR_INVALID_VALUE);
 }
 
-TEST_CASE("what needs a context is refused on a thread that has none") {
+TEST_CASE("calls that need a context are refused on a thread without one") {
   const CudaDriver driver;
   const CUdeviceptr address = allocate(kBytes);
   std::async(std::launch::async, [&] {
@@ -113,14 +113,14 @@ TEST_CASE("bytes go to the device and come back") {
   REQUIRE(CU(Memcpy)(second, first, sent.size()) == CUDA_SUCCESS);
   REQUIRE(CU(MemcpyDtoH)(got.data(), second, got.size()) == CUDA_SUCCESS);
   CHECK(got == sent);
-  // Beyond the end of the allocation, and of none.
+  // The range exceeds the allocation; there is no allocation.
   CHECK(CU(MemcpyDtoH)(got.data(), second + 1, got.size()) == CUDA_ERROR_INVALID_VALUE);
   CU(MemFree)(first);
   CHECK(CU(MemcpyDtoH)(got.data(), first, 1) == CUDA_ERROR_INVALID_VALUE);
   CU(MemFree)(second);
 }
 
-TEST_CASE("streams run in their order, and two of them in none but an event's") {
+TEST_CASE("a stream runs in order; two streams are ordered only by events") {
   const CudaDriver driver;
   const CUdeviceptr memory = allocate(2 * kBytes);
   const CUstream writes = stream();
@@ -203,7 +203,7 @@ TEST_CASE("pinned memory is read when the copy runs, pageable memory when it is 
   CU(MemFree)(memory);
 }
 
-TEST_CASE("a batch of copies is one piece of work of its stream") {
+TEST_CASE("a batch of copies is one unit of work of its stream") {
   const CudaDriver driver;
   constexpr std::size_t kCount = 64;
   Random random;
@@ -266,7 +266,7 @@ TEST_CASE("a stream waits for words that the device reaches, in order with its w
   CU(StreamDestroy)(waits);
 }
 
-TEST_CASE("an address is asked what it is") {
+TEST_CASE("an address is described by its attributes") {
   const CudaDriver driver;
   const CUdeviceptr device = allocate(3 * kBytes);
   HostWords words;
@@ -303,7 +303,7 @@ TEST_CASE("an address is asked what it is") {
   CU(MemFree)(device);
 }
 
-TEST_CASE("the double: an address that was freed comes again, as another buffer") {
+TEST_CASE("the double: a freed address is used again, for another buffer") {
   const CudaDriver driver;
   const CUdeviceptr before = allocate(kBytes);
   fill(before, 5);
@@ -320,7 +320,7 @@ TEST_CASE("the double: an address that was freed comes again, as another buffer"
 }
 
 TEST_CASE(
-    "memory of cuMemCreate is reached once that is permitted, and exported where it was asked "
+    "memory of cuMemCreate is accessible once that is permitted, and exported if that was asked "
     "for") {
   const CudaDriver driver;
   Mapped mapped(properties(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
@@ -348,7 +348,7 @@ TEST_CASE(
                                        0) == CUDA_ERROR_INVALID_VALUE);
 }
 
-TEST_CASE("a dmabuf is of whole pages, and of memory that may leave") {
+TEST_CASE("a dmabuf has whole pages, of memory that may be exported") {
   const CudaDriver driver;
   const CUdeviceptr memory = allocate(kBlock);
   int fd = -1;
@@ -378,7 +378,7 @@ TEST_CASE("the double: memory of cuMemCreate that did not ask for GPUDirect has 
                                         0) == CUDA_ERROR_NOT_SUPPORTED);
 }
 
-TEST_CASE("the double: work on memory that is gone poisons the context, until that is made anew") {
+TEST_CASE("the double: work on freed memory poisons the context, until it is created anew") {
   std::async(std::launch::async, [] {
     {
       const CudaDriver driver;
@@ -443,7 +443,7 @@ TEST_CASE("importer of a legacy handle" * doctest::skip()) {
   CHECK(CU(IpcCloseMemHandle)(opened) == CUDA_ERROR_INVALID_VALUE);
 }
 
-TEST_CASE("a legacy handle opens the whole allocation in another process, and in none other") {
+TEST_CASE("a legacy handle opens the whole allocation in another process, but not in its own") {
   const CudaDriver driver;
   const CUdeviceptr memory = allocate(2 * kBytes);
   fill(memory, 5);

@@ -1,5 +1,5 @@
-// Capture and graphs: what a driver forbids meanwhile, and what it runs later. Unless a case says
-// that it is of the double alone, it holds on a GPU too.
+// Capture and graphs: the calls that a driver forbids meanwhile, and the work that it runs later.
+// Cases hold on a GPU, too, unless they say that they are of the double alone.
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -33,7 +33,7 @@ CUstreamCaptureStatus status_of(CUstream of) {
   return status;
 }
 
-// What was captured on a stream, ready to run.
+// The work captured on a stream, ready to run.
 class Executable {
  public:
   explicit Executable(CUstream captured) {
@@ -68,7 +68,7 @@ void write(CUstream on, CUdeviceptr word, cuuint64_t value) {
   REQUIRE(CU(StreamWriteValue64)(on, word, value, 0) == CUDA_SUCCESS);
 }
 
-// Two streams and words, with nothing captured when they end.
+// Two streams and words; nothing may be captured when they end.
 struct Streams {
   ~Streams() {
     CU(StreamDestroy)(first);
@@ -83,7 +83,7 @@ struct Streams {
 
 TEST_SUITE_BEGIN("cuda");
 
-TEST_CASE("what is captured runs when its graph is launched, each time, with the values it had") {
+TEST_CASE("captured work runs at each launch of its graph, with the values it had") {
   const CudaDriver driver;
   Streams s;
   begin(s.first);
@@ -105,7 +105,7 @@ TEST_CASE("what is captured runs when its graph is launched, each time, with the
   }
 }
 
-TEST_CASE("a graph runs after what its stream has before it, and after its own last run") {
+TEST_CASE("a graph runs after earlier work of its stream, and after its own last run") {
   const CudaDriver driver;
   Streams s;
   begin(s.first);
@@ -184,7 +184,7 @@ TEST_CASE("a stream that waits for an event of a capture is captured with it") {
   CU(MemFree)(memory);
 }
 
-TEST_CASE("a capture ends where it began, and with all that it has caught") {
+TEST_CASE("a capture ends on the stream where it began, with all streams it captured") {
   const CudaDriver driver;
   Streams s;
   const Event forked;
@@ -196,7 +196,7 @@ TEST_CASE("a capture ends where it began, and with all that it has caught") {
     CHECK(end(s.second) == CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
     CHECK(end(s.first) != CUDA_SUCCESS);
   }
-  SUBCASE("what was caught has not come back") {
+  SUBCASE("a captured stream has not been joined") {
     CHECK(end(s.first) == CUDA_ERROR_STREAM_CAPTURE_UNJOINED);
   }
   SUBCASE("another thread ends it") {
@@ -210,7 +210,7 @@ TEST_CASE("a capture ends where it began, and with all that it has caught") {
   CHECK(status_of(s.second) == CU_STREAM_CAPTURE_STATUS_NONE);
 }
 
-TEST_CASE("an event does not cross the border of a capture") {
+TEST_CASE("an event does not cross the boundary of a capture") {
   const CudaDriver driver;
   Streams s;
   const Event outside;
@@ -237,7 +237,7 @@ TEST_CASE("an event does not cross the border of a capture") {
   }
 }
 
-TEST_CASE("a call that waits for a captured stream breaks the capture") {
+TEST_CASE("a call that waits for a captured stream invalidates the capture") {
   const CudaDriver driver;
   Streams s;
   for (const bool wait : {false, true}) {
@@ -257,7 +257,7 @@ TEST_CASE("a call that waits for a captured stream breaks the capture") {
   CHECK(end(s.first) == CUDA_ERROR_ILLEGAL_STATE);
 }
 
-TEST_CASE("the legacy stream is out of bounds while a stream that it is ordered with is captured") {
+TEST_CASE("the legacy stream cannot be used while a stream that it is ordered with is captured") {
   const CudaDriver driver;
   HostWords words;
   const CUstream blocking = stream(CU_STREAM_DEFAULT);
@@ -268,7 +268,7 @@ TEST_CASE("the legacy stream is out of bounds while a stream that it is ordered 
   CU(StreamDestroy)(blocking);
 }
 
-// What an engine's thread has to know: the capture of another thread forbids it to ask an event.
+// An engine's thread must know this: the capture of another thread forbids it to query an event.
 TEST_CASE("a capture forbids unsafe calls, to other threads too, unless these are relaxed") {
   const CudaDriver driver;
   Streams s;

@@ -1,5 +1,5 @@
-// Kinds of device memory beside cuMemAlloc's, and several devices. Unless a case says that it is of
-// the double alone, it holds on a GPU too.
+// Kinds of device memory besides cuMemAlloc's, and several devices. Cases hold on a GPU, too,
+// unless they say that they are of the double alone.
 #include <cstddef>
 
 #include "cuda_driver.hpp"
@@ -41,7 +41,7 @@ struct Second {
 
 TEST_SUITE_BEGIN("cuda");
 
-TEST_CASE("managed memory is the processor's too, and says so") {
+TEST_CASE("managed memory is accessible to the processor, and its attributes say so") {
   const CudaDriver driver;
   CUdeviceptr managed = 0;
   REQUIRE(CU(MemAllocManaged)(&managed, kBytes, CU_MEM_ATTACH_GLOBAL) == CUDA_SUCCESS);
@@ -59,7 +59,7 @@ TEST_CASE("managed memory is the processor's too, and says so") {
   CHECK(CU(MemFree)(managed) == CUDA_ERROR_INVALID_VALUE);
 }
 
-TEST_CASE("memory of a pool is there in the order of its stream, and does not leave the process") {
+TEST_CASE("memory of a pool exists in the order of its stream, and cannot be exported") {
   const CudaDriver driver;
   const CUstream order = stream();
   CUdeviceptr pooled = 0;
@@ -106,7 +106,7 @@ TEST_CASE("the double: memory of a pool that is used too early or too late poiso
   }
 }
 
-TEST_CASE("the double: a kernel reaches memory of another device where that is enabled") {
+TEST_CASE("the double: a kernel accesses memory of another device if that is enabled") {
   const CudaDriver driver;
   const Second second;
   struct Arguments {
@@ -130,7 +130,7 @@ TEST_CASE("the double: a kernel reaches memory of another device where that is e
   REQUIRE(CU(DeviceCanAccessPeer)(&can, 0, 1) == CUDA_SUCCESS);
   CHECK(can == 1);
   CHECK_FALSE(reaches());
-  // A copy needs nothing of the kind.
+  // A copy does not need that.
   fill(arguments.address, 5);
   REQUIRE(CU(MemcpyAsync)(here, arguments.address, kBytes, runs) == CUDA_SUCCESS);
   REQUIRE(CU(StreamSynchronize)(runs) == CUDA_SUCCESS);

@@ -1,5 +1,5 @@
-// What waits for what in the double of a CUDA driver: locks, hardware queues, and its other rules
-// that an engine meets rarely (cuda_double.hpp has where they are from).
+// Waits in the double of a CUDA driver: locks, hardware queues, and other rules that an engine
+// meets rarely (cuda_double.hpp has their sources).
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -37,7 +37,8 @@ std::future<CUresult> elsewhere(const CudaDriver& driver, std::function<CUresult
 
 TEST_SUITE_BEGIN("cuda");
 
-TEST_CASE("the double: who waits for all streams holds the lock, and other calls wait for it") {
+TEST_CASE(
+    "the double: a call that waits for all streams holds the lock that other calls wait for") {
   const CudaDriver driver;
   const CUstream waits = stream();
   const CUstream other = stream();
@@ -92,8 +93,7 @@ TEST_CASE("the double: who waits for all streams holds the lock, and other calls
   CU(StreamDestroy)(other);
 }
 
-TEST_CASE(
-    "the double: a kernel that was loaded before waits for no stream, nor one loaded eagerly") {
+TEST_CASE("the double: a kernel that was loaded before or eagerly waits for no stream") {
   const CudaDriver driver;
   const CUstream waits = stream();
   const CUstream other = stream();
@@ -113,7 +113,8 @@ TEST_CASE(
   CU(StreamDestroy)(other);
 }
 
-TEST_CASE("the double: a stream that waits keeps back others of its queue, but not urgent ones") {
+TEST_CASE(
+    "the double: a waiting stream delays others of its queue, but not those of high priority") {
   ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1", 1);
   const CudaDriver driver;
   ::unsetenv("CUDA_DEVICE_MAX_CONNECTIONS");
@@ -128,7 +129,7 @@ TEST_CASE("the double: a stream that waits keeps back others of its queue, but n
   const auto write = [&](CUstream on, std::size_t word) {
     REQUIRE(CU(StreamWriteValue64)(on, words.address(word), 1, 0) == CUDA_SUCCESS);
   };
-  write(other, 1);  // before the wait
+  write(other, 1);  // is done before the wait
   REQUIRE(CU(StreamSynchronize)(other) == CUDA_SUCCESS);
   REQUIRE(CU(StreamWaitValue64)(waits, words.address(0), 1, CU_STREAM_WAIT_VALUE_GEQ) ==
           CUDA_SUCCESS);
@@ -144,7 +145,7 @@ TEST_CASE("the double: a stream that waits keeps back others of its queue, but n
   for (CUstream each : {waits, other, urgent}) CU(StreamDestroy)(each);
 }
 
-TEST_CASE("the double: a launch on a stream that has 1,024 waits for room") {
+TEST_CASE("the double: a launch on a stream with 1,024 launches waits for room") {
   const CudaDriver driver;
   const CUstream full = stream();
   HostWords words;
@@ -168,7 +169,7 @@ TEST_CASE("the double: a launch on a stream that has 1,024 waits for room") {
   CU(StreamDestroy)(full);
 }
 
-TEST_CASE("the double: a context that was reset gives its handle to the next, where told to") {
+TEST_CASE("the double: the next context gets the handle of one that was reset, if told to") {
   for (const bool same : {false, true}) {
     DOUBLE(same_handles)(same);
     const CudaDriver driver;
@@ -193,8 +194,8 @@ TEST_CASE("the double: a fault of another MPS client ends the context") {
   CU(DevicePrimaryCtxReset)(0);
 }
 
-// Run in another process by the next case, with or without the end of a pipe: with one, a process
-// has the memory open until the other end is closed.
+// The next case runs this in another process, with or without the end of a pipe. With one, the
+// process has the memory open until the other end is closed.
 TEST_CASE("the double: a child has memory open by its handle" * doctest::skip()) {
   const CudaDriver driver;
   CUdeviceptr memory = 0;

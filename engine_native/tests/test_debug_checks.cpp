@@ -1,5 +1,5 @@
-// What debug builds check: that its thread calls an object, and what holds between calls. Each
-// mistake is made on purpose, by this program run again with the mistake's name, and must end it.
+// The checks of debug builds: that the right thread calls an object, and invariants between calls.
+// Each mistake is made by this program, run again with the mistake's name, and must end it.
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -58,15 +58,15 @@ using namespace kvxfer::test;
 namespace {
 
 static_assert(kChecksThreads || (std::is_empty_v<ThreadOwner> && std::is_empty_v<OneAtATime>),
-              "nothing is left of it in a release build");
+              "a release build has no checks");
 
-// The first call makes the object this thread's; the second comes from another.
+// The first call makes the object this thread's; the second comes from another thread.
 void on_two_threads(const std::function<void()>& call) {
   call();
   std::thread(call).join();
 }
 
-// Whom objects report to.
+// The objects that others report to.
 struct Neighbours final : PeerEvents,
                           OperationBook,
                           StreamOwner,
@@ -118,7 +118,7 @@ struct Neighbours final : PeerEvents,
   void on_stranger_refused(Errc) override {}
 };
 
-// What an engine's objects are made with.
+// The parts that an engine's objects are made with.
 struct Parts {
   Poller poller = good(Poller::create());
   std::unique_ptr<CompletionQueue> completions = good(CompletionQueue::create());
@@ -142,7 +142,7 @@ struct Parts {
     return {gpus, background, lent, [](const std::string&) {}};
   }
   ReceiveContext receive_context() { return {regions, counters, stats, activity, gpus}; }
-  // The first NIC of one of the fabrics of options_for().
+  // Opens the first NIC of one of the fabrics of options_for().
   NicDomain& nic(const std::string& fabric) {
     options = options_for(fabric, "planted");
     if (fabric == "null") options.more_nics = std::make_shared<null::NullFactory>(true);
@@ -279,7 +279,7 @@ void use_tcp_path(Parts& parts) {
   on_two_threads([&] { static_cast<tcp::TcpPath&>(*path).step(); });
 }
 
-// Calls of two threads until two of them overlap.
+// Calls from two threads until two of the calls overlap.
 void use_exchange_at_once() {
   Member member("tcp", kShape, {});
   const auto call = [&] {
@@ -552,7 +552,7 @@ std::vector<Mistake> wrong_threads() {
   };
 }
 
-// --- what no longer holds, by the text of its assertion --------------------------------------
+// --- broken invariants, by the text of their assertions --------------------------------------
 
 // A path whose batches the test finishes.
 struct BookedPath final : NicPath {
@@ -603,7 +603,7 @@ std::vector<Mistake> broken_invariants() {
          const auto completions = good(CompletionQueue::create());
          Operations operations({}, std::chrono::seconds(1), *completions);
          const auto handle = std::make_shared<PeerHandle>();
-         handle->up = reinterpret_cast<Peer*>(handle.get());  // held, so never looked at
+         handle->up = reinterpret_cast<Peer*>(handle.get());  // not used, as the write is held
          const SubmissionPtr submission = one_write(handle);
          submission->parts.front().after = {std::make_shared<WatchWord>(), 1};
          operations.begin(submission);
@@ -651,7 +651,7 @@ std::vector<Mistake> broken_invariants() {
   };
 }
 
-// --- making them -----------------------------------------------------------------------------
+// --- planting the mistakes -------------------------------------------------------------------
 
 constexpr const char* kPlanted = "KVXFER_PLANTED";
 
@@ -660,7 +660,7 @@ struct Ended {
   std::string said;
 };
 
-// This program, run again with that mistake of a list.
+// Runs this program again, with that mistake of a list.
 Ended run_with(const std::string& list, std::size_t number) {
   std::array<char, 4096> program{};
   REQUIRE(::readlink("/proc/self/exe", program.data(), program.size() - 1) > 0);
@@ -706,14 +706,12 @@ TEST_CASE("a call from a wrong thread ends a debug build, for each class that ha
   check_all("thread", wrong_threads());
 }
 
-TEST_CASE("an invariant that is broken ends a debug build") {
-  check_all("invariant", broken_invariants());
-}
+TEST_CASE("a broken invariant ends a debug build") { check_all("invariant", broken_invariants()); }
 
 TEST_CASE("a planted mistake" * doctest::skip()) {
   const char* const chosen = std::getenv(kPlanted);
   if (!chosen) return;
-  std::signal(SIGABRT, SIG_DFL);  // doctest's handler is none for ThreadSanitizer
+  std::signal(SIGABRT, SIG_DFL);  // under ThreadSanitizer, doctest's handler does not work
   const std::string planted = chosen;
   const bool thread = planted.starts_with("thread");
   const auto mistakes = thread ? wrong_threads() : broken_invariants();

@@ -1,4 +1,4 @@
-// Engines without a thread: their caller's polls do the work.
+// Engines without a thread, which work while their caller polls.
 #include <poll.h>
 
 #include <cstring>
@@ -18,7 +18,7 @@ struct Driven {
   bool reader;
 };
 
-// Two engines of one thread, some of them without a thread.
+// Two engines that one thread uses; some have no thread.
 struct DrivenPair {
   DrivenPair(const std::string& fabric, Driven driven)
       : writer(options(fabric, "writer", !driven.writer)),
@@ -93,7 +93,7 @@ void count_and_close(const std::string& fabric, int before) {
                               {.imm = imm, .timeout = kDeadline}));
   while (pair.reader->counter_value(imm) == 0) {
     pair.writer->poll();
-    pair.reader->poll();  // the last: the writer has not seen that it is counted
+    pair.reader->poll();  // last, so the writer has not seen that its write was counted
   }
   pair.reader->close();
   CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
@@ -108,14 +108,14 @@ TEST_CASE("an engine without a thread keeps its promises while its caller polls"
   Random random;
   for (const std::string& fabric : EachFabric()) {
     for (const Driven driven : {Driven{true, false}, Driven{false, true}, Driven{true, true}}) {
-      // On a separate thread: other cases count what threads that poll NICs do.
+      // On a separate thread, as other cases count the commands of threads that poll NICs.
       std::async(std::launch::async, [&] { write_and_end(fabric, driven, random); }).get();
     }
   }
 }
 
-// `before`: where the writer is between two looks at its sockets.
-TEST_CASE("a write is delivered once it is counted, also if the receiver then closes") {
+// `before` is the number of polls of the writer before, which decides when it reads its sockets.
+TEST_CASE("a write that was counted is delivered, even if the receiver then closes") {
   for (const std::string& fabric : EachFabric()) {
     for (int before = 0; before < 8; ++before) {
       // On a separate thread, as above.
@@ -130,7 +130,7 @@ TEST_CASE("an engine without a thread does nothing between two polls, and signal
   DrivenPair pair("tcp", {false, true});
   const Imm imm = good(pair.reader->allocate_counter());
   const auto submitted = good(pair.writer->write_imm(pair.to_reader, imm, {.timeout = kDeadline}));
-  // It has left the writer, whose peer has the bytes in its socket.
+  // It has left the writer, so the bytes are in the peer's socket.
   while (pair.writer->stats().writes_posted == 0) std::this_thread::yield();
   CHECK(pair.reader->counter_value(imm) == 0);
   good(pair.reader->expect(imm, submitted.immediates));

@@ -1,4 +1,4 @@
-// What a survivor sees. Crashed and frozen processes are tested from Python, with real processes.
+// Faults as a survivor sees them. Python tests crash and freeze real processes.
 #include <dirent.h>
 #include <linux/filter.h>
 #include <netinet/in.h>
@@ -40,7 +40,7 @@ int busiest_socket() {
 
 TEST_SUITE_BEGIN("conformance");
 
-TEST_CASE("tcp: a lane whose packets are lost ends its peer, though heartbeats come") {
+TEST_CASE("tcp: a lane whose packets are lost ends its peer, even if heartbeats arrive") {
   auto options = options_for("tcp", "reader");
   options.lanes = 1;
   TestEngine reader(options);
@@ -80,7 +80,7 @@ TEST_CASE("a peer that closes ends all operations with peer-lost and is then unk
                 .id);
       };
       for (int i = 0; i < 20; ++i) submit({});
-      submit({TransferEngine::watch_word(), 1});  // however fast the others are
+      submit({TransferEngine::watch_word(), 1});  // is under way, however fast the others are
     }
     bool lost = false;
     for (const auto id : operations) {
@@ -126,7 +126,7 @@ TEST_CASE("a write that is held back ends with its peer, whenever it was submitt
   }
 }
 
-TEST_CASE("after fence returned nothing of the peer lands") {
+TEST_CASE("after fence returned, nothing of the peer lands") {
   for (const std::string& fabric : EachFabric()) {
     CAPTURE(fabric);
     Pair pair(fabric);
@@ -147,13 +147,13 @@ TEST_CASE("after fence returned nothing of the peer lands") {
     CHECK(changed == 0);
     CHECK(pair.reader.await(Kind::peer_down).code == Errc::peer_lost);
     CHECK(!pair.reader->fence(pair.to_writer));
-    // Both may meet again.
+    // Both may connect again.
     CHECK(pair.writer.await(Kind::peer_down).code == Errc::peer_lost);
     CHECK(pair.writer.connect_to(pair.reader) != pair.to_reader);
   }
 }
 
-TEST_CASE("a closed engine ends what it was doing and refuses the rest") {
+TEST_CASE("a closed engine ends its operations and refuses later calls") {
   Pair pair("tcp");
   const auto source = good(pair.writer->allocate(64u << 20));
   const auto destination = good(pair.reader->allocate(64u << 20));
@@ -190,11 +190,11 @@ TEST_CASE("a closed engine ends what it was doing and refuses the rest") {
                          {.page_length = 1, .source_pages = page, .destination_pages = page})));
 }
 
-TEST_CASE("what is queued for one peer is bounded") {
+TEST_CASE("the writes queued for one peer are bounded") {
   Pair pair("tcp");
   const auto source = good(pair.writer->allocate(4096));
   const auto destination = good(pair.reader->allocate(4096));
-  // 4 Mi pages at the same place: more than may be queued at once.
+  // 4 Mi pages to the same place are more than may be queued at once.
   std::vector<std::int64_t> pages((4u << 20) + 1, 0);
   const auto refused = pair.writer->write_pages(
       pair.to_reader, source, destination->descriptor(),
@@ -214,7 +214,7 @@ TEST_CASE("deregister during close returns only when nothing reads the region an
                                 {.length = 16u << 20}, {.timeout = kDeadline}));
     std::thread closing([&] { pair.writer->close(); });
     good(pair.writer->deregister(source));
-    // Its end was reported before deregister returned.
+    // The operation's end was reported before deregister returned.
     bool ended = false;
     for (const Completion& completion : pair.writer->drain()) {
       ended = ended || (completion.kind == Kind::write && completion.id == submitted.id);

@@ -1,5 +1,5 @@
-// The first path between two engines does not come about at once: a hardware address that is not
-// known yet, a link that comes up late. On the simulated network, with NICs as the only way.
+// The first path between two engines is not joined at once, as a hardware address is not known yet
+// or a link comes up late. On the simulated network, with NICs only.
 #include "clock.hpp"
 #include "simulated_nic.hpp"
 #include "support.hpp"
@@ -10,7 +10,7 @@ using Kind = Completion::Kind;
 
 namespace {
 
-// More than are tried before any deadline here.
+// More attempts than are made before any deadline here.
 constexpr unsigned kAlways = 1'000'000;
 
 EngineOptions with_one_nic(const std::string& name) {
@@ -65,10 +65,10 @@ TEST_CASE("a path that cannot be joined fails the connect at its deadline, with 
     CHECK(now_ns() - begun >= static_cast<std::uint64_t>(Duration(kTimeout).count()));
     CHECK(simulated_network().refusals_left(nic) < kAlways - 1);
     CHECK(done.code == Errc::connect_failed);
-    for (const char* part : {"acceptor", "no NIC has a way to it", nic.c_str()}) {
+    for (const char* part : {"acceptor", "no NIC has a path to it", nic.c_str()}) {
       CHECK_MESSAGE(done.text.find(part) != std::string::npos, done.text);
     }
-    // Nothing of it is left on either side: the next one succeeds.
+    // The attempt leaves nothing behind on either side, so the next one succeeds.
     simulated_network().refuse_joins(nic, 0);
     pair.initiator.connect_to(pair.acceptor);
     CHECK(pair.acceptor->stats().peers == 1);

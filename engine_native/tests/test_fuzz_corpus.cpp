@@ -1,4 +1,4 @@
-// Every input of the fuzz targets: seeds, and what fuzzing found, past defects among it.
+// Every input of the fuzz targets: seeds, and what fuzzing found, including past defects.
 #include <dlfcn.h>
 
 #include <cstdlib>
@@ -19,7 +19,7 @@ std::string content_of(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// Runs a target with every file of a folder; returns how many there are.
+// Runs a target with every file of a folder; returns the number of files.
 std::size_t replay(const fuzz::Target& target, const std::filesystem::path& folder) {
   std::size_t inputs = 0;
   for (const auto& entry : std::filesystem::directory_iterator(folder)) {
@@ -30,7 +30,7 @@ std::size_t replay(const fuzz::Target& target, const std::filesystem::path& fold
   return inputs;
 }
 
-// Whether this process has the double of a CUDA driver now.
+// True if this process has loaded the double of a CUDA driver.
 bool loads_double() {
 #ifdef KVXFER_CUDA_DOUBLE
   return !std::getenv("KVXFER_TEST_CUDA") && ::dlopen(KVXFER_CUDA_DOUBLE, RTLD_NOW | RTLD_LOCAL);

@@ -1,4 +1,5 @@
-// Memory of a GPU that an engine of another process has open must not be freed before it is closed.
+// GPU memory that an engine of another process has open must not be freed before it is closed
+// there.
 #include <sys/wait.h>
 
 #include <csignal>
@@ -29,7 +30,7 @@ bool tells(const Completion& completion) {
          completion.kind == Completion::Kind::peer_down;
 }
 
-// An engine of another process, which has a region of a GPU of ours open.
+// An engine of another process, which has a region of this process' GPU memory open.
 class Borrower {
  public:
   Borrower(TestEngine& writer, const RegionPtr& source) : writer_(writer) {
@@ -52,8 +53,8 @@ class Borrower {
   Borrower& operator=(const Borrower&) = delete;
 
   PeerId id() const { return id_; }
-  // Its GPU is kept busy, so that nothing can be closed there until it is let go, or a moment after
-  // it has lost us.
+  // Keeps its GPU busy, so that it can close nothing until let_go(), or until a moment after it has
+  // lost its peer.
   void hold() {
     tell(kHold);
     CHECK(writer_.await(Completion::Kind::message).data == kHeld);
@@ -80,7 +81,7 @@ struct Bench {
           options.peer_timeout = peer_timeout;
           return options;
         }()) {}
-  // The driver takes it as given back by all: else the context is poisoned.
+  // The driver checks that all others have closed the memory; otherwise it poisons the context.
   void free_memory() {
     CU(MemFree)(memory);
     CHECK(CU(CtxSynchronize)() == CUDA_SUCCESS);
@@ -132,7 +133,7 @@ TEST_CASE("the double: a region is closed once another process has closed it") {
   bench.free_memory();
 }
 
-TEST_CASE("the double: a region is closed once another process has, though it was disconnected") {
+TEST_CASE("the double: a region is closed once another process has, even if it was disconnected") {
   Bench bench;
   bench.borrower.hold();
   bench.writer->disconnect(bench.borrower.id());
@@ -147,7 +148,7 @@ TEST_CASE("the double: an engine is closed once another process has closed its m
   bench.free_memory();
 }
 
-TEST_CASE("the double: memory that another process had open is free when that has died") {
+TEST_CASE("the double: memory that another process had open is free when that process has died") {
   Bench bench;
   bench.borrower.hold();
   bench.borrower.kill();

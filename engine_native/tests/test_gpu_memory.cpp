@@ -1,4 +1,4 @@
-// Device memory at the engine's door, on the double of a driver or on a GPU.
+// Device memory in calls of the engine, on the double of a driver or on a GPU.
 #include <cstddef>
 #include <cstring>
 #include <string>
@@ -12,7 +12,7 @@
 using namespace kvxfer;
 using namespace kvxfer::test;
 
-// What cuda/driver.hpp says without cuda.h.
+// The constants of cuda/driver.hpp, which does not include cuda.h.
 static_assert(cuda::kSuccess == CUDA_SUCCESS && cuda::kNotReady == CUDA_ERROR_NOT_READY);
 static_assert(cuda::kInvalidContext == CUDA_ERROR_INVALID_CONTEXT &&
               cuda::kInvalidHandle == CUDA_ERROR_INVALID_HANDLE);
@@ -71,7 +71,7 @@ void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
 
 }  // namespace
 
-TEST_CASE("the engine knows a device's memory from the host's") {
+TEST_CASE("the engine distinguishes a device's memory from the host's") {
   const CudaDriver driver;
   cuda::Gpus gpus;
   const CUdeviceptr device = allocate(kBytes);
@@ -87,7 +87,7 @@ TEST_CASE("the engine knows a device's memory from the host's") {
   CU(MemFreeHost)(pinned);
 }
 
-TEST_CASE("a region of a GPU says so, and has no bytes for the processor") {
+TEST_CASE("a region of a GPU names the GPU, and has no bytes for the processor") {
   const CudaDriver driver;
   TestEngine engine(options_for("tcp", "engine"));
   const CUdeviceptr device = allocate(kBytes);
@@ -106,14 +106,14 @@ TEST_CASE("an engine allocates zeroed memory on a GPU, and frees it with the reg
   const CudaDriver driver;
   TestEngine engine(options_for("tcp", "engine"));
   cuda::Gpus gpus;
-  good(gpus.open(0));  // else it would allocate where the region was
+  good(gpus.open(0));  // otherwise it would allocate where the region was
   RegionPtr region = good(engine->allocate_on_gpu(0, kBytes));
   CHECK(first_byte(region->address()) == 0);
   good(engine->deregister(region));
   const std::uint64_t address = region->address();
   region.reset();
-  // It goes on another thread. It may also go between two questions to CUDA: then they contradict
-  // each other, which is refused.
+  // Another thread frees it. That may happen between two queries of CUDA, which then contradict
+  // each other; such memory is refused.
   const auto held = [&] {
     const auto owner = gpus.owner_of(pointer(address), 1);
     return owner && *owner;
@@ -121,7 +121,7 @@ TEST_CASE("an engine allocates zeroed memory on a GPU, and frees it with the reg
   while (held()) std::this_thread::yield();
 }
 
-TEST_CASE("memory of a GPU that cannot be registered is refused by name") {
+TEST_CASE("the error names GPU memory that cannot be registered") {
   const CudaDriver driver;
   TestEngine engine(options_for("tcp", "engine"));
   const auto says = [](const auto& refused, Errc code, const char* text) {

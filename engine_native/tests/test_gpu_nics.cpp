@@ -1,5 +1,5 @@
-// NICs that reach memory of GPUs themselves (GPUDirect): which way, and what they say where none
-// works. Simulated NICs, on the double of a driver.
+// NICs that access GPU memory themselves (GPUDirect): the method that they use, and the notice if
+// none works. Simulated NICs, on the double of a driver.
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "gpu_memory.hpp"
+#include "simulated_gpus.hpp"
 #ifdef KVXFER_HAVE_VERBS
 #include "fabric/verbs/verbs_factory.hpp"
 #include "simulated_verbs.hpp"
@@ -32,7 +33,7 @@ struct Nic {
   bool fails_writes_to_dmabufs = false;
 };
 
-// Those that this build has.
+// The kinds of NICs that this build has.
 std::vector<std::string> kinds() {
   std::vector<std::string> all{"mlx5", "efa"};
   std::erase_if(all, [](const std::string& kind) {
@@ -41,7 +42,7 @@ std::vector<std::string> kinds() {
   return all;
 }
 
-// An engine with NICs like these, and with tcp.
+// Options of an engine with NICs like these, and with tcp.
 EngineOptions options_with_nics(const std::string& kind, const std::vector<Nic>& like) {
   static std::atomic<unsigned> hosts = 0;
   EngineOptions options = options_for("tcp", "host");
@@ -89,7 +90,30 @@ std::vector<std::string> ways_of(const RegionPtr& region, std::uint32_t nics) {
 
 }  // namespace
 
-TEST_CASE("the double: a NIC takes dmabuf, else nvidia-peermem, else says once why it cannot") {
+TEST_CASE("the double: a flush leaves what arrives while it runs") {
+  const CudaDriver driver;
+  TestEngine engine(options_with_nics(kinds().front(), {{}}));
+  const Memory memory(engine, true, kBlock);
+  const auto there = std::make_shared<std::byte>();
+  const auto write = [&there] {
+    gpu_writes().land(
+        {.at = there.get(), .bytes = {std::byte{1}}, .on_gpu = true, .mapping = there});
+  };
+  during_flush = write;
+  // Repeats if this thread was so slow that the bytes landed by themselves.
+  for (int tries = 0; tries < 100 && there.use_count() != 2; ++tries) {
+    write();
+    write();
+    REQUIRE(CU(FlushGPUDirectRDMAWrites)(CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
+                                         CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER) == CUDA_SUCCESS);
+  }
+  during_flush = nullptr;
+  CHECK(there.use_count() == 2);  // the last write is not flushed yet
+  gpu_writes().flush();
+  CHECK(there.use_count() == 1);
+}
+
+TEST_CASE("the double: a NIC uses dmabuf, else nvidia-peermem, else reports once why it cannot") {
   const CudaDriver driver;
   for (const std::string& kind : kinds()) {
     CAPTURE(kind);
@@ -100,7 +124,7 @@ TEST_CASE("the double: a NIC takes dmabuf, else nvidia-peermem, else says once w
                                  {.peermem = true, .fails_writes_to_dmabufs = true}}));
     const Memory first(engine, true, kBlock);
     const Memory second(engine, true, kBlock);
-    // libfabric takes a dmabuf by its own choice, too.
+    // libfabric may choose a dmabuf itself, too.
     const std::vector<std::string> expected{"dmabuf", "peermem", "none",
                                             kind == "efa" ? "none" : "peermem"};
     CHECK(ways_of(first.region(), 4) == expected);
@@ -110,7 +134,7 @@ TEST_CASE("the double: a NIC takes dmabuf, else nvidia-peermem, else says once w
          {std::string("_2"), std::string("does not reach memory of GPU 0"),
           std::string("by dmabuf, NIC"),
           std::string(kind == "efa" ? "by FI_HMEM_CUDA, NIC" : "by nvidia-peermem, NIC"),
-          std::string("Bad address"), std::string("it goes another way")}) {
+          std::string("Bad address"), std::string("its bytes take another path")}) {
       CHECK_MESSAGE(notice.find(part) != std::string::npos, notice);
     }
     CHECK(std::ranges::none_of(engine->drain(), [](const Completion& one) {
@@ -119,9 +143,8 @@ TEST_CASE("the double: a NIC takes dmabuf, else nvidia-peermem, else says once w
   }
 }
 
-// As without peer-to-peer support in the kernel: everything is registered, and nothing arrives.
-TEST_CASE(
-    "the double: a NIC whose writes do not arrive on the GPU is found out before it is used") {
+// As in a kernel without peer-to-peer support, all memory can be registered, and nothing arrives.
+TEST_CASE("the double: a NIC whose writes do not arrive on the GPU is detected before it is used") {
   const CudaDriver driver;
   for (const std::string& kind : kinds()) {
     CAPTURE(kind);
@@ -143,7 +166,7 @@ TEST_CASE(
 }
 
 #ifdef KVXFER_HAVE_OFI
-TEST_CASE("the double: a libfabric without CUDA leaves memory of GPUs to tcp, and says so") {
+TEST_CASE("the double: with a libfabric without CUDA, tcp moves memory of GPUs, with a notice") {
   const CudaDriver driver;
   simulated_efa().have_cuda(false);
   TestEngine engine(options_with_nics("efa", {{}}));
@@ -172,7 +195,7 @@ TEST_CASE("the double: a NIC whose link is down is tried again with the next reg
 }
 #endif
 
-// A dmabuf takes no windows: a grant in it is the region's key, and ends when the writer is asked.
+// A dmabuf takes no windows: a grant in it uses the region's key, and the writer has to end it.
 TEST_CASE("the double: grants of GPU memory, by dmabuf and peermem, on either end of a page") {
   const CudaDriver driver;
   Random random;
@@ -191,7 +214,7 @@ TEST_CASE("the double: grants of GPU memory, by dmabuf and peermem, on either en
       const PeerId from = reader.await(Completion::Kind::peer_up).peer;
       const Memory all(reader, true, kBlock);
       const Memory source(writer, true, kBytes);
-      // Not of whole pages.
+      // The range does not consist of whole pages.
       constexpr std::size_t kOffset = 1000;
       const RegionPtr part = good(reader->register_memory(
           reinterpret_cast<void*>(all.region()->address() + kOffset), kBlock - 2 * kOffset));

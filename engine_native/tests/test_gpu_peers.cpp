@@ -14,8 +14,8 @@ TEST_SUITE_BEGIN("cuda");
 
 namespace {
 
-// Pages from a region to memory of GPU 1, again and again until nothing of it is staged, which
-// counts once that GPU has the source open; at most so many times. Whether that came about.
+// Writes pages from a region to memory of GPU 1 until nothing of them is staged, which is the case
+// once that GPU has the source open, but at most `times` times. Returns whether that was reached.
 bool reaches_second_gpu(Pair& pair, const RegionPtr& source, Random& random, int times) {
   const RegionPtr there = good(pair.reader->allocate_on_gpu(1, source->size()));
   bool direct = false;
@@ -43,7 +43,7 @@ void says(TestEngine& engine, const std::vector<const char*>& parts) {
   });
 }
 
-// From the middle of its first allocation on.
+// A region that begins in the middle of the first allocation.
 RegionPtr region_in(TestEngine& engine, const Sleeper& memory) {
   constexpr std::size_t kInto = 4096;
   return good(engine->register_memory(reinterpret_cast<void*>(memory.address() + kInto),
@@ -52,7 +52,8 @@ RegionPtr region_in(TestEngine& engine, const Sleeper& memory) {
 
 }  // namespace
 
-TEST_CASE("the double: another GPU maps memory of cuMemCreate, else it goes by host memory") {
+TEST_CASE(
+    "the double: another GPU maps memory of cuMemCreate; other memory is staged in host memory") {
   const CudaDriver driver;
   Random random;
   INFO("KVXFER_TEST_SEED=", random.seed);
@@ -67,7 +68,7 @@ TEST_CASE("the double: another GPU maps memory of cuMemCreate, else it goes by h
       files.sleep();
     }
   }
-  // Said once for each way that is not taken.
+  // There is one notice for each reason why memory is staged.
   Pair pair("local");
   Sleeper none(2);
   none.wake();
@@ -95,7 +96,8 @@ TEST_CASE("the double: another GPU maps memory of cuMemCreate, else it goes by h
   }
 }
 
-TEST_CASE("the double: a GPU that reads wrong bytes from another one gets them by host memory") {
+TEST_CASE(
+    "the double: a GPU that reads wrong bytes from another one gets them through host memory") {
   const CudaDriver driver;
   Random random;
   INFO("KVXFER_TEST_SEED=", random.seed);
@@ -113,7 +115,7 @@ TEST_CASE("the double: a GPU that reads wrong bytes from another one gets them b
     CHECK_FALSE(reaches_second_gpu(pair, one, random, 3));
     says(pair.writer, {"memory of GPU 0 goes to GPU 1 of", "by way of host memory: GPU 1", kWrong});
     CHECK_FALSE(reaches_second_gpu(pair, other, random, 3));
-    // Its own memory a GPU reads without a probe.
+    // A GPU reads its own memory without a probe.
     const Memory there(pair.reader, true, one->size());
     const std::uint64_t staged = pair.writer->stats().bytes_staged;
     const auto last = good(
@@ -129,7 +131,7 @@ TEST_CASE("the double: a GPU that reads wrong bytes from another one gets them b
     good(pair.writer->deregister(other));
   }
   DOUBLE(peers_corrupt)(false);
-  // It is tried again with each connection.
+  // The probe is repeated with each connection.
   Pair pair("local");
   const RegionPtr one = region_in(pair.writer, first);
   CHECK(reaches_second_gpu(pair, one, random, kOften));
@@ -138,7 +140,7 @@ TEST_CASE("the double: a GPU that reads wrong bytes from another one gets them b
   second.sleep();
 }
 
-TEST_CASE("the double: a GPU whose context is destroyed is lost, and gives no other's memory") {
+TEST_CASE("the double: a GPU whose context is destroyed is lost, and sends no other memory") {
   Random random;
   for (const std::string fabric : {"tcp", "local"}) {
     CAPTURE(fabric);
@@ -151,14 +153,14 @@ TEST_CASE("the double: a GPU whose context is destroyed is lost, and gives no ot
     const Memory from_host(pair.writer, false, kBlock);
     const Memory to_host(pair.reader, false, kBlock);
     write_and_count(pair.writer, pair.to_reader, pair.reader, source, there, {0, 0, kBlock});
-    // The peer would go on reading what it has mapped.
+    // The peer could still read the memory that it has mapped.
     Sleeper mapped(1, true);
     mapped.wake();
     const RegionPtr shared = region_in(pair.writer, mapped);
     const RegionPtr on_second = good(pair.reader->allocate_on_gpu(1, kBlock));
     CHECK(reaches_second_gpu(pair, shared, random, kOften) == (fabric == "local"));
     REQUIRE(CU(DevicePrimaryCtxReset)(0) == CUDA_SUCCESS);
-    // First what no copy of the writer's own GPU would tell of.
+    // The first write involves no copy by the writer's own GPU.
     for (const auto& [from, to] :
          {std::pair(shared, on_second), std::pair(source, there),
           std::pair(source, to_host.region()), std::pair(from_host.region(), there)}) {

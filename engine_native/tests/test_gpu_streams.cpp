@@ -52,7 +52,7 @@ void set(CUstream on, const RegionPtr& region, int value) {
           CUDA_SUCCESS);
 }
 
-// Whether all bytes have this value.
+// True if all bytes have this value.
 bool filled(const RegionPtr& region, int value) {
   std::vector<std::byte> bytes(kSize);
   REQUIRE(CU(MemcpyDtoH)(bytes.data(), region->address(), kSize) == CUDA_SUCCESS);
@@ -131,7 +131,7 @@ TEST_CASE("a stream that waits for a counter reads what has arrived") {
       o.synchronize();
       std::uint64_t total = 1;
       std::shared_ptr<StreamWait> wait;
-      const bool early = round % 2 == 0;  // the wait is there before the bytes
+      const bool early = round % 2 == 0;  // the stream waits before the bytes arrive
       if (early) wait = o.wait(imm, total);
       const auto submitted = o.write(imm);
       REQUIRE(submitted.immediates == total);
@@ -149,7 +149,7 @@ TEST_CASE("a stream that waits for a counter reads what has arrived") {
   }
 }
 
-TEST_CASE("a stream is let go on when what it waits for never comes, and the wait says why") {
+TEST_CASE("a stream continues if what it waits for cannot come, and the wait says why") {
   const CudaDriver driver;
   Ordered o("local");
   const auto ended = [&](const StreamWait& wait) {
@@ -180,11 +180,12 @@ TEST_CASE("a stream is let go on when what it waits for never comes, and the wai
   CHECK(ended(*o.wait(late, 2)) == Errc::engine_closed);
 }
 
-TEST_CASE("a stream that comes to its waits late passes them, also if their words are used again") {
+TEST_CASE("a stream that reaches its waits late passes them, even if their words are used again") {
   const CudaDriver driver;
   Ordered o("local");
   const Imm imm = good(o.pair.reader->allocate_counter());
-  // Together more than there are words, so all are used again; a stream takes fewer.
+  // Both streams together wait more often than there are words, so all are used again; one waits
+  // less often.
   const std::array<CUstream, 2> late{o.compute, stream()};
   HostWords gate;
   for (CUstream each : late) {
@@ -217,7 +218,7 @@ TEST_CASE("transfers do not break a capture that runs meanwhile on another threa
   }
 }
 
-TEST_CASE("waits that cannot be queued are refused by name") {
+TEST_CASE("the error for a wait that cannot be queued says why") {
   const CudaDriver driver;
   Ordered o("local");
   const Imm imm = good(o.pair.reader->allocate_counter());
@@ -228,7 +229,7 @@ TEST_CASE("waits that cannot be queued are refused by name") {
   CHECK(o.pair.reader->wait_on_stream(0, o.compute, imm, 1, kDeadline).error().code ==
         Errc::invalid_argument);
   CUgraph graph = nullptr;
-  REQUIRE(CU(StreamEndCapture)(o.compute, &graph) == CUDA_SUCCESS);  // nor is the capture lost
+  REQUIRE(CU(StreamEndCapture)(o.compute, &graph) == CUDA_SUCCESS);  // the capture is still valid
   CU(GraphDestroy)(graph);
   std::vector<std::shared_ptr<StreamWait>> waits;
   Result<std::shared_ptr<StreamWait>> last = Error{};
@@ -241,8 +242,7 @@ TEST_CASE("waits that cannot be queued are refused by name") {
   o.synchronize();
 }
 
-TEST_CASE(
-    "a mirror follows its counter, behind the bytes that were counted, and tells of its end") {
+TEST_CASE("a mirror follows its counter, after the counted bytes have landed, and shows its end") {
   const CudaDriver driver;
   for (const std::string& fabric : gpu_fabrics()) {
     CAPTURE(fabric);

@@ -30,7 +30,7 @@ std::vector<Way> ways() {
   return all;
 }
 
-// What a NIC has written and a GPU has not seen comes to its memory now.
+// Makes a GPU see what NICs have written to its memory.
 void flush() {
   const auto flush_writes = CU(FlushGPUDirectRDMAWrites);
   flush_writes(CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
@@ -39,7 +39,7 @@ void flush() {
 
 }  // namespace
 
-TEST_CASE("scattered pages go from and to memory of a GPU") {
+TEST_CASE("scattered pages move from and to memory of a GPU") {
   const CudaDriver driver;
   Random random;
   INFO("KVXFER_TEST_SEED=", random.seed);
@@ -80,8 +80,8 @@ TEST_CASE("scattered pages go from and to memory of a GPU") {
   }
 }
 
-// So many batches that every slot of staging memory, and of a ring, is used again and again.
-TEST_CASE("more pages than there is room for go from and to a GPU") {
+// There are so many batches that every slot of staging memory, and of a ring, is reused.
+TEST_CASE("more pages than there is room for move from and to a GPU") {
   const CudaDriver driver;
   constexpr std::size_t kSmall = 64;
   constexpr std::size_t kMany = 20'000;
@@ -105,7 +105,7 @@ TEST_CASE("more pages than there is room for go from and to a GPU") {
   }
 }
 
-TEST_CASE("paths that have nothing to send keep no staging memory from others") {
+TEST_CASE("paths that have nothing to send leave staging memory to others") {
   const CudaDriver driver;
   constexpr std::size_t kSize = std::size_t{8} << 20;  // over both lanes, and more than one batch
   TestEngine writer(options_for("tcp", "writer"));
@@ -122,7 +122,7 @@ TEST_CASE("paths that have nothing to send keep no staging memory from others") 
   }
 }
 
-TEST_CASE("a batch for the host that comes behind one for a GPU is counted after it") {
+TEST_CASE("a batch for the host that follows one for a GPU is counted after it") {
   const CudaDriver driver;
   for (const std::string fabric : {"tcp", "local"}) {
     Pair pair(fabric, 1);
@@ -172,7 +172,7 @@ TEST_CASE("after a counter is released, or its region closed, nothing lands on t
       } else {
         destination.reset();
       }
-      // Overwritten by its owner: a late copy would show.
+      // The owner overwrites the pages, so a late copy would show.
       fill(region->address(), 0, region->size());
       flush();
       pair.writer.await(Completion::Kind::write, submitted.id);
@@ -184,7 +184,7 @@ TEST_CASE("after a counter is released, or its region closed, nothing lands on t
   }
 }
 
-TEST_CASE("memory that sleeps and wakes, or is freed and allocated again, is new each time") {
+TEST_CASE("memory that is mapped again, or freed and allocated again, is new each time") {
   const CudaDriver driver;
   Random random;
   INFO("KVXFER_TEST_SEED=", random.seed);

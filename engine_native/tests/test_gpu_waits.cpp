@@ -1,5 +1,5 @@
-// What may wait for a GPU keeps the engine thread from nothing. Mostly on the double alone: on a
-// GPU it depends on the driver what waits for what.
+// Waits for a GPU do not block the engine thread. Mostly on the double alone, as real drivers
+// differ in what waits for what.
 #include <cstddef>
 #include <cstdlib>
 #include <functional>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr std::size_t kTaken = 256 * 1024;
 
-// While this is, a variable of the environment has another value.
+// Sets a variable of the environment while it exists.
 class Environment {
  public:
   Environment(const char* name, const char* value) : name_(name) { ::setenv(name, value, 1); }
@@ -31,8 +31,8 @@ class Environment {
   const char* name_;
 };
 
-// Runs it for the first time, which holds the context's lock until all that `on` waits for has
-// come.
+// Launches the kernel for the first time, which holds the context's lock until all streams that
+// `on` waits for have ended their work.
 std::future<CUresult> begin_loading(const CudaDriver& driver, NewKernel& kernel, CUstream on) {
   auto loading = std::async(std::launch::async, [&driver, &kernel, on] {
     REQUIRE(CU(CtxPushCurrent)(driver.context()) == CUDA_SUCCESS);
@@ -68,7 +68,7 @@ TEST_CASE("the double: an engine works while a kernel is loaded and a stream wai
                                                   to.region()->descriptor(), {0, 0, kTaken}));
       host_from.write(Bytes(kTaken, std::byte{7}));
       for (int i = 0; i < 20; ++i) {
-        // Over the other way, as its turn on this one is behind the first.
+        // Sends in the other direction, as messages in this one wait behind the first write.
         good(pair.reader->send(pair.to_writer, "ping"));
         pair.writer.await(Kind::message);
         good(pair.writer->send(pair.to_reader, "pong"));
@@ -83,7 +83,7 @@ TEST_CASE("the double: an engine works while a kernel is loaded and a stream wai
   }
 }
 
-TEST_CASE("the double: a GPU that takes no bytes for long costs its engine no peer") {
+TEST_CASE("the double: a GPU that takes no bytes for a long time costs its engine no peer") {
   constexpr Duration kTimeout = std::chrono::milliseconds(300);
   constexpr std::size_t kMuch = std::size_t{96} << 20;  // more than staging and sockets take
   const CudaDriver driver;
@@ -111,7 +111,7 @@ TEST_CASE("the double: a GPU that takes no bytes for long costs its engine no pe
   CU(StreamDestroy)(compute);
 }
 
-TEST_CASE("the double: a stream that waits for a counter goes on while a kernel is loaded") {
+TEST_CASE("the double: a stream that waits for a counter continues while a kernel is loaded") {
   const CudaDriver driver;
   Pair pair("local");
   const CUstream compute = stream();
@@ -126,7 +126,8 @@ TEST_CASE("the double: a stream that waits for a counter goes on while a kernel 
     const Imm imm = good(pair.reader->allocate_counter());
     const auto wait = good(pair.reader->wait_on_stream(0, compute, imm, 1, kDeadline));
     auto loading = begin_loading(driver, kernel, compute);
-    // Of the reader's, whose thread has to write the word that the stream waits for.
+    // This is the reader's copy; the reader's thread has to write the word that the stream waits
+    // for.
     const auto copied = good(pair.reader->write(pair.to_writer, to.region(),
                                                 from.region()->descriptor(), {0, 0, kTaken}));
     const auto counted =
@@ -175,7 +176,7 @@ TEST_CASE("the double: the end of an engine, and of its words, waits for no stre
   (*engine)->close();
   word.reset();
   engine.reset();
-  // Nor is the context's lock held.
+  // The context's lock is not held either.
   CHECK(CU(StreamQuery)(compute) == CUDA_ERROR_NOT_READY);
   CHECK(DOUBLE(holding)() == 0);
   gate.open();
@@ -183,7 +184,7 @@ TEST_CASE("the double: the end of an engine, and of its words, waits for no stre
   CU(StreamDestroy)(compute);
 }
 
-TEST_CASE("a word is not used again before a stream has counted all of it") {
+TEST_CASE("a word is not reused before a stream has made all its additions") {
   const CudaDriver driver;
   TestEngine engine(options_for("tcp", "engine"));
   const CUstream compute = stream();
@@ -205,7 +206,7 @@ TEST_CASE("a word is not used again before a stream has counted all of it") {
   CU(StreamDestroy)(compute);
 }
 
-TEST_CASE("the double: a GPU that lacks what the engine needs is refused by name") {
+TEST_CASE("the double: the error names what a GPU lacks for the engine") {
   const CudaDriver driver;
   const auto lacks = [](const auto& refused, const char* what) {
     REQUIRE(!refused);
@@ -217,7 +218,7 @@ TEST_CASE("the double: a GPU that lacks what the engine needs is refused by name
   {
     DOUBLE(attribute)(pointers, 0);
     TestEngine engine(options_for("tcp", "engine"));
-    lacks(engine->allocate_on_gpu(0, kTaken), "host memory");
+    lacks(engine->allocate_on_gpu(0, kTaken), "memory of the host");
     DOUBLE(attribute)(pointers, -1);
   }
   DOUBLE(attribute)(words, 0);
@@ -229,7 +230,7 @@ TEST_CASE("the double: a GPU that lacks what the engine needs is refused by name
   DOUBLE(attribute)(words, -1);
 }
 
-TEST_CASE("the double: a GPU is lost with its context, also where others had the fault") {
+TEST_CASE("the double: a GPU is lost with its context, even if another program had the fault") {
   for (const bool by_mps : {true, false}) {
     CAPTURE(by_mps);
     DOUBLE(same_handles)(true);

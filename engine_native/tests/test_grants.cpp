@@ -1,4 +1,4 @@
-// Ranges of memory that are granted to one peer, with one counter, until it is released.
+// Ranges of memory that are granted to one peer, with one counter, until the counter is released.
 #include <algorithm>
 #include <cstring>
 #include <thread>
@@ -28,7 +28,7 @@ struct Granted {
         good(pair.writer->write(pair.to_reader, source, to, {.length = length}, {.imm = with}));
     return pair.writer.await(Kind::write, submitted.id);
   }
-  // As of a writer that does not look at what kind of descriptor it has.
+  // Returns the descriptor as a writer sees it that does not check its kind.
   MrDescriptor unmarked() const {
     MrDescriptor plain = descriptor;
     plain.imm = 0;
@@ -69,7 +69,7 @@ TEST_CASE("a grant opens its range to its counter's writes, until the counter is
 
     pair.reader->release_counter(granted.imm);
     if (places_by_nic(fabric)) {
-      // Some NICs leave it to the writer, which need not answer once all has arrived.
+      // With some NICs the writer ends the grant, and need not confirm once all has arrived.
       good(pair.reader->send(pair.to_writer, "released"));
       pair.writer.await(Kind::message);
     }
@@ -82,7 +82,7 @@ TEST_CASE("a grant opens its range to its counter's writes, until the counter is
   }
 }
 
-TEST_CASE("a grant is of no use with another counter, without one, or beyond its range") {
+TEST_CASE("a grant does not work with another counter, without one, or beyond its range") {
   for (const auto& fabric : EachFabric()) {
     CAPTURE(fabric);
     Pair pair(fabric);
@@ -96,12 +96,12 @@ TEST_CASE("a grant is of no use with another counter, without one, or beyond its
     CHECK(pair.reader->counter_value(other) == 0);
     CHECK(pair.reader->counter_value(granted.imm) == 0);
     CHECK(granted.untouched(0, kSize));
-    // The connection goes on.
+    // The connection stays.
     CHECK(granted.write(granted.descriptor, kLength, granted.imm).code == Errc::ok);
   }
 }
 
-TEST_CASE("grants end with the region that they are of") {
+TEST_CASE("grants end with their region") {
   for (const auto& fabric : EachFabric()) {
     CAPTURE(fabric);
     Pair pair(fabric);
@@ -116,7 +116,7 @@ TEST_CASE("grants end with the region that they are of") {
   }
 }
 
-TEST_CASE("counters released under way leave the connection and other grants as they are") {
+TEST_CASE("releasing counters under way does not affect the connection or other grants") {
   for (const auto& fabric : EachFabric()) {
     CAPTURE(fabric);
     Pair pair(fabric);
@@ -152,7 +152,7 @@ TEST_CASE("counters released under way leave the connection and other grants as 
 
 TEST_SUITE_END();
 
-TEST_CASE("a grant says which immediate it takes, and a write without it is not sent") {
+TEST_CASE("a grant names its immediate, and a write without it is not sent") {
   Pair pair("tcp");
   Granted granted(pair);
   CHECK(good(MrDescriptor::decode(granted.descriptor.encode())).imm == granted.imm);
@@ -167,7 +167,7 @@ TEST_CASE("a grant says which immediate it takes, and a write without it is not 
   CHECK(pair.reader->stats().writes_refused.total == 0);
 }
 
-TEST_CASE("what cannot be granted is refused by name") {
+TEST_CASE("the error names what cannot be granted") {
   Pair pair("tcp");
   const auto region = good(pair.reader->allocate(kSize));
   const Imm anybody = good(pair.reader->allocate_counter());
@@ -258,7 +258,7 @@ TEST_CASE("a writer that does not stop when it is asked loses its paths, not its
   const MrDescriptor granted = windows.grant(imm);
   simulated_network().hold(true);
   const auto stuck = windows.submit(granted, imm);
-  // The writes are on the wire, so the writer cannot say that none will land.
+  // The writes are on the wire, so the writer cannot confirm that none will land.
   while (windows.writer->stats().writes_posted < 16) std::this_thread::yield();
   windows.reader->release_counter(imm);
   simulated_network().hold(false);
@@ -283,7 +283,7 @@ TEST_CASE("windows follow their grants to paths that come later") {
     CHECK(std::memcmp(windows.source->host(), windows.destination->host() + kOffset,
                       granted.length) == 0);
     simulated_network().set_link(nic, true);
-    // Until the path is there again and its window is open.
+    // Waits until there is a path again and its window is open.
     const std::uint64_t before = simulated_network().delivered(nic);
     while (simulated_network().delivered(nic) == before) {
       const auto more = windows.submit(granted, imm);
@@ -292,7 +292,7 @@ TEST_CASE("windows follow their grants to paths that come later") {
   }
 }
 
-TEST_CASE("a path that is lost and not replaced holds up no write to a grant") {
+TEST_CASE("a path that is lost and not replaced does not delay writes to a grant") {
   Windows windows(2, 1);  // two paths to one NIC
   const Imm imm = good(windows.reader->allocate_counter(windows.to_writer));
   const MrDescriptor granted = windows.grant(imm);
@@ -306,7 +306,7 @@ TEST_CASE("a path that is lost and not replaced holds up no write to a grant") {
   }
 }
 
-TEST_CASE("neither a counter nor a grant is of use to another peer than its writer") {
+TEST_CASE("a counter and a grant can be used only by their writer") {
   for (const std::string fabric : {"tcp", "local", "simulated"}) {
     CAPTURE(fabric);
     TestEngine reader(options_for(fabric, "reader"));

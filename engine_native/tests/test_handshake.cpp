@@ -50,7 +50,7 @@ TEST_CASE("two engines with one key get the same session, byte by byte") {
 
 TEST_CASE("two engines use the newest version that both speak") {
   Exchange e;
-  // Of the hello: the newest that the client speaks, 0 in version 2.
+  // The place in the hello of the newest version that the client speaks; 0 in version 2.
   constexpr std::size_t kNewest = 7;
   for (const auto& [newest, used] :
        {std::pair{0, kOldestVersion}, {3, 3}, {4, kNewestVersion}, {255, kNewestVersion}}) {
@@ -90,7 +90,7 @@ TEST_CASE("any flipped bit of any message ends the handshake") {
     ServerHandshake server(e.b);
     std::string hello = client.hello();
     std::string reply, proof, accept;
-    // The magic, version and purpose are judged before the handshake sees them.
+    // Magic, version and purpose are checked before the handshake sees them.
     const int message = static_cast<int>(random.below(4));
     const auto flip = [&](std::string& bytes, std::size_t from) {
       const std::size_t at = from + random.below(bytes.size() - from);
@@ -104,7 +104,7 @@ TEST_CASE("any flipped bit of any message ends the handshake") {
       refused = !replied;
       if (!refused && message == 2) flip(proof, 0);
       const auto proved = refused ? Result<bool>(false) : server.advance(proof, accept);
-      refused = refused || !proved || !*proved;  // a longer size waits for ever: the deadline's job
+      refused = refused || !proved || !*proved;  // a longer size would wait for a deadline
       if (!refused && message == 3) flip(accept, 0);
       const auto accepted = refused ? Result<bool>(false) : client.advance(accept, proof);
       refused = refused || !accepted || !*accepted;

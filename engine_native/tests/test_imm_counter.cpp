@@ -40,13 +40,13 @@ TEST_CASE("more arrivals than announced are an error, not a completion") {
   CHECK(completions[0].code == Errc::protocol_error);
 }
 
-TEST_CASE("a new total replaces the old one, and its completion where that is not taken yet") {
+TEST_CASE("a new total replaces the old one, and its completion if that was not taken yet") {
   Counters c;
   const Imm imm = good(c.counters.allocate());
   const Imm other = good(c.counters.allocate());
   good(c.counters.expect(other, 0));
   good(c.counters.expect(imm, 1));
-  c.counters.add(imm, kWriter, 3);  // an error of the old total
+  c.counters.add(imm, kWriter, 3);  // more than the old total
   good(c.counters.expect(imm, 3));
   auto completions = c.completions->drain();
   REQUIRE(completions.size() == 2);
@@ -54,14 +54,14 @@ TEST_CASE("a new total replaces the old one, and its completion where that is no
   CHECK(completions[1].id == imm);
   CHECK(completions[1].code == Errc::ok);
   good(c.counters.expect(imm, 4));
-  good(c.counters.expect(imm, 5));  // before the old one is reached
+  good(c.counters.expect(imm, 5));  // before the old total is reached
   c.counters.add(imm, kWriter, 1);
   CHECK(c.completions->drain().empty());
   c.counters.add(imm, kWriter, 1);
   CHECK(c.completions->drain().size() == 1);
 }
 
-TEST_CASE("a counter is complete only while its last total is") {
+TEST_CASE("a counter is complete only while its last total is reached") {
   using Released = ImmCounters::Released;
   Counters c;
   const auto released_after = [&](std::uint64_t first, std::uint64_t second) {
@@ -71,7 +71,7 @@ TEST_CASE("a counter is complete only while its last total is") {
     good(c.counters.expect(imm, second));
     return c.counters.release(imm);
   };
-  CHECK(released_after(1, 2) == Released::pending);  // another write is still to come
+  CHECK(released_after(1, 2) == Released::pending);  // another write is expected
   CHECK(released_after(2, 1) == Released::complete);
 }
 
@@ -102,7 +102,7 @@ TEST_CASE("releasing a counter ends the wait for it with an error") {
   CHECK(completions[0].code == Errc::stale_counter);
 }
 
-TEST_CASE("when all counters are in use, that is said") {
+TEST_CASE("the error says when all counters are in use") {
   Counters c;
   for (int i = 0; i < 65536; ++i) good(c.counters.allocate());
   const auto refused = c.counters.allocate();

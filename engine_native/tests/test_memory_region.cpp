@@ -17,7 +17,7 @@ namespace {
 bool before_linux_5_1 = false;
 }
 
-// In place of libc's: a kernel that does not know a seal adds none of those it is asked for.
+// Replaces libc's call: a kernel that does not know one of the seals adds none of them.
 extern "C" int fcntl(int fd, int command, ...) {
   std::va_list arguments;
   va_start(arguments, command);
@@ -50,7 +50,7 @@ TEST_CASE("allocated memory is zeroed, huge-page aligned and cannot shrink under
   CHECK(::ftruncate(region->memfd(), 0) != 0);
 }
 
-TEST_CASE("what lies in shared memory is shareable, and keeps it") {
+TEST_CASE("a region in shared memory is shareable, and keeps the memory alive") {
   constexpr std::size_t kSize = 3u << 20;
   auto shared = good(allocate_shared(kSize));
   std::byte* const start = bytes_of(shared).data();
@@ -76,7 +76,7 @@ TEST_CASE("keys differ between regions and are not derived from each other") {
   CHECK(a->key() + 1 != b->key());
 }
 
-TEST_CASE("memory that cannot be meant is refused") {
+TEST_CASE("invalid memory is refused") {
   std::byte byte{};
   CHECK(MemoryRegion::wrap({}, nullptr, 8).error().code == Errc::invalid_argument);
   CHECK(MemoryRegion::wrap({}, &byte, 0).error().code == Errc::invalid_argument);
@@ -100,7 +100,7 @@ TEST_CASE("region descriptors survive a round trip, and garbage is refused") {
   CHECK(decoded.imm == 9);
   CHECK(decoded.length == 11);
   CHECK(decoded.engine == descriptor.engine);
-  // Older engines have an address where the immediate of a grant is now.
+  // Older engines have an address in the place of the immediate of a grant.
   std::string older = bytes;
   const std::uint64_t address = 0x7f00'0000'1009;
   std::memcpy(older.data() + 28, &address, sizeof address);

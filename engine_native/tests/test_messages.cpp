@@ -21,7 +21,7 @@ TEST_CASE("messages arrive whole, in order, both ways") {
   }
 }
 
-TEST_CASE("a message over the limit, or to an unknown peer, is refused by name") {
+TEST_CASE("a message over the limit, or to an unknown peer, is refused") {
   Pair pair("tcp");
   const auto large = pair.writer->send(pair.to_reader, std::string(kMaxMessageBytes + 1, 'x'));
   REQUIRE(!large);
@@ -33,7 +33,7 @@ TEST_CASE("a message over the limit, or to an unknown peer, is refused by name")
   CHECK(nobody.error().code == Errc::peer_lost);
 }
 
-TEST_CASE("a peer whose messages are not taken is cut off, even if they are empty") {
+TEST_CASE("a peer whose messages are not taken is disconnected, even if they are empty") {
   auto options = options_for("tcp", "writer");
   options.peer_timeout = std::chrono::seconds(30);  // the reader is slow under a sanitizer
   TestEngine writer(options);
@@ -42,10 +42,10 @@ TEST_CASE("a peer whose messages are not taken is cut off, even if they are empt
   const PeerId to_reader = writer.connect_to(reader);
   Result<void> sent;
   while (sent = writer->send(to_reader, ""), sent || sent.error().code == Errc::backpressure) {
-    // The reader's thread gets a core, too.
+    // Leaves a core to the reader's thread.
     if (!sent) std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
-  // The writer may see the end before the reader has told of it.
+  // The writer may see the end before the reader has reported it.
   CHECK(reader.await(Kind::peer_down).code == Errc::backpressure);
   CHECK(reader->stats().peers_refused.by_code[static_cast<std::size_t>(Errc::backpressure)] == 1);
 }

@@ -1,5 +1,5 @@
-// What ConnectX hosts do that Soft-RoCE does not, on simulated devices of the mlx5 driver:
-// docs/nics.md has the table.
+// Behaviour of ConnectX hosts that Soft-RoCE does not have, on simulated devices of the mlx5
+// driver: docs/nics.md has the table.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -23,7 +23,7 @@ using Kind = Completion::Kind;
 
 namespace {
 
-// A host's devices, made after `like`, and an engine on all of them.
+// Makes a host's devices after `like`; returns the options of an engine that has them all.
 EngineOptions options_on(std::size_t devices, SimulatedDevice like) {
   static std::atomic<unsigned> hosts = 0;
   EngineOptions options = options_for("tcp", "host");
@@ -44,11 +44,11 @@ struct Hosts {
       : writer(ours), reader(theirs), to_reader(writer.connect_to(reader)) {
     to_writer = reader.await(Kind::peer_up).peer;
   }
-  // Both with so many devices like this.
+  // Two hosts, each with `devices` devices like this.
   explicit Hosts(std::size_t devices, const SimulatedDevice& like = {})
       : Hosts(options_on(devices, like), options_on(devices, like)) {}
 
-  // Writes pages with a counter, `meanwhile` while they are under way, and looks at every byte.
+  // Writes pages with a counter, calls `meanwhile` while they are under way, and checks every byte.
   void transfer(const std::function<void()>& meanwhile = [] {}) {
     if (!source) {
       source = good(writer->allocate(kPage * kPages));
@@ -82,7 +82,7 @@ struct Hosts {
   RegionPtr destination;
 };
 
-// Address space that nothing is behind until it is touched.
+// Address space without memory until it is accessed.
 class Reserved {
  public:
   explicit Reserved(std::size_t size)
@@ -105,7 +105,7 @@ class Reserved {
 
 TEST_SUITE_BEGIN("mlx5");
 
-TEST_CASE("a grant of more than a window opens is served by its region's key, on the same paths") {
+TEST_CASE("a grant larger than a window uses its region's key, on the same paths") {
   Hosts hosts(2);
   const std::size_t size = (std::size_t{1} << 31) + kPage;
   const Reserved memory(size);
@@ -128,12 +128,12 @@ TEST_CASE("a grant of more than a window opens is served by its region's key, on
   good(hosts.reader->deregister(large));
 }
 
-TEST_CASE("a port is used in the partition in which it is a full member, wherever that is listed") {
+TEST_CASE("a port is used in the partition of which it is a full member, wherever that is listed") {
   Hosts(1, {.infiniband = true, .pkeys = {0x7fff, 0x0000, 0x8012}}).transfer();
   Hosts(1, {.infiniband = true, .pkeys = {0xffff}}).transfer();
 }
 
-TEST_CASE("pkey chooses a partition, and names those there are where it is none of them") {
+TEST_CASE("pkey chooses a partition, and the error for an unknown one lists those of the port") {
   const SimulatedDevice port{.infiniband = true, .pkeys = {0xffff, 0x8012}};
   EngineOptions ours = options_on(1, port);
   EngineOptions theirs = options_on(1, port);
@@ -160,7 +160,7 @@ TEST_CASE("a port that requires a GRH gets one, within its subnet too") {
   Hosts(1, {.infiniband = true, .grh_required = true}).transfer();
 }
 
-TEST_CASE("gid_index chooses the address, and is refused where the port has none there") {
+TEST_CASE("gid_index chooses the address, and is refused if the port has none there") {
   EngineOptions ours = options_on(1, {});
   EngineOptions theirs = options_on(1, {});
   ours.gid_index = theirs.gid_index = 1;
@@ -188,7 +188,7 @@ TEST_CASE("a network that stops for less than path_timeout costs no path") {
   CHECK(simulated_verbs().queue_pairs() == pairs);
 }
 
-TEST_CASE("a path that delivers nothing is fenced and its writes go over the others") {
+TEST_CASE("a path that delivers nothing is fenced, and other paths take its writes") {
   EngineOptions ours = options_on(2, {});
   EngineOptions theirs = options_on(2, {});
   ours.path_timeout = theirs.path_timeout = std::chrono::milliseconds(300);
@@ -218,7 +218,7 @@ TEST_CASE(
   simulated_verbs().cut(ours.nics[1], false);
 }
 
-TEST_CASE("a NIC that is down leaves the others on their rails") {
+TEST_CASE("a NIC that is down does not move others to other rails") {
   const auto rails = [] {
     EngineOptions options = options_on(0, {});
     static unsigned host = 0;
@@ -237,11 +237,11 @@ TEST_CASE("a NIC that is down leaves the others on their rails") {
   hosts.transfer();
 }
 
-TEST_CASE("memory that a NIC does not let go of is not given back") {
+TEST_CASE("memory that a NIC does not deregister is not freed") {
   Hosts hosts(1);
   const std::string nic = hosts.reader->nics()[0].name;
   const auto kept = good(hosts.reader->allocate(kPage));
-  simulated_verbs().refuse_deregistrations(nic, 3);  // a window that is being closed
+  simulated_verbs().refuse_deregistrations(nic, 3);  // as while a window is being closed
   good(hosts.reader->deregister(kept));
   const auto stuck = good(hosts.reader->allocate(kPage));
   simulated_verbs().refuse_deregistrations(nic, 1u << 20);
@@ -253,7 +253,7 @@ TEST_CASE("memory that a NIC does not let go of is not given back") {
   good(hosts.reader->deregister(stuck));
 }
 
-TEST_CASE("a NIC that takes longer to make and destroy paths than peers wait loses no other peer") {
+TEST_CASE("a NIC that makes and destroys paths more slowly than peers wait loses no other peer") {
   EngineOptions ours = options_on(1, {});
   EngineOptions theirs = options_on(1, {});
   ours.peer_timeout = theirs.peer_timeout = std::chrono::seconds(1);
@@ -277,7 +277,7 @@ TEST_CASE("a NIC that takes longer to make and destroy paths than peers wait los
   slow(false);
 }
 
-TEST_CASE("a window that is made while its path is reset is bound on no queue pair that is gone") {
+TEST_CASE("a window that is made while its path is reset is not bound on a destroyed queue pair") {
   const EngineOptions ours = options_on(1, {});
   const EngineOptions theirs = options_on(1, {});
   Hosts hosts(ours, theirs);
@@ -299,9 +299,9 @@ TEST_CASE("a window that is made while its path is reset is bound on no queue pa
   REQUIRE(hosts.writer.await(Kind::write, written.id).code == Errc::ok);
   commands_take(theirs, std::chrono::milliseconds(300));
   grant_all(opening);
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // until it is being made
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // the window is being made by then
   commands_take(theirs, std::chrono::milliseconds(0));
-  // The reader's end is gone long before the writer's.
+  // The reader's end is destroyed long before the writer's.
   commands_take(ours, std::chrono::milliseconds(500));
   good(hosts.reader->deregister(open));
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
@@ -402,7 +402,7 @@ TEST_CASE("a scatter reaches 64 peers, each over its queue pair") {
     TestEngine& engine = *engines.emplace_back(std::make_unique<TestEngine>(driven()));
     ids.push_back(sender.connect_to(engine));
     regions.push_back(good(engine->allocate(kPage)));
-    imm = good(engine->allocate_counter());  // the same one: each is the first of its engine
+    imm = good(engine->allocate_counter());  // equal for all, as each is the first of its engine
     parts.push_back({.member = n,
                      .destination = regions.back()->descriptor(),
                      .write = {.source_offset = n * kPage, .length = kPage}});
@@ -424,11 +424,11 @@ TEST_CASE("a scatter reaches 64 peers, each over its queue pair") {
     CHECK((*engines[n])->counter_value(imm) == kRounds);
     CHECK(std::memcmp(regions[n]->host(), source->host() + n * kPage, kPage) == 0);
   }
-  std::sort(took_ns.begin() + 1, took_ns.end());  // the first asks for the regions' keys
+  std::sort(took_ns.begin() + 1, took_ns.end());  // the first scatter asks for the regions' keys
   MESSAGE("a scatter to 64 peers was posted in " << took_ns[kRounds / 2] / 1000 << " us");
 }
 
-TEST_CASE("several queue pairs join two NICs where paths_per_nic_pair says so") {
+TEST_CASE("several queue pairs join two NICs if paths_per_nic_pair says so") {
   EngineOptions ours = options_on(1, {});
   EngineOptions theirs = options_on(1, {});
   ours.paths_per_nic_pair = 4;
@@ -472,7 +472,7 @@ TEST_CASE("a port's speed is known by each code of the specification") {
   }
 }
 
-TEST_CASE("the double tells of a speed above NDR only those who have room for it") {
+TEST_CASE("the double reports a speed above NDR only to callers that have room for it") {
   simulated_verbs().add({.name = "xdr", .speed = 256});
   const auto library = simulated_verbs().library();
   ibv_device** const list = library->get_device_list(nullptr);
@@ -491,7 +491,7 @@ TEST_CASE("the double tells of a speed above NDR only those who have room for it
   library->close_device(context);
 }
 
-TEST_CASE("the double's senders wait for as long as the specification's code says") {
+TEST_CASE("the double's senders wait for the time of the specification's code") {
   const auto ms = [](std::uint8_t code) {
     return static_cast<double>(mlx5::receiver_not_ready_ns(code)) / 1e6;
   };

@@ -1,5 +1,4 @@
-// Steps of MoE exchanges: what arrives, what is combined, and what becomes of both when ranks are
-// lost.
+// Steps of MoE exchanges: what arrives, what is combined, and how both change when ranks are lost.
 #include <fcntl.h>
 #include <poll.h>
 #include <unistd.h>
@@ -29,7 +28,7 @@ struct Reach {
   Pairs pairs;
 };
 
-// By each other's memory, then by engines over each fabric of this run.
+// Ranks that reach each other by memory, then by engines over each fabric of this run.
 std::vector<Reach> ways() {
   std::vector<Reach> ways;
   if (why_not("tcp").empty()) ways.push_back({"tcp", Pairs::memory});
@@ -84,7 +83,7 @@ const moe::Shape kThreeRanks{.ranks = 3,
                              .combine = DType::f32,
                              .output = DType::f32};
 
-// What every rank has in a view.
+// Each rank's table in a view.
 struct Tables {
   Tables(const moe::Shape& shape, const std::vector<bool>& ranks, Random& random) : alive(ranks) {
     for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) {
@@ -107,7 +106,7 @@ std::vector<Given> random_all(const moe::Shape& shape, Random& random) {
   return given;
 }
 
-// A step of one rank from its beginning to its end. By rank: what is missing of its combine.
+// Runs a whole step of one rank. Returns, by rank, whether it is missing in its combine.
 std::vector<bool> whole_step(const StepOf& step, Member& member, std::uint32_t slot, Order order) {
   good(member.exchange->dispatch_send(slot, step.given[member.shape.rank].tokens()));
   member.await_dispatch(slot);
@@ -128,7 +127,7 @@ void run_random_group(const Reach& way, Random& random, Duration spin) {
     given.push_back(random_all(shape, random));
     orders.push_back(random.below(2) == 0 ? Order::by_expert : Order::by_source);
   }
-  // All tokens to one expert.
+  // All tokens of the last step go to one expert.
   for (auto& each : given.back()) each = random_given(shape, shape.max_tokens, random, 0);
   group.each(group.all(), [&](Member& member) {
     const std::uint32_t rank = member.shape.rank;
@@ -136,7 +135,7 @@ void run_random_group(const Reach& way, Random& random, Duration spin) {
     good(exchange.set_view(tables.view(1, rank), 0));
     const std::vector<bool> none(shape.ranks);
     for (std::size_t n = 0; n < kSteps; n += 2) {
-      // Two steps under way at once; every other time the rows lie in the exchange's memory.
+      // Two steps are under way at once; every second time the rows are in the exchange's memory.
       std::array<Bytes, 2> y;
       for (std::uint32_t slot = 0; slot < 2; ++slot) {
         const Given& own = given[n + slot][rank];
@@ -168,7 +167,7 @@ void run_random_group(const Reach& way, Random& random, Duration spin) {
 
 }  // namespace
 
-TEST_CASE("steps of random shapes give what a plain computation gives") {
+TEST_CASE("steps of random shapes equal a plain computation") {
   Random random;
   CAPTURE(random.seed);
   for (const Reach& way : ways()) {
@@ -181,7 +180,7 @@ TEST_CASE("steps of random shapes give what a plain computation gives") {
   }
 }
 
-TEST_CASE("rows in answers() are placed, computed and sent back where they lie") {
+TEST_CASE("rows in answers() are placed, computed and sent back in place") {
   Random random;
   CAPTURE(random.seed);
   const moe::Shape shape{.ranks = 3,
@@ -197,7 +196,7 @@ TEST_CASE("rows in answers() are placed, computed and sent back where they lie")
     const Tables tables(shape, std::vector<bool>(shape.ranks, true), random);
     std::vector<std::vector<Given>> given;
     for (int n = 0; n < 6; ++n) {
-      // Few enough that there is room for the gaps between sources.
+      // There are so few tokens that there is room for the gaps between sources.
       given.emplace_back();
       for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) {
         given.back().push_back(random_given(shape, random.below(shape.max_tokens - 1), random));
@@ -207,7 +206,7 @@ TEST_CASE("rows in answers() are placed, computed and sent back where they lie")
       const std::uint32_t rank = member.shape.rank;
       moe::Exchange& exchange = *member.exchange;
       good(exchange.set_view(tables.view(1, rank), 0));
-      // Rows of the step before must not be taken for those of this one.
+      // Rows of the previous step must not be taken for rows of this one.
       for (std::size_t n = 0; n < given.size(); ++n) {
         const StepOf step{shape, given[n], tables.of};
         std::byte* const answers = good(exchange.answers(0));
@@ -223,7 +222,7 @@ TEST_CASE("rows in answers() are placed, computed and sent back where they lie")
   }
 }
 
-TEST_CASE("answers() takes all rows by source, and no others") {
+TEST_CASE("answers() takes all rows in the order of sources, and no other rows") {
   Random random;
   CAPTURE(random.seed);
   const moe::Shape shape{
@@ -248,14 +247,14 @@ TEST_CASE("answers() takes all rows by source, and no others") {
   CHECK(place(Order::by_source, {1}, answers).empty());
   CHECK(exchange.combine_send(0, answers + 64).error().text.starts_with("rows in answers()"));
   good(exchange.combine_send(0, answers));
-  // Rows that are padded have none.
+  // Rows with padding cannot be in answers().
   moe::Shape padded = shape;
   padded.hidden = 33;
   Group other("tcp", Pairs::memory, padded);
   CHECK(good(other.members[0]->exchange->answers(0)) == nullptr);
 }
 
-TEST_CASE("a message longer than one write is whole when all of it is here") {
+TEST_CASE("a message longer than one write is complete when all of it has arrived") {
   Random random;
   CAPTURE(random.seed);
   moe::Shape shape{.ranks = 2,
@@ -270,7 +269,7 @@ TEST_CASE("a message longer than one write is whole when all of it is here") {
     CAPTURE(way.fabric);
     Group group(way.fabric, way.pairs, shape);
     const Tables tables(shape, {true, true}, random);
-    // All choices of a token at one rank.
+    // All choices of a token are at one rank.
     std::vector<Given> given(2);
     given[0].count = shape.max_tokens;
     given[0].x.resize(shape.max_tokens * 4);
@@ -292,7 +291,7 @@ TEST_CASE("a message longer than one write is whole when all of it is here") {
   }
 }
 
-TEST_CASE("a wait of an exchange that does not spin sleeps until something comes") {
+TEST_CASE("a wait of an exchange that does not spin sleeps until something arrives") {
   for (const Reach& way : ways()) {
     CAPTURE(way.fabric);
     Random random;
@@ -355,7 +354,7 @@ TEST_CASE("many short steps of ranks that sleep: no ring of a doorbell is missed
   }
 }
 
-TEST_CASE("calls out of their order are refused by name, and change nothing") {
+TEST_CASE("the error names a call out of order, which changes nothing") {
   Random random;
   CAPTURE(random.seed);
   moe::Shape shape = kThreeRanks;
@@ -404,7 +403,7 @@ TEST_CASE("calls out of their order are refused by name, and change nothing") {
   CHECK(exchange.next_step() == 9);
 }
 
-// --- steps that no rank runs -----------------------------------------------------------------
+// --- refused steps ---------------------------------------------------------------------------
 
 namespace {
 
@@ -416,7 +415,7 @@ Given with_a_bad_choice(const moe::Shape& shape, Random& random) {
 
 }  // namespace
 
-TEST_CASE("a step that is left out frees its slot, and those beside it are run in the next view") {
+TEST_CASE("a step that is left out frees its slot, and concurrent steps are run in the next view") {
   for (const Reach& way : ways()) {
     CAPTURE(way.fabric);
     CAPTURE(name(way.pairs));
@@ -437,7 +436,7 @@ TEST_CASE("a step that is left out frees its slot, and those beside it are run i
       moe::Exchange& exchange = *member.exchange;
       good(exchange.set_view(first.view(1, rank), 0));
       CHECK(good(exchange.dispatch_send(0, beside[rank].tokens())) == 0);
-      // Rank 2 cannot begin step 1. Rank 0 has begun it, rank 1 has not.
+      // Rank 2 cannot begin step 1, which rank 0 has begun and rank 1 has not.
       if (rank == 0) CHECK(good(exchange.dispatch_send(1, refused[rank].tokens())) == 1);
       good(exchange.leave_out(1));
       good(exchange.set_view(second.view(2, rank), 0));
@@ -471,7 +470,7 @@ TEST_CASE("a step that is left out frees its slot, and those beside it are run i
 // --- ranks that are lost ---------------------------------------------------------------------
 
 TEST_CASE(
-    "a rank whose engine ends in any phase costs its contribution, and the next view goes on") {
+    "a rank whose engine ends in any phase costs its contribution, and the next view continues") {
   Random random;
   CAPTURE(random.seed);
   constexpr std::uint32_t kDying = 1;
@@ -513,7 +512,7 @@ TEST_CASE(
         for (std::size_t token = 0; token < given[1][rank].count; ++token) {
           had_rows |= !step.entries(rank, token, kDying).empty();
         }
-        // What it sent back before it ended may have come or not, over an engine.
+        // Over an engine, the rows that it returned before it ended may have arrived or not.
         if (phase < 4) CHECK(missing[kDying] == had_rows);
         if (phase == 4 && way.pairs == Pairs::memory) CHECK_FALSE(missing[kDying]);
         exchange.remove(kDying);
@@ -531,8 +530,8 @@ TEST_CASE(
 
 namespace {
 
-// Ranks 0 and 1 are on one host, 2 and 3 on another. Each token goes to all: to ranks 2 and 3 by
-// rank 2 from rank 0, and by rank 3 from rank 1.
+// Ranks 0 and 1 are on one host, 2 and 3 on another. Each token goes to all: rank 2 relays tokens
+// of rank 0 to ranks 2 and 3, and rank 3 those of rank 1.
 const moe::Shape kTwoHosts{.ranks = 4,
                            .experts = 4,
                            .local_experts = {1, 1, 1, 1},
@@ -570,8 +569,8 @@ TEST_CASE("a token goes once to a host with several of its ranks") {
     });
     std::uint64_t received = 0;
     for (const auto& member : group.members) received += member->engine->stats().bytes_received;
-    // Of each rank's rows, and what two ranks of the other host send back; a part more for what
-    // says which row is whose.
+    // The rows of each rank, and the results of two ranks of the other host, with up to a sixteenth
+    // more for the routes.
     const std::uint64_t wanted = 4 * ((known ? 1 : 2) + 2) * rows;
     CHECK(received > wanted);
     CHECK(received < wanted + wanted / 16);
@@ -580,7 +579,7 @@ TEST_CASE("a token goes once to a host with several of its ranks") {
   CHECK(alone.exchange->set_hosts({0, 0}).error().code == Errc::invalid_argument);
 }
 
-TEST_CASE("a rank that takes tokens for its neighbours and ends costs no other rank's tokens") {
+TEST_CASE("a relay that ends costs no other rank's tokens") {
   Random random;
   CAPTURE(random.seed);
   constexpr std::uint32_t kDying = 2;
@@ -628,7 +627,8 @@ TEST_CASE("a rank that takes tokens for its neighbours and ends costs no other r
   }
 }
 
-TEST_CASE("a dispatch of the next view that comes before this rank is in it is found then") {
+TEST_CASE(
+    "a dispatch of the next view that arrives early is found once this rank is in that view") {
   Random random;
   CAPTURE(random.seed);
   const std::vector<Given> given = to_all(random);
@@ -647,7 +647,7 @@ TEST_CASE("a dispatch of the next view that comes before this rank is in it is f
   });
   adopt(1);
   REQUIRE(comes_to_rest());
-  // Rank 2 answers rank 1 by rank 0, so that it looks only once at what rank 1 has sent.
+  // Rank 0 relays for rank 2 to rank 1, so rank 2 looks only once for the tokens of rank 1.
   Member& late = *group.members[2];
   Waited waited = Waited::events;
   while (waited == Waited::events) {
@@ -663,7 +663,7 @@ TEST_CASE("a dispatch of the next view that comes before this rank is in it is f
   });
 }
 
-TEST_CASE("steps that were posted in a view are posted again in the next ones, by their tables") {
+TEST_CASE("steps that were posted in a view are posted again in later ones, with their tables") {
   Random random;
   CAPTURE(random.seed);
   for (const Reach& way : ways()) {
@@ -680,7 +680,7 @@ TEST_CASE("steps that were posted in a view are posted again in the next ones, b
       whole_step({kThreeRanks, given[0], all.of}, member, 0, Order::by_expert);
       if (member.shape.rank == 2) member.engine->close();
     });
-    // Rank 0 has posted two steps, rank 1 none, when rank 2 is lost.
+    // When rank 2 is lost, rank 0 has posted two steps, and rank 1 none.
     Member& first = *group.members[0];
     for (std::uint32_t slot = 0; slot < 2; ++slot) {
       good(first.exchange->dispatch_send(slot, given[1 + slot][0].tokens()));
@@ -715,7 +715,7 @@ TEST_CASE("steps that were posted in a view are posted again in the next ones, b
       }
       whole_step({kThreeRanks, given[3], left.of}, member, 0, Order::by_source);
     });
-    // A fresh process in its place takes part from the view on that has it.
+    // A new process in its place takes part from the first view that has it.
     group.start(2, {0, 1});
     group.each(group.all(), [&](Member& member) {
       good(member.exchange->set_view(all.view(5, member.shape.rank), 4));
@@ -727,7 +727,7 @@ TEST_CASE("steps that were posted in a view are posted again in the next ones, b
   }
 }
 
-TEST_CASE("a step of the view before ends without a rank that came back in the next") {
+TEST_CASE("a step of an earlier view ends without a rank that came back in the next") {
   Random random;
   CAPTURE(random.seed);
   moe::Shape shape = kThreeRanks;
@@ -771,7 +771,7 @@ TEST_CASE("a step of the view before ends without a rank that came back in the n
 
 namespace {
 
-// A rank 1 that says what it likes, and rank 0.
+// A rank 1 that sends whatever a test says, and rank 0.
 struct Liar {
   explicit Liar(Pairs pairs, const std::string& fabric)
       : honest(fabric, with_rank(0), {}),
@@ -834,7 +834,7 @@ struct Liar {
 
 }  // namespace
 
-TEST_CASE("a rank that sends malformed routes is lost, and nothing of it is placed") {
+TEST_CASE("a rank that sends malformed routes is lost, and none of its rows are placed") {
   for (const Pairs pairs : {Pairs::memory, Pairs::engine}) {
     CAPTURE(name(pairs));
     const moe::Routes routes{.rows = {{0, 0}, {1, 1}}, .entries = {{0, 1}, {2, 1}}};
@@ -872,7 +872,7 @@ TEST_CASE("terms and memory of another shape are refused") {
   CHECK(added.error().code == Errc::protocol_error);
 }
 
-// Rank 1, and its memory as rank 0 sees it.
+// Rank 1, and its memory as rank 0 maps it.
 struct Mapped {
   static Mapped create() {
     moe::OwnMemory own = good(moe::OwnMemory::create(Liar::with_rank(1)));
@@ -888,7 +888,7 @@ struct Mapped {
   std::unique_ptr<moe::LocalWay> way;
 };
 
-TEST_CASE("rows count from when they are published until they are withdrawn") {
+TEST_CASE("rows count from their publication until they are withdrawn") {
   const Mapped rank = Mapped::create();
   CHECK_FALSE(rank.whole(1));
   rank.own.publish(rank.word(), 1);
@@ -908,7 +908,7 @@ TEST_CASE("a copy of rows that their owner overwrites meanwhile does not count")
   std::atomic<std::uint64_t> newest = 0;
   std::atomic<std::uint64_t> seen = 0;
   std::atomic<bool> stop = false;
-  // Overwrites every other key's rows at once, and the rest when they have been seen.
+  // Overwrites the rows of every second key at once, and the other rows when they have been seen.
   std::thread owner([&] {
     for (std::uint64_t key = 1; !stop; ++key) {
       rank.own.withdraw(rank.word());

@@ -26,7 +26,7 @@ std::vector<Simd> instruction_sets() {
   return sets;
 }
 
-// A narrow type as its definition has it: sign, exponent, mantissa.
+// A narrow type by its definition: sign, exponent, mantissa.
 struct Narrow {
   DType type;
   int exponent_bits, mantissa_bits;
@@ -34,12 +34,12 @@ struct Narrow {
 
   unsigned sign() const { return 1U << (exponent_bits + mantissa_bits); }
   int bias() const { return (1 << (exponent_bits - 1)) - 1; }
-  // Of the largest finite value.
+  // Returns the bits of the largest finite value.
   unsigned largest() const {
     const unsigned all = sign() - 1;
     return infinities ? all - (1U << mantissa_bits) : all - 1;
   }
-  // Of a finite one, and of what would come after the largest.
+  // Returns a finite value, or the value that would follow the largest.
   double value(unsigned bits) const {
     const unsigned magnitude = bits & (sign() - 1);
     const auto exponent = static_cast<int>(magnitude >> mantissa_bits);
@@ -158,7 +158,7 @@ TEST_CASE("narrowing rounds to nearest, ties to even, at every value of a type")
       for (unsigned bits = 0; bits <= narrow.largest(); ++bits) {
         const bool last = bits == narrow.largest();
         const unsigned next = last && !narrow.infinities ? bits : bits + 1;
-        // In double: what comes after the largest bf16 is no f32.
+        // In double, as the value after the largest bf16 is not an f32.
         const double middle = (narrow.value(bits) + narrow.value(bits + 1)) / 2;
         expect(narrow.value(bits), bits);
         expect(middle, bits % 2 == 0 ? bits : next);
@@ -180,7 +180,7 @@ TEST_CASE("narrowing rounds to nearest, ties to even, at every value of a type")
   }
 }
 
-TEST_CASE("a NaN stays a NaN of its sign") {
+TEST_CASE("a NaN stays a NaN of the same sign") {
   for (const Simd simd : instruction_sets()) {
     for (const unsigned payload :
          {1U, 0x1fffU, 0x2000U, 0xffffU, 0x10000U, 0x3fffffU, 0x400000U, 0x7fffffU}) {
@@ -204,7 +204,7 @@ TEST_CASE("both instruction sets convert alike, between all types and at every l
       CAPTURE(name_of(to));
       CAPTURE(name_of(from));
       for (std::size_t n = 0; n < 70; ++n) {
-        // One byte more before and after: nothing is aligned, and nothing is written beside.
+        // A byte more before and after: nothing is aligned, and bytes outside must not change.
         Bytes source(n * size_of(from) + 1);
         random.fill(source.data(), source.size());
         Bytes plain(n * size_of(to) + 2, std::byte{0x5a});
@@ -272,7 +272,7 @@ TEST_CASE("quantised blocks are as near to their elements as e4m3 allows") {
   }
 }
 
-TEST_CASE("both instruction sets quantise alike, whatever the elements are") {
+TEST_CASE("both instruction sets quantise all elements alike") {
   Random random;
   CAPTURE(random.seed);
   for (const DType from : kTypes) {
@@ -318,7 +318,7 @@ TEST_CASE("a block of zeros has the scale 1, and one of special values a finite 
   }
 }
 
-TEST_CASE("a weighted sum is that of doubles, rounded once") {
+TEST_CASE("a weighted sum equals that of doubles, rounded once") {
   Random random;
   CAPTURE(random.seed);
   std::vector<std::size_t> lengths(40);
@@ -357,7 +357,7 @@ TEST_CASE("a weighted sum is that of doubles, rounded once") {
             magnitudes += std::abs(term);
           }
           if (to == DType::f8_e4m3) sum = std::clamp(sum, -448.0, 448.0);
-          // One rounding in f32 for each row, and the one to the type.
+          // One rounding in f32 for each row, and one to the type.
           const double allowed =
               unit_in_last_place(to, sum) * 0.5 + magnitudes * static_cast<double>(count) * 0x1p-23;
           right &= std::abs(sums[i] - sum) <= allowed;
@@ -400,7 +400,7 @@ TEST_CASE("rows are added in their order") {
   }
 }
 
-TEST_CASE("a copy is whole and writes nothing beside") {
+TEST_CASE("a copy is complete and writes nothing outside") {
   Random random;
   CAPTURE(random.seed);
   for (const Stores stores : {Stores::cached, Stores::streamed}) {
@@ -415,7 +415,7 @@ TEST_CASE("a copy is whole and writes nothing beside") {
   }
 }
 
-TEST_CASE("a row has its scales behind its elements, and begins at a line") {
+TEST_CASE("a row has its scales after its elements, and begins at a cache line") {
   constexpr RowFormat plain{DType::bf16, 7168};
   static_assert(plain.bytes() == 14336 && plain.scale_bytes() == 0);
   constexpr RowFormat scaled{DType::f8_e4m3, 7168, 128};

@@ -1,4 +1,4 @@
-// Which tokens go where, and routes that come from elsewhere.
+// The routes of tokens, and routes received from other ranks.
 #include <algorithm>
 #include <cstring>
 
@@ -56,7 +56,7 @@ TEST_CASE("a choice without a live replica goes nowhere") {
   CHECK(to[1].rows == std::vector<RouteRow>{{1, 0}});
 }
 
-TEST_CASE("choices out of range are refused by name") {
+TEST_CASE("the error names a choice out of range") {
   const std::vector<std::int64_t> table{at_rank(0, 0), at_rank(0, 1), at_rank(1, 0), at_rank(1, 1)};
   const std::vector<float> weights(4, 1.0F);
   std::vector<moe::Routes> to;
@@ -73,7 +73,7 @@ TEST_CASE("an expert that a token chooses several times has one entry: its weigh
   moe::Shape shape = kTwoRanks;
   shape.top_k = 4;
   const std::vector<std::int64_t> table{at_rank(0, 0), at_rank(0, 1), at_rank(1, 0), at_rank(1, 1)};
-  const std::vector<std::int64_t> ids{1, 3,  1, 0,  // apart, another rank's between
+  const std::vector<std::int64_t> ids{1, 3,  1, 0,  // apart, with another rank's choice between
                                       2, 2,  2, 2,  // every choice
                                       3, -1, 3, 2};
   const std::vector<float> weights{0.5F,     2.0F, 0.25F, 8.0F, 1.0F, 0x1p-24F,
@@ -83,7 +83,7 @@ TEST_CASE("an expert that a token chooses several times has one entry: its weigh
   CHECK(to[0].rows == std::vector<RouteRow>{{0, 0}});
   CHECK(to[0].entries == std::vector<RouteEntry>{{1, 0.75F}, {0, 8.0F}});
   CHECK(to[1].rows == std::vector<RouteRow>{{0, 0}, {1, 1}, {2, 2}});
-  // In the order of the choices: each 2^-24 is rounded away.
+  // In the order of the choices, so that each 2^-24 is rounded away.
   CHECK(to[1].entries == std::vector<RouteEntry>{{1, 2.0F}, {0, 4.0F}, {1, 2.0F}, {0, 1.0F}});
   for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) {
     Bytes bytes(moe::routes_bytes(to[rank].rows.size(), to[rank].entries.size()));
@@ -95,7 +95,7 @@ TEST_CASE("an expert that a token chooses several times has one entry: its weigh
   }
 }
 
-TEST_CASE("routes are read as they were written, and refused where they are malformed") {
+TEST_CASE("routes are read as they were written, and refused if they are malformed") {
   const moe::Routes routes{.rows = {{1, 0}, {4, 2}}, .entries = {{0, 1}, {1, 2}, {1, 3}}};
   Bytes bytes(moe::routes_bytes(2, 3));
   moe::write_routes(routes, bytes.data());
@@ -124,7 +124,7 @@ TEST_CASE("routes are read as they were written, and refused where they are malf
   CHECK_FALSE(moe::read_routes(kTwoRanks, 0, 2, ~0U, bytes.data(), read));    // too many entries
 }
 
-TEST_CASE("no bytes make routes that lead out of the shape") {
+TEST_CASE("no bytes give routes outside of the shape") {
   Random random;
   CAPTURE(random.seed);
   for (int round = 0; round < 2000; ++round) {
@@ -202,7 +202,7 @@ TEST_CASE("parts of own memory and of an inbox do not overlap") {
   disjoint(parts, inbox.bytes());
 }
 
-TEST_CASE("a shape that cannot be is refused by the name of its member") {
+TEST_CASE("the error for an invalid shape names its member") {
   const auto why = [](auto change) {
     moe::Shape shape = kTwoRanks;
     change(shape);

@@ -1,5 +1,5 @@
-// NICs that fail under load: nothing is lost, nothing is counted twice. On the simulated network;
-// test_verbs.cpp does it with real links.
+// NICs that fail under load: nothing is lost, and nothing is counted twice. On the simulated
+// network; test_verbs.cpp tests it with real links.
 #include <cstring>
 #include <thread>
 
@@ -21,7 +21,8 @@ struct Load {
     destination = good(pair.reader->allocate(kSmallPage * kManyPages));
   }
 
-  // Writes pages at random, `disturb` meanwhile; then every byte and the count must be right.
+  // Writes pages in random order and calls `disturb` meanwhile; then checks every byte and the
+  // count.
   void run(const std::function<void()>& disturb) {
     random_.fill(source->host(), source->size());
     const auto pages = random_.distinct_pages(3000, kManyPages);
@@ -46,7 +47,7 @@ struct Load {
   static void set_link(TestEngine& engine, std::size_t nic, bool up) {
     simulated_network().set_link(engine->nics()[nic].name, up);
   }
-  // Until the engine uses it again.
+  // Waits until the engine uses the NIC again.
   void await_use(std::size_t nic) {
     const std::string name = pair.writer->nics()[nic].name;
     const std::uint64_t before = simulated_network().delivered(name);
@@ -63,7 +64,7 @@ struct Load {
 
 }  // namespace
 
-TEST_CASE("a NIC that fails is taken out, its writes go over the others, and it comes back") {
+TEST_CASE("the other NICs take the writes of one that fails, and it comes back") {
   Random random;
   CAPTURE(random.seed);
   for (const std::string fabric : {"simulated", "ordered"}) {
@@ -80,7 +81,7 @@ TEST_CASE("a NIC that fails is taken out, its writes go over the others, and it 
   }
 }
 
-TEST_CASE("writes that arrived without their sender's knowing are counted once") {
+TEST_CASE("writes that arrived, without a completion at their sender, are counted once") {
   Random random;
   CAPTURE(random.seed);
   for (const std::string fabric : {"simulated", "ordered"}) {
@@ -127,23 +128,23 @@ TEST_CASE("a count is never complete without the bytes of a write that was given
   const OperationId first = submit(0);
   const OperationId second = submit(1024);
   network.await_posted(2);
-  network.deliver_newest();  // the second arrives, and its sender does not hear of it
+  network.deliver_newest();  // the second arrives, without a completion at its sender
   lose_paths();
-  // So the first, which did not, is posted again without its immediate, and is given up there.
+  // The first has not arrived, so it is posted again without its immediate, and is given up there.
   network.await_posted(1);
   pair.writer->cancel(first);
   lose_paths();
   CHECK(pair.writer.await(Kind::write, first).code == Errc::cancelled);
   network.lose_completions(nic, false);
   network.hold(false);
-  // Not at its deadline: nothing can complete the count.
+  // The write ends before its deadline, as nothing can complete the count.
   const auto done = pair.writer.await(Kind::write, second);
   CHECK(done.code == Errc::nic_lost);
   CHECK_MESSAGE(done.text.find("cannot be completed") != std::string::npos, done.text);
   CHECK(pair.reader->counter_value(imm) == 1);
 }
 
-TEST_CASE("of a path that kept order, only the groups that are not there are posted again") {
+TEST_CASE("after the loss of a path that kept order, only missing groups are posted again") {
   auto& network = simulated_network();
   Pair pair("ordered");
   const RegionPtr source = good(pair.writer->allocate(kSmallPage * 128));
@@ -177,7 +178,7 @@ TEST_CASE("of a path that kept order, only the groups that are not there are pos
   }
 }
 
-TEST_CASE("a path that was opened for writes that wait has its time to deliver them") {
+TEST_CASE("a path that was opened for waiting writes gets time to deliver them") {
   auto& network = simulated_network();
   Pair pair("simulated");
   const RegionPtr source = good(pair.writer->allocate(4096));
@@ -201,7 +202,7 @@ TEST_CASE("a path that was opened for writes that wait has its time to deliver t
   network.await_posted(1);
   const std::uint64_t posted = pair.writer->stats().writes_posted;
   CHECK(posted == 2);
-  // As long as this waits for the NIC that is down, nothing is delivered.
+  // While the test waits for the NIC that is down, nothing is delivered.
   const OperationId unposted = submit(1, std::chrono::seconds(1));
   CHECK(pair.writer.await(Kind::write, unposted).code == Errc::deadline_exceeded);
   CHECK(pair.writer->stats().writes_posted == posted);
@@ -210,7 +211,7 @@ TEST_CASE("a path that was opened for writes that wait has its time to deliver t
   set_link(1, true);
 }
 
-TEST_CASE("an operation that goes on between losses outlives any number of them") {
+TEST_CASE("an operation that makes progress between losses survives any number of them") {
   auto& network = simulated_network();
   Pair pair("simulated");
   const RegionPtr source = good(pair.writer->allocate(kSmallPage * 16));
@@ -239,7 +240,7 @@ TEST_CASE("an operation that goes on between losses outlives any number of them"
   CHECK_MESSAGE(ended.code == Errc::ok, ended.text);
 }
 
-TEST_CASE("NICs that fail crosswise leave the pair that works") {
+TEST_CASE("after a NIC fails on each side, the pair that works is used") {
   Random random;
   CAPTURE(random.seed);
   for (const std::string fabric : {"simulated", "ordered"}) {
@@ -253,7 +254,7 @@ TEST_CASE("NICs that fail crosswise leave the pair that works") {
   }
 }
 
-TEST_CASE("a peer that no NIC reaches any more is lost by name") {
+TEST_CASE("the error names a peer that no NIC reaches any more") {
   auto options = options_for("simulated", "writer");
   options.peer_timeout = std::chrono::seconds(3);
   TestEngine writer(options);
@@ -267,7 +268,7 @@ TEST_CASE("a peer that no NIC reaches any more is lost by name") {
   CHECK(down.text.find("link") != std::string::npos);
 }
 
-TEST_CASE("tcp takes over where the NICs are down") {
+TEST_CASE("tcp takes over if the NICs are down") {
   auto a = options_for("simulated", "a");
   auto b = options_for("simulated", "b");
   a.tcp = b.tcp = true;
@@ -311,7 +312,7 @@ TEST_CASE("tcp delivers again, and uncounted, what NICs had delivered to a grant
   for (std::size_t nic = 0; nic < writer->nics().size(); ++nic) {
     network.lose_completions(writer->nics()[nic].name, true);
   }
-  // Neighbours would be joined to one write.
+  // Neighbours would become one write.
   std::vector<std::int64_t> pages{0, 2, 4, 6, 8, 10, 12, 14};
   const auto submitted = good(
       writer->write_pages(to_reader, source, granted, same_pages(kSmallPage, pages), {.imm = imm}));
@@ -338,9 +339,9 @@ TEST_CASE("tcp delivers again, and uncounted, what NICs had delivered to a grant
   network.hold(false);
 }
 
-TEST_CASE("a count that cannot be completed loses the peer by name") {
+TEST_CASE("a count that cannot be completed loses the peer, and the error says why") {
   auto theirs = options_for("simulated", "reader");
-  theirs.path_timeout = std::chrono::milliseconds(300);  // so long it waits for the arrival
+  theirs.path_timeout = std::chrono::milliseconds(300);  // the wait for the arrival
   TestEngine writer(options_for("simulated", "writer"));
   TestEngine reader(theirs);
   const PeerId to_reader = writer.connect_to(reader);

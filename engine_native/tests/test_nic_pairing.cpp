@@ -38,13 +38,13 @@ TEST_CASE("every NIC of both sides gets a path, whatever their numbers") {
   }
 }
 
-TEST_CASE("NICs that are down are paired around") {
+TEST_CASE("NICs that are down are left out of the pairs") {
   const auto pairs = pair_nics(nics(2), 0b10, nics(2), 0b01);
   CHECK(pairs == std::vector<NicPair>{{1, 0}});
   CHECK(pair_nics(nics(2), 0, nics(2), 0b11).empty());
 }
 
-TEST_CASE("NICs of the same name are paired, whatever is down beside them") {
+TEST_CASE("NICs of the same name are paired, whichever others are down") {
   const std::vector<NicInfo> ours{{.name = "mlx5_0", .network = "roce"},
                                   {.name = "mlx5_1", .network = "roce"},
                                   {.name = "mlx5_2", .network = "roce"}};

@@ -1,5 +1,5 @@
-// Which NICs an engine has, and how writes are shared out over several, told on the simulated
-// network, which counts them.
+// The NICs of an engine, and the distribution of writes over several, on the simulated network,
+// which counts writes.
 #include <cstring>
 #include <iterator>
 #include <thread>
@@ -28,7 +28,7 @@ std::uint64_t delivered(TestEngine& engine, std::size_t nic) {
   return simulated_network().delivered(engine->nics()[nic].name);
 }
 
-// Those of several factories.
+// The NICs of several factories.
 class AllNics final : public NicFactory {
  public:
   explicit AllNics(std::vector<std::shared_ptr<NicFactory>> of) : of_(std::move(of)) {}
@@ -67,7 +67,7 @@ struct NicPairOfEngines {
 
 }  // namespace
 
-TEST_CASE("a single write is shared out over all NICs by bytes") {
+TEST_CASE("a single write is distributed over all NICs by bytes") {
   NicPairOfEngines pair(with_nics("a", {{"0", 100}, {"1", 100}, {"2", 100}, {"3", 100}}),
                         with_nics("b", {{"0", 100}, {"1", 100}, {"2", 100}, {"3", 100}}));
   const auto submitted = good(pair.writer->write(
@@ -75,19 +75,19 @@ TEST_CASE("a single write is shared out over all NICs by bytes") {
   CHECK(submitted.writes == 4);
   CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
   for (std::size_t nic = 0; nic < 4; ++nic) CHECK(delivered(pair.writer, nic) == 1);
-  // Too small for that to pay.
+  // A write that is too small to be distributed.
   CHECK(good(pair.writer->write(pair.to_reader, pair.source, pair.destination->descriptor(),
                                 {.length = 4096}))
             .writes == 1);
 }
 
-TEST_CASE("pages are shared out by count, weighted by link speed") {
+TEST_CASE("pages are distributed by count, weighted by link speed") {
   auto ours = with_nics("a", {{"fast", 300}, {"slow", 100}});
   ours.path_timeout = kDeadline;  // nothing is delivered until all is posted
   NicPairOfEngines pair(ours, with_nics("b", {{"fast", 300}, {"slow", 100}}));
   std::vector<std::int64_t> pages;
   for (std::int64_t page = 0; page < 4000; page += 2) pages.push_back(page);
-  simulated_network().hold(true);  // so that only what is posted decides
+  simulated_network().hold(true);  // so that the posted writes alone decide
   const auto submitted = good(pair.writer->write_pages(
       pair.to_reader, pair.source, pair.destination->descriptor(), same_pages(4096, pages)));
   while (pair.writer->stats().writes_posted < submitted.writes) std::this_thread::yield();
@@ -99,7 +99,7 @@ TEST_CASE("pages are shared out by count, weighted by link speed") {
   CHECK(fast / slow < 3.2);
 }
 
-TEST_CASE("a write that is pinned to a NIC takes no other") {
+TEST_CASE("a write that is pinned to a NIC uses no other") {
   NicPairOfEngines pair(with_nics("a", {{"0", 100}, {"1", 100}}), with_nics("b", {{"0", 100}}));
   for (int i = 0; i < 20; ++i) CHECK(pair.write(300000, {.nic = 1}).code == Errc::ok);
   CHECK(delivered(pair.writer, 0) == 0);
@@ -110,7 +110,7 @@ TEST_CASE("a write that is pinned to a NIC takes no other") {
   CHECK(refused.error().code == Errc::invalid_argument);
 }
 
-TEST_CASE("a pinned write to a peer without NICs is refused by name") {
+TEST_CASE("a pinned write to a peer without NICs is refused") {
   Pair pair("tcp");
   const auto refused = pair.writer->write_imm(pair.to_reader, 1, {.nic = 0});
   REQUIRE(!refused);
@@ -147,7 +147,7 @@ TEST_CASE("any mix of 1 to 8 NICs on both sides moves everything") {
   }
 }
 
-TEST_CASE("an immediate counts for a group only where every common network keeps order") {
+TEST_CASE("an immediate counts for a group only if every common network keeps order") {
   const auto with = [](const std::string& name, std::vector<bool> ordered) {
     auto options = with_nics(name, {{"first", 100}});
     std::vector<std::shared_ptr<NicFactory>> all;
@@ -173,10 +173,10 @@ TEST_CASE("an immediate counts for a group only where every common network keeps
   CHECK(immediates({true}, {true}) == 4);
   CHECK(immediates({false}, {false}) == 100);
   CHECK(immediates({true, false}, {true, false}) == 100);
-  CHECK(immediates({true, false}, {true}) == 4);  // only one of them is common
+  CHECK(immediates({true, false}, {true}) == 4);  // only the ordered network is common
 }
 
-TEST_CASE("NICs that all fail at once fail no write that they had begun") {
+TEST_CASE("if all NICs fail at once, no write fails that they had begun") {
   std::vector<std::pair<std::string, std::uint64_t>> list;
   for (int n = 0; n < 8; ++n) list.emplace_back(std::to_string(n), 100);
   NicPairOfEngines pair(with_nics("a", list), with_nics("b", list));
@@ -188,7 +188,7 @@ TEST_CASE("NICs that all fail at once fail no write that they had begun") {
   CHECK(pair.writer.await(Kind::write, write()).code == Errc::ok);
   simulated_network().hold(true);
   const OperationId id = write();
-  (void)pair.writer->stats();  // behind the write, so that it is posted
+  (void)pair.writer->stats();  // handled after the write, so that the write is posted
   for (const bool up : {false, true}) {
     for (const auto& nic : pair.writer->nics()) {
       simulated_network().set_link(nic.name, up);
@@ -200,7 +200,7 @@ TEST_CASE("NICs that all fail at once fail no write that they had begun") {
   CHECK_MESSAGE(done.code == Errc::ok, done.text);
 }
 
-TEST_CASE("a write whose paths fail again and again is given up, and says why") {
+TEST_CASE("a write whose paths fail again and again is given up, and the error says why") {
   NicPairOfEngines pair(with_nics("a", {{"0", 100}}), with_nics("b", {{"0", 100}}));
   const std::string nic = pair.writer->nics()[0].name;
   simulated_network().refuse_writes(nic, 4);
@@ -215,7 +215,7 @@ TEST_CASE("a write whose paths fail again and again is given up, and says why") 
   CHECK(pair.write(4096, {.timeout = kDeadline}).code == Errc::ok);
 }
 
-TEST_CASE("a chosen name that no NIC has is refused, with the names that there are") {
+TEST_CASE("the error for a name that no NIC has lists the names of the NICs") {
   auto options = with_nics("a", {{"0", 100}, {"1", 100}});
   const std::string nic = good(TransferEngine::create(options))->nics()[0].name;
   options.nics = {nic, "mlx5_7", "rdmap9s0"};
@@ -229,7 +229,7 @@ TEST_CASE("a chosen name that no NIC has is refused, with the names that there a
   CHECK(TransferEngine::create(options));
 }
 
-TEST_CASE("what is there and cannot be used is told of once, and the other NICs are used") {
+TEST_CASE("one notice names NICs that cannot be used, and the other NICs are used") {
   auto options = options_for("tcp", "a");
   options.tcp = false;
   const auto told = [&](const std::vector<std::string>& broken,
@@ -249,5 +249,5 @@ TEST_CASE("what is there and cannot be used is told of once, and the other NICs 
   CHECK(told({"broken"}, {"foreign"}) == "NIC broken cannot be opened");
   options.nics = {"whole", "foreign"};
   const std::string text = told({}, {"foreign"});
-  CHECK_MESSAGE(text.find("nics names: foreign;") != std::string::npos, text);
+  CHECK_MESSAGE(text.find("these members of nics: foreign") != std::string::npos, text);
 }

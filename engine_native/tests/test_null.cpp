@@ -19,7 +19,7 @@ EngineOptions null_options(const std::string& name, const std::shared_ptr<NicFac
 
 }  // namespace
 
-TEST_CASE("null: writes are reported and immediates counted, though nothing is moved") {
+TEST_CASE("null: writes are reported and immediates counted, but nothing is moved") {
   const auto nics = std::make_shared<null::NullFactory>(true);
   TestEngine writer(null_options("writer", nics));
   TestEngine reader(null_options("reader", nics));
@@ -52,7 +52,7 @@ TEST_CASE("null: writes are reported and immediates counted, though nothing is m
   CHECK(writer.await(Kind::write, told.id).code == Errc::ok);
 }
 
-TEST_CASE("null: engines of two networks do not meet") {
+TEST_CASE("null: engines of two networks do not connect") {
   TestEngine writer(null_options("writer", std::make_shared<null::NullFactory>(true)));
   TestEngine reader(null_options("reader", std::make_shared<null::NullFactory>(true)));
   const OperationId id = writer->connect(reader->address(), std::chrono::seconds(1));

@@ -1,5 +1,5 @@
-// Engines over libfabric: what differs from other fabrics, which the suite "conformance" has in
-// common. Their NICs alone are in test_ofi_paths.cpp.
+// Engines over libfabric, as far as it differs from other fabrics; the suite "conformance" has the
+// common cases. test_ofi_paths.cpp tests their NICs alone.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -34,7 +34,7 @@ struct Engines {
         source(good(writer->allocate(kPage * kPages))),
         destination(good(reader->allocate(kPage * kPages))) {}
 
-  // Scattered pages, every byte and the count checked.
+  // Writes scattered pages; checks every byte and the count.
   void write(Random& random) {
     random.fill(source->host(), source->size());
     std::fill_n(destination->host(), destination->size(), std::byte{0});
@@ -91,7 +91,7 @@ TEST_CASE("ofi: pages arrive over 1 and 3 endpoints, in EFA's disorder or not") 
   }
 }
 
-TEST_CASE("ofi: NICs that nothing wakes for move everything") {
+TEST_CASE("ofi: NICs without wake-ups move everything") {
   if (ofi_skipped()) return;
   Random random;
   CAPTURE(random.seed);
@@ -106,7 +106,7 @@ TEST_CASE("ofi: NICs that nothing wakes for move everything") {
   for (int i = 0; i < 3; ++i) napping.write(random);
 }
 
-TEST_CASE("ofi: 200,000 immediates, and not one more") {
+TEST_CASE("ofi: exactly 200,000 immediates are counted") {
   if (ofi_skipped()) return;
   Engines engines(strict_ofi_options("writer", 2), strict_ofi_options("reader", 2));
   constexpr std::uint64_t kTotal = 200'000;
@@ -154,7 +154,7 @@ TEST_CASE("ofi: a region is written under each of its registrations") {
   }
 }
 
-TEST_CASE("ofi: fencing one writer leaves the other's transfer whole") {
+TEST_CASE("ofi: fencing one writer does not affect the transfer of another") {
   if (ofi_skipped()) return;
   TestEngine reader(strict_ofi_options("reader"));
   TestEngine fenced(strict_ofi_options("fenced"));
@@ -179,7 +179,7 @@ TEST_CASE("ofi: fencing one writer leaves the other's transfer whole") {
   CHECK(count_other_than(fine, std::byte{0x22}) == 0);
 }
 
-TEST_CASE("ofi: a reader that leaves in mid-transfer leaves the other's whole") {
+TEST_CASE("ofi: a reader that closes in mid-transfer does not affect that of another") {
   if (ofi_skipped()) return;
   constexpr std::size_t kBytes = 64u << 20;
   TestEngine writer(strict_ofi_options("writer"));
@@ -216,7 +216,7 @@ TEST_CASE("ofi: a reader that leaves in mid-transfer leaves the other's whole") 
   }
 }
 
-TEST_CASE("ofi: a transfer outlives paths that are lost with another region, counted once") {
+TEST_CASE("ofi: a transfer survives paths that are lost with another region, and is counted once") {
   if (ofi_skipped()) return;
   constexpr std::size_t kBytes = 64u << 20;
   TestEngine writer(strict_ofi_options("writer", 3));
@@ -255,13 +255,13 @@ TEST_CASE("ofi: idle engines use next to no processor time") {
   Random random;
   Engines engines(ofi_options("writer", 2), ofi_options("reader", 2));
   engines.write(random);
-  CHECK(comes_to_rest());  // one that spins takes a whole processor
+  CHECK(comes_to_rest());  // an engine that spins would use a whole core
   engines.write(random);
 }
 
 // --- processes that die ----------------------------------------------------------------------
 
-// Run by the case below in its own process.
+// The case below runs this in a separate process.
 TEST_CASE("ofi helper: a reader that waits to be killed" * doctest::skip()) {
   const char* const out = std::getenv("KVXFER_TEST_PIPE");
   REQUIRE(out);
@@ -310,7 +310,8 @@ struct Victim {
 
 }  // namespace
 
-TEST_CASE("ofi: a reader that is killed in mid-transfer is lost, and the next one is written to") {
+TEST_CASE(
+    "ofi: a reader that is killed in mid-transfer is lost, and the next one gets its writes") {
   if (ofi_skipped()) return;
   TestEngine writer(ofi_options("writer"));
   const auto source = good(writer->allocate(64u << 20));
@@ -327,7 +328,7 @@ TEST_CASE("ofi: a reader that is killed in mid-transfer is lost, and the next on
               .id);
     };
     for (int i = 0; i < 8; ++i) submit({});
-    submit({TransferEngine::watch_word(), 1});  // however fast the others are
+    submit({TransferEngine::watch_word(), 1});  // is under way, however fast the others are
     const auto first = writer.await(Kind::write, *operations.begin());
     CHECK_MESSAGE(first.code == Errc::ok, first.text);
     operations.erase(operations.begin());
@@ -348,7 +349,7 @@ TEST_CASE("ofi: a reader that is killed in mid-transfer is lost, and the next on
 // --- options ---------------------------------------------------------------------------------
 
 TEST_CASE(
-    "ofi: what is missing is said by name where ofi is required, and done without otherwise") {
+    "ofi: the error names what is missing if ofi is required; otherwise engines do without it") {
   const auto refused = [](EngineOptions options) {
     const auto engine = TransferEngine::create(std::move(options));
     REQUIRE(!engine);

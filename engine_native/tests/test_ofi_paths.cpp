@@ -25,7 +25,7 @@ TEST_CASE("ofi: a half-received write places nothing once its path or region was
     const auto closed = static_cast<Closed>(round % 3);
     CAPTURE(round);
     auto options = strict_ofi_options("bench", 2);
-    options.peer_timeout = std::chrono::seconds(1);  // no engine answers here: it is waited out
+    options.peer_timeout = std::chrono::seconds(1);  // no engine answers, so the timeout passes
     OfiBench bench(options, {});
     const auto source = bench.region(kPieces * kPiece);
     const auto destination = bench.region(kPieces * kPiece);
@@ -34,7 +34,7 @@ TEST_CASE("ofi: a half-received write places nothing once its path or region was
     auto ends = bench.join(0);
     const auto key = bench.key_for(0, destination);
     const auto operation = bench.post(*ends.writer, source, key, kPieces, kPiece, imm);
-    // Until a piece has begun to arrive and not ended.
+    // Polls until a piece has begun to arrive and has not ended.
     bool half_way = false;
     bench.until([&] {
       for (std::size_t piece = 0; piece < kPieces; ++piece) {
@@ -60,7 +60,7 @@ TEST_CASE("ofi: a half-received write places nothing once its path or region was
     }
     bench.settle();
     CHECK(count_other_than(destination, std::byte{0x11}) == 0);
-    // What was counted before is all that ever is, and the writer hears of the rest.
+    // Nothing more is counted, and the writer learns of the rest.
     ends.reader.shut();
     const std::uint64_t counted = bench.counters.value(imm);
     const auto received = ends.reader->received().find(imm);
@@ -71,7 +71,7 @@ TEST_CASE("ofi: a half-received write places nothing once its path or region was
   }
 }
 
-TEST_CASE("ofi: a key that is not one loses the path by name") {
+TEST_CASE("ofi: a wrong key loses the path, which the error names") {
   if (ofi_skipped()) return;
   OfiBench bench(strict_ofi_options("bench", 2), {});
   const auto source = bench.region(1u << 20);
@@ -90,7 +90,7 @@ TEST_CASE("ofi: a key that is not one loses the path by name") {
 TEST_CASE("ofi: one key serves all peers, and none of a fenced peer's writes lands by it") {
   if (ofi_skipped()) return;
   auto options = strict_ofi_options("bench", 3);
-  options.peer_timeout = std::chrono::seconds(1);  // of a closed endpoint: it is waited out
+  options.peer_timeout = std::chrono::seconds(1);  // with a closed endpoint, the timeout passes
   OfiBench bench(options, {});
   const auto source = bench.region(1u << 20);
   const auto destination = bench.region(1u << 20);
@@ -100,8 +100,8 @@ TEST_CASE("ofi: one key serves all peers, and none of a fenced peer's writes lan
   const RemoteKey key = bench.key_for(0, destination);
   CHECK(key.rkey == bench.key_for(1, destination).rkey);
   fenced.reader.shut();
-  // One write, and it need not be refused: libfabric's tcp connects to the closed port 36,000 times
-  // a second, and where that port is among those that connect() chooses from, once to itself.
+  // One write, which need not be refused: libfabric's tcp connects to the closed port 36,000 times
+  // a second, and if connect() may choose that port as its own, it once connects to itself.
   (void)bench.post(*fenced.writer, source, key, 1, kPage, std::nullopt);
   bench.settle();
   CHECK(count_other_than(destination, std::byte{0}) == 0);
@@ -110,7 +110,8 @@ TEST_CASE("ofi: one key serves all peers, and none of a fenced peer's writes lan
   CHECK(count_other_than(destination, std::byte{0}) == 4 * kPage);
 }
 
-TEST_CASE("ofi: immediates are counted for the path that they came by, and none of one shut") {
+TEST_CASE(
+    "ofi: immediates are counted for the path that they used, and none of a path that is shut") {
   if (ofi_skipped()) return;
   OfiBench bench(strict_ofi_options("bench", 3), {});
   const auto source = bench.region(1u << 20);
@@ -157,7 +158,7 @@ TEST_CASE("ofi: NICs are joined again however often their path is lost") {
   }
 }
 
-TEST_CASE("ofi: nothing is read for a write whose path was shut, and other paths go on") {
+TEST_CASE("ofi: nothing is read for a write whose path was shut, and other paths continue") {
   if (ofi_skipped()) return;
   constexpr std::uint32_t kPiece = 1u << 20;
   constexpr std::size_t kPieces = 12;
@@ -183,7 +184,7 @@ TEST_CASE("ofi: nothing is read for a write whose path was shut, and other paths
 }
 
 // libfabric's tcp would read freed memory when such a connection speaks: see TcpListener.
-TEST_CASE("ofi: a connection that has said nothing ends with the path, and other paths go on") {
+TEST_CASE("ofi: a connection without data ends with the path, and other paths continue") {
   if (ofi_skipped()) return;
   OfiBench bench(ofi_options("bench", 2), {});
   auto other = bench.join(0);
@@ -192,7 +193,7 @@ TEST_CASE("ofi: a connection that has said nothing ends with the path, and other
   const auto* const address = reinterpret_cast<const sockaddr*>(to.data());
   const UniqueFd silent(::socket(address->sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
   REQUIRE(::connect(silent.get(), address, static_cast<socklen_t>(to.size())) == 0);
-  bench.settle();  // it is accepted
+  bench.settle();  // the connection is accepted by then
   ends.reader.shut();
   bench.until([&] {
     char byte = 0;

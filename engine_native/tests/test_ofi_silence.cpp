@@ -1,5 +1,5 @@
-// EFA whose traffic is dropped without a word, as by a security group, while the control stream
-// goes on: what is written takes another way, and a notice says why.
+// EFA whose traffic is dropped without an error, as by a security group, while the control stream
+// works: writes take another way, and a notice says why.
 #include <algorithm>
 #include <functional>
 
@@ -31,7 +31,7 @@ bool names(const std::string& text, const std::string& part) {
 struct SilentHosts {
   explicit SilentHosts(bool tcp)
       : ours(silent_options("writer", tcp)), theirs(silent_options("reader", tcp)) {}
-  // Of these NICs of both, all or one; in one direction or both.
+  // Swallows traffic of NICs `first` to `end` of both hosts, in one direction or in both.
   void swallow(bool there, bool back, bool swallows, std::size_t first = 0, std::size_t end = 99) {
     for (std::size_t n = first; n < std::min(end, ours.nics.size()); ++n) {
       for (std::size_t k = first; k < std::min(end, theirs.nics.size()); ++k) {
@@ -45,7 +45,7 @@ struct SilentHosts {
   EngineOptions theirs;
 };
 
-// From one engine to another that it is connected to.
+// Writes from one engine to another that it is connected to, and checks the bytes.
 void check_written(TestEngine& from, PeerId to, TestEngine& into) {
   const auto source = good(from->allocate(kSilentBytes));
   const auto destination = good(into->allocate(kSilentBytes));
@@ -63,7 +63,8 @@ Completion notice_of(TestEngine& engine, const std::string& nic) {
 
 }  // namespace
 
-TEST_CASE("a double of EFA swallows a direction: nothing arrives, or nobody hears that it did") {
+TEST_CASE(
+    "a double of EFA swallows a direction: nothing arrives, or no sender learns of arrivals") {
   for (const bool arrives : {false, true}) {
     CAPTURE(arrives);
     EngineOptions options = options_for("efa", "bench");
@@ -95,7 +96,7 @@ TEST_CASE("a double of EFA swallows a direction: nothing arrives, or nobody hear
   }
 }
 
-TEST_CASE("tcp takes over, in both directions, where EFA's traffic is dropped in one or in both") {
+TEST_CASE("tcp takes over, in both directions, if EFA's traffic is dropped in one or in both") {
   for (const auto& [there, back] : {std::pair{true, true}, {true, false}, {false, true}}) {
     CAPTURE(there);
     CAPTURE(back);
@@ -118,7 +119,7 @@ TEST_CASE("tcp takes over, in both directions, where EFA's traffic is dropped in
       CHECK_MESSAGE(names(text, "'writer'"), text);
       CHECK_MESSAGE(names(text, "security group"), text);
     }
-    // The group is mended, and both NICs are used without anybody's doing.
+    // When the group permits the traffic again, both NICs are used without a restart.
     hosts.swallow(there, back, false);
     const auto source = good(writer->allocate(kPage));
     const auto destination = good(reader->allocate(kPage));
@@ -132,7 +133,7 @@ TEST_CASE("tcp takes over, in both directions, where EFA's traffic is dropped in
   }
 }
 
-TEST_CASE("a rail that is dead from the start is left out by name, and the others are used") {
+TEST_CASE("a notice names a rail that never works, and the others are used") {
   if (nics_per_engine() < 2) return;
   for (const bool back : {true, false}) {
     CAPTURE(back);
@@ -150,7 +151,7 @@ TEST_CASE("a rail that is dead from the start is left out by name, and the other
   }
 }
 
-TEST_CASE("without another way to the peer a connect fails, and says what to look at") {
+TEST_CASE("without another way to the peer a connect fails, and the error says what to check") {
   SilentHosts hosts(false);
   TestEngine writer(hosts.ours);
   TestEngine reader(hosts.theirs);

@@ -28,7 +28,7 @@ Runs random_runs(Random& random) {
 
 }  // namespace
 
-TEST_CASE("a checksum knows every bit and place of its runs, and nothing else") {
+TEST_CASE("a checksum depends on every bit and place of its runs, and on nothing else") {
   Random random;
   CAPTURE(random.seed);
   for (int round = 0; round < 50; ++round) {
@@ -55,7 +55,7 @@ TEST_CASE("a checksum knows every bit and place of its runs, and nothing else") 
   }
 }
 
-TEST_CASE("a checksum is that of XXH3") {
+TEST_CASE("checksums are those of XXH3") {
   // The hash of no bytes with seed 0, as xxHash publishes it.
   const std::vector<std::byte> memory(1);
   const std::vector<std::int64_t> zero{0};

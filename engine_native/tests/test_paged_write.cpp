@@ -50,7 +50,7 @@ TEST_CASE("no write is longer than the limit, and the writes cover the pages exa
     }
     const auto writes = good(plan(from, to, page, page, page * 100));
     std::size_t i = 0;
-    std::uint64_t done = 0;  // of page i
+    std::uint64_t done = 0;  // bytes of page i
     for (const WireWrite& write : writes) {
       CHECK(write.length <= kMaxWriteBytes);
       for (std::uint64_t at = 0; at < write.length;) {
@@ -70,7 +70,7 @@ TEST_CASE("no write is longer than the limit, and the writes cover the pages exa
   }
 }
 
-TEST_CASE("neighbours are told by their bytes, whatever the strides and offsets are") {
+TEST_CASE("neighbours are recognised by their bytes, with any strides and offsets") {
   Random random;
   CAPTURE(random.seed);
   for (int round = 0; round < 500; ++round) {
@@ -114,7 +114,7 @@ TEST_CASE("neighbours are told by their bytes, whatever the strides and offsets 
   }
 }
 
-TEST_CASE("a page outside its region is refused and named") {
+TEST_CASE("the error names a page outside its region") {
   const std::int64_t last = (1 << 20) / 4096 - 1;
   CHECK(plan({last}, {last}, 4096));
   for (const auto& [from, to] : {std::pair{last + 1, last},
@@ -131,7 +131,7 @@ TEST_CASE("a page outside its region is refused and named") {
   CHECK(!plan({0}, {0}, (1 << 20) + 1));
 }
 
-TEST_CASE("of several pages outside, the first is named, also within a run of neighbours") {
+TEST_CASE("the error names the first of several pages outside, even within a run of neighbours") {
   Random random;
   CAPTURE(random.seed);
   const std::int64_t pages = 100;
@@ -162,8 +162,9 @@ TEST_CASE("of several pages outside, the first is named, also within a run of ne
   }
 }
 
-TEST_CASE("no page outside hides between two that are inside") {
-  for (const std::uint64_t stride : {96u, 64u, 32u}) {  // neither, one or every second is next
+TEST_CASE("a page outside is found between two that are inside") {
+  // Pages of 64 bytes with a gap, without one, and overlapping.
+  for (const std::uint64_t stride : {96u, 64u, 32u}) {
     for (const std::int64_t far : {INT64_MIN, INT64_MAX, INT64_MIN + 1, INT64_MAX - 1}) {
       CHECK(!plan({0, far, 0}, {0, far, 0}, 64, stride));
       CHECK(!plan({1, far, 1}, {1, far, 1}, 64, stride));
@@ -192,7 +193,7 @@ TEST_CASE("a single write is checked against both regions without overflow") {
   CHECK(single(0, 0, 0).error().code == Errc::invalid_argument);
 }
 
-TEST_CASE("groups end at 32 writes, at 128 KiB, and beside a long write") {
+TEST_CASE("groups end at 32 writes, at 128 KiB, and at a long write") {
   const auto groups = [](const std::vector<std::uint32_t>& lengths) {
     std::vector<WireWrite> writes;
     for (const std::uint32_t length : lengths) writes.push_back({.length = length});
@@ -202,7 +203,7 @@ TEST_CASE("groups end at 32 writes, at 128 KiB, and beside a long write") {
       ++sizes.back();
       if (write.grouped == 0) sizes.push_back(0);
     }
-    CHECK(sizes.back() == 0);  // the last write of all ends a group
+    CHECK(sizes.back() == 0);  // the last write ends a group
     sizes.pop_back();
     CHECK(sizes.size() == count);
     return sizes;

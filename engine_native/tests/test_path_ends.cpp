@@ -1,5 +1,6 @@
-// Paths that end while the writer knows of writes that the reader's host has not seen: such writes
-// are counted, and the peers stay. Over the doubles whose NICs drop at a close what was not read.
+// Paths that end while the writer has completions of writes that the reader's host has not seen:
+// such writes are counted, and the peers stay. Over doubles whose NICs drop unread completions at a
+// close.
 #include <thread>
 
 #ifdef KVXFER_HAVE_OFI
@@ -14,7 +15,7 @@ using Kind = Completion::Kind;
 
 namespace {
 
-// What a test says to the double of a fabric's NICs.
+// The controls of the double of a fabric's NICs.
 struct Double {
   std::function<void(bool)> hold;
   std::function<void(const std::string&, bool)> withhold_arrivals;
@@ -52,7 +53,7 @@ struct Ending {
         pair(fabric),
         source(good(pair.writer->allocate(kPage * kPages))),
         destination(good(pair.reader->allocate(kPage * kPages))) {
-    // Over each NIC, whose path greets with an arrival, too.
+    // A write over each NIC; the greeting of its path arrives, too.
     for (std::uint32_t nic = 0; nic < pair.writer->nics().size(); ++nic) {
       REQUIRE(pair.writer.await(Kind::write, submit(counter(), nic)).code == Errc::ok);
     }
@@ -66,7 +67,7 @@ struct Ending {
     REQUIRE(submitted.immediates == 1);
     return submitted.id;
   }
-  // A write over NIC 0 that has arrived, and whose writer knows it: its reader does not.
+  // Delivers a write over NIC 0; its writer knows of the arrival, but its reader does not.
   void deliver_unseen(Imm imm) {
     nics.withhold_arrivals(pair.reader->nics()[0].name, true);
     REQUIRE(pair.writer.await(Kind::write, submit(imm, 0)).code == Errc::ok);
@@ -79,7 +80,7 @@ struct Ending {
     while (pair.writer->stats().writes_posted == before) std::this_thread::yield();
     closed = nics.ends_closed();
   }
-  // Once `count` ends were closed.
+  // Releases arrivals once `count` more ends were closed.
   void release_after(std::size_t count) {
     while (nics.ends_closed() < closed + count) std::this_thread::yield();
     nics.withhold_arrivals(pair.reader->nics()[0].name, false);
@@ -111,7 +112,8 @@ struct Ending {
 
 }  // namespace
 
-TEST_CASE("paths are reset for a late writer: what the reader has not seen yet is counted") {
+TEST_CASE(
+    "paths are reset for a late writer: writes that the reader has not seen yet are counted") {
   for (const std::string& fabric : doubled_fabrics()) {
     CAPTURE(fabric);
     Ending ending(fabric);
@@ -129,7 +131,8 @@ TEST_CASE("paths are reset for a late writer: what the reader has not seen yet i
   }
 }
 
-TEST_CASE("a link goes down: what the reader has not seen yet is counted, the rest goes on") {
+TEST_CASE(
+    "a link goes down: writes that the reader has not seen yet are counted, others continue") {
   Ending ending("simulated");
   auto& [writer, reader, to_reader, to_writer] = ending.pair;
   const Imm unseen = ending.counter();

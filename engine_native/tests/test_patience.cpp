@@ -1,4 +1,4 @@
-// Starved is not dead: how long a silent peer is waited for.
+// The time that a silent peer is waited for: a starved peer is not dead.
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -20,13 +20,13 @@ constexpr std::uint64_t kMs = 1'000'000;
 constexpr std::uint64_t kLimit = 700 * kMs;
 constexpr std::uint64_t kStart = 1'000'000 * kMs;
 
-// A process whose only thread has the name of an engine's.
+// A process whose only thread has the name of an engine's thread.
 class Child {
  public:
   explicit Child(const std::function<void()>& again) {
     std::array<char, 16> name;
     ::prctl(PR_GET_NAME, name.data());
-    ::prctl(PR_SET_NAME, kEngineThreadName);  // the child has it from its first moment
+    ::prctl(PR_SET_NAME, kEngineThreadName);  // before the fork, so that the child always has it
     pid_ = ::fork();
     while (pid_ == 0) again();
     ::prctl(PR_SET_NAME, name.data());
@@ -53,7 +53,7 @@ class Child {
   pid_t pid_ = 0;
 };
 
-// A peer that has beaten once, `gap_ns` after it was met.
+// The patience with a peer that has sent one heartbeat, `gap_ns` after it connected.
 Patience heard_after(std::uint64_t gap_ns) {
   Patience patience(kStart);
   patience.hear(kStart + gap_ns);
@@ -62,7 +62,7 @@ Patience heard_after(std::uint64_t gap_ns) {
 
 }  // namespace
 
-TEST_CASE("the kernel says whether the engine of a process was stopped or has no core") {
+TEST_CASE("the kernel reports whether the engine of a process was stopped or has no core") {
   const Child sleeper([] { ::pause(); });
   CHECK(sleeper.comes_to(EngineThreads::unknown));
   REQUIRE(::kill(sleeper.pid(), SIGSTOP) == 0);
@@ -76,10 +76,10 @@ TEST_CASE("the kernel says whether the engine of a process was stopped or has no
   CHECK(runner.comes_to(EngineThreads::want_core));
 
   CHECK(engine_threads_of(0) == EngineThreads::unknown);
-  CHECK(engine_threads_of(1 << 30) == EngineThreads::unknown);  // there is none
+  CHECK(engine_threads_of(1 << 30) == EngineThreads::unknown);  // no such process
 }
 
-TEST_CASE("a silent peer that was stopped ends at the limit, one without a core at three of them") {
+TEST_CASE("a silent peer that was stopped ends at the limit, one without a core at three limits") {
   const auto patience = heard_after(600 * kMs);
   const std::uint64_t heard = kStart + 600 * kMs;
   const Child runner([] {});
@@ -94,13 +94,13 @@ TEST_CASE("a silent peer that was stopped ends at the limit, one without a core 
   CHECK(patience.ends(kLimit, runner.pid(), heard + kLimit + 1));
 }
 
-TEST_CASE("of another host a peer that was late before is waited for twice as long as that") {
+TEST_CASE("a peer of another host that was late before gets twice as long as that") {
   SUBCASE("never late") {
     const auto patience = heard_after(120 * kMs);
     CHECK_FALSE(patience.ends(kLimit, 0, kStart + 120 * kMs + kLimit));
     CHECK(patience.ends(kLimit, 0, kStart + 120 * kMs + kLimit + 1));
   }
-  SUBCASE("late once, also where it was in time since") {
+  SUBCASE("late once, even if it was in time since") {
     auto patience = heard_after(600 * kMs);
     patience.hear(kStart + 700 * kMs);
     CHECK_FALSE(patience.ends(kLimit, 0, kStart + 1900 * kMs));
@@ -111,7 +111,7 @@ TEST_CASE("of another host a peer that was late before is waited for twice as lo
     CHECK_FALSE(patience.ends(kLimit, 0, kStart + 5000 * kMs + 3 * kLimit));
     CHECK(patience.ends(kLimit, 0, kStart + 5000 * kMs + 3 * kLimit + 1));
   }
-  SUBCASE("a minute without it is forgotten") {
+  SUBCASE("forgotten after a minute in time") {
     auto patience = heard_after(600 * kMs);
     std::uint64_t at = kStart + 600 * kMs;
     while (at < kStart + 62'000 * kMs) patience.hear(at += 100 * kMs);
@@ -125,7 +125,7 @@ TEST_CASE("time in which this engine did not run does not count as a peer's sile
   patience.forgive(2800 * kMs, now);
   CHECK(patience.silence(now) == 100 * kMs);
   patience.hear(now);
-  CHECK(patience.ends(kLimit, 0, now + kLimit + 1));  // nor does it count as lateness
+  CHECK(patience.ends(kLimit, 0, now + kLimit + 1));  // it does not count as lateness either
   patience.forgive(10'000 * kMs, now + 1);
   CHECK(patience.silence(now + 1) == 0);
 }

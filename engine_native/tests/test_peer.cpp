@@ -1,4 +1,4 @@
-// What an engine keeps to with a peer that it shares a connection with.
+// Rules that an engine keeps with a connected peer.
 #include <sys/socket.h>
 
 #include <array>
@@ -11,7 +11,7 @@ using namespace kvxfer::test;
 
 namespace {
 
-// Of a peer that is never written to.
+// The owner of a peer that is never written to.
 struct Owner final : PeerEvents, OperationBook, StreamOwner {
   void on_up(Peer&) override {}
   void on_message(Peer&, std::string) override {}
@@ -43,7 +43,7 @@ bool counts_by_group(std::uint16_t version) {
 
 }  // namespace
 
-TEST_CASE("a peer of a version before groups is told of every write by an immediate") {
+TEST_CASE("a peer of a version before groups gets an immediate for every write") {
   CHECK(!counts_by_group(kGroupsVersion - 1));
   CHECK(counts_by_group(kGroupsVersion));
 }

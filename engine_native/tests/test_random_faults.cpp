@@ -1,5 +1,5 @@
-// Transfers between the NICs of the simulated network, with faults. The seed chooses what befalls
-// whom (KVXFER_TEST_SEED repeats it); the threads of the engines and of the network choose when.
+// Transfers between the NICs of the simulated network, with faults. The seed chooses the faults
+// (KVXFER_TEST_SEED repeats it); the threads of the engines and of the network decide when.
 #include <string>
 
 #include "simulated_nic.hpp"
@@ -31,17 +31,17 @@ using Slots = TransferSlots<HostMemory>;
 
 }  // namespace
 
-TEST_CASE("whatever befalls transfers, each has its bytes, and what was released gets none") {
+TEST_CASE("with any faults, each transfer has its bytes, and released memory gets none") {
   Random random;
   CAPTURE(random.seed);
   for (const std::string fabric : {"simulated", "ordered"}) {
     CAPTURE(fabric);
     Pair pair(fabric);
-    const std::string nic = pair.writer->nics()[0].name;  // the other one stays
+    const std::string nic = pair.writer->nics()[0].name;  // the other NIC never fails
     const HostMemory source(pair.writer, Slots::kSize);
     const HostMemory destination(pair.reader, Slots::kSize);
     Slots slots(random, pair, source, destination);
-    // At times its link goes down, half of the time after completions were lost.
+    // Sometimes its link goes down, half of the time after completions were lost.
     const auto fail_nic = [&] {
       if (random.below(30) != 0) return;
       simulated_network().lose_completions(nic, random.below(2) == 0);

@@ -1,5 +1,5 @@
-// Counters that are released, or never counted, while their writes are under way: nothing of them
-// stays behind that would later cost the peer. Over the doubles of NICs, which hold writes back.
+// Counters that are released, or never counted, while their writes are under way: no trace of them
+// loses the peer later. Over doubles of NICs, which hold writes back.
 #include <algorithm>
 #include <thread>
 
@@ -19,7 +19,7 @@ class Transfers {
         source(good(pair.writer->allocate(kSize))),
         destination(good(pair.reader->allocate(kSize))),
         fabric_(fabric) {
-    // What opens a path has come through before it is held.
+    // The writes that open a path have arrived before it is held.
     for (std::uint32_t nic = 0; nic < pair.writer->nics().size(); ++nic) {
       const auto first =
           good(pair.writer->write(pair.to_reader, source, destination->descriptor(), {.length = 1},
@@ -33,7 +33,7 @@ class Transfers {
     return good(pair.writer->write(pair.to_reader, source, destination->descriptor(),
                                    {.length = kSize}, {.imm = imm, .timeout = kDeadline}));
   }
-  // On paths, and held there.
+  // Posts a write on paths, which hold it.
   OperationId post(Imm imm) {
     const std::uint64_t before = pair.writer->stats().writes_posted;
     const Submitted submitted = submit(imm);
@@ -42,12 +42,12 @@ class Transfers {
     }
     return submitted.id;
   }
-  // The writer has seen all that the reader sent it before.
+  // Returns once the writer has seen all earlier messages of the reader.
   void meet() {
     good(pair.reader->send(pair.to_writer, "met"));
     pair.writer.await(Kind::message);
   }
-  // As they are where a writer does not stop in time.
+  // Resets the paths, as happens if a writer does not stop in time.
   void reset_paths() {
     const Imm imm = good(pair.reader->allocate_counter(pair.to_writer));
     hold(true);
@@ -73,7 +73,8 @@ class Transfers {
 
 }  // namespace
 
-TEST_CASE("what was cancelled and then revoked is forgotten: a path lost later costs no peer") {
+TEST_CASE(
+    "a write that was cancelled and then revoked is forgotten: a path lost later costs no peer") {
   for (const std::string& fabric : held_fabrics()) {
     CAPTURE(fabric);
     Transfers transfers(fabric);
@@ -82,7 +83,7 @@ TEST_CASE("what was cancelled and then revoked is forgotten: a path lost later c
     transfers.hold(true);
     const OperationId cancelled = transfers.post(imm);
     writer->cancel(cancelled);
-    (void)writer->stats();  // which comes behind it
+    (void)writer->stats();  // handled after the cancel
     REQUIRE(!reader->begin_release_counter(imm));
     transfers.meet();
     transfers.hold(false);
@@ -93,7 +94,7 @@ TEST_CASE("what was cancelled and then revoked is forgotten: a path lost later c
   }
 }
 
-TEST_CASE("immediates that their receiver does not count cost no peer, and their writer is told") {
+TEST_CASE("immediates that their receiver does not count cost no peer, and later writes fail") {
   for (const std::string& fabric : held_fabrics()) {
     CAPTURE(fabric);
     Transfers transfers(fabric);

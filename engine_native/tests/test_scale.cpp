@@ -1,5 +1,5 @@
-// Much of everything, on every fabric: immediates, peers, bytes in one region; and peers that
-// start anew.
+// Large numbers on every fabric: immediates, peers, bytes in one region; and peers that are
+// restarted.
 #include <sys/mman.h>
 
 #include <cstring>
@@ -15,10 +15,10 @@ TEST_SUITE_BEGIN("conformance");
 
 namespace {
 
-// For a million immediates on a machine that has no time for them.
+// Enough for a million immediates on a busy machine.
 constexpr Duration kLong = std::chrono::minutes(20);
 
-// What stands for a NIC in software does thousands of immediates a second, not millions.
+// A NIC in software handles thousands of immediates a second, not millions.
 std::size_t immediates_for(const std::string& fabric) {
   const char* full = std::getenv("KVXFER_TEST_FULL");
   const bool slow = fabric == "verbs" || fabric.starts_with("ofi");
@@ -60,7 +60,7 @@ TEST_CASE("a million immediates are counted, none lost, none twice") {
     Pair pair(fabric);
     const auto source = good(pair.writer->allocate(1u << 20));
     const auto destination = good(pair.reader->allocate(1u << 20));
-    // Every other 8 bytes: no two are neighbours, so each is its own write.
+    // Every second 8 bytes: no two pages are neighbours, so each is a separate write.
     std::vector<std::int64_t> pages(immediates_for(fabric));
     for (std::size_t i = 0; i < pages.size(); ++i) {
       pages[i] = static_cast<std::int64_t>(i * 2 % (1u << 17));
@@ -73,7 +73,7 @@ TEST_CASE("a million immediates are counted, none lost, none twice") {
     good(pair.reader->expect(imm, submitted.immediates));
     const auto done = pair.writer.await(Kind::write, submitted.id, kLong);
     CHECK_MESSAGE(done.code == Errc::ok, done.text);
-    // On a starved machine the reader may have most of them before it still.
+    // On a busy machine most of them may still be on the way to the reader.
     CHECK(pair.reader.await(Kind::counter, imm, kLong).code == Errc::ok);
     CHECK(pair.reader->counter_value(imm) == submitted.immediates);
   }
@@ -128,7 +128,7 @@ TEST_CASE("offsets beyond 4 GiB arrive where they should") {
     const AliasedMemory to(kBytes);
     const auto source = good(pair.writer->register_memory(from.data(), kBytes));
     const auto destination = good(pair.reader->register_memory(to.data(), kBytes));
-    constexpr std::size_t kPlace = 1u << 20;  // within a piece
+    constexpr std::size_t kPlace = 1u << 20;  // an offset within a piece
     const std::size_t last = kBytes - AliasedMemory::kPiece + kPlace;
     std::memset(from.data() + kPlace, 0x5a, 5000);
     write_and_count(pair.writer, pair.to_reader, pair.reader, source, destination,
@@ -146,7 +146,7 @@ TEST_CASE("offsets beyond 4 GiB arrive where they should") {
   }
 }
 
-TEST_CASE("a peer that starts anew is a new one, and what was the old one's is refused") {
+TEST_CASE("a restarted peer is a new one, and descriptors of the old one are refused") {
   for (const std::string& fabric : EachFabric()) {
     CAPTURE(fabric);
     TestEngine writer(options_for(fabric, "writer"));

@@ -36,14 +36,14 @@ struct Star {
 
 }  // namespace
 
-TEST_CASE("a scatter gives every peer its part, and a barrier tells all") {
+TEST_CASE("a scatter gives every peer its part, and a barrier counts at each") {
   for (const std::string& fabric : EachFabric()) {
     CAPTURE(fabric);
     Random random;
     CAPTURE(random.seed);
     Star star(fabric, 5);
     random.fill(star.source->host(), star.source->size());
-    // The immediates are equal: each peer's first counter.
+    // The immediates are equal, as each is its peer's first counter.
     for (const Imm imm : star.imms) REQUIRE(imm == star.imms[0]);
     std::vector<ScatterPart> parts;
     for (std::size_t i = 0; i < star.ids.size(); ++i) {
@@ -86,13 +86,13 @@ TEST_CASE("a scatter with one bad part submits none") {
   REQUIRE(!refused);
   CHECK(refused.error().code == Errc::out_of_bounds);
   CHECK(star.centre->stats().writes_posted == 0);
-  // What was prepared of it is not counted as queued either.
+  // Nor do its valid parts count as queued.
   parts[1].write.destination_offset = 0;
   const auto again = good(star.centre->scatter(star.source, star.group(), parts));
   CHECK(star.centre.await(Kind::write, again.id).code == Errc::ok);
 }
 
-TEST_CASE("a scatter that fails in parts ends once, with each failure by its peer") {
+TEST_CASE("a scatter that fails in parts ends once, with the failure of each peer") {
   for (const std::string& fabric : EachFabric()) {
     CAPTURE(fabric);
     Star star(fabric, 4);
@@ -142,7 +142,7 @@ TEST_CASE("a list of writes between many regions is one operation with one total
     for (std::size_t i = 0; i < 40; ++i) {
       const std::size_t source = random.below(kRegions);
       const std::size_t destination = i % kRegions;
-      // One is longer than a write on the wire; each has its own place.
+      // One is longer than a write on the wire; none overlap.
       const std::uint64_t length = i == 0 ? (2u << 20) + 5 : 1 + random.below(16 << 10);
       const std::uint64_t place = i == 0 ? 0 : (i / kRegions + 130) * (16 << 10);
       const std::uint64_t offset = random.below(kBytes - length);
@@ -167,7 +167,7 @@ TEST_CASE("a list of writes between many regions is one operation with one total
   }
 }
 
-TEST_CASE("a list of writes with a bad one submits none, and says which it is") {
+TEST_CASE("a list of writes with a bad one submits none, and the error says which it is") {
   Pair pair("tcp");
   const auto source = good(pair.writer->allocate(kPart));
   const auto destination = good(pair.reader->allocate(kPart))->descriptor();
@@ -203,7 +203,7 @@ TEST_CASE("a counter that runs freely may be waited for again and again") {
   }
 }
 
-TEST_CASE("a release that has to ask its peers says when it is done") {
+TEST_CASE("a release that has to ask its peers reports when it is done") {
   for (const std::string& fabric : EachFabric()) {
     CAPTURE(fabric);
     Pair pair(fabric);
@@ -211,7 +211,7 @@ TEST_CASE("a release that has to ask its peers says when it is done") {
     const bool done = pair.reader->begin_release_counter(untouched);
     CHECK(done == !places_by_nic(fabric));
     if (!done) pair.reader.await(Kind::released, untouched);
-    // Nothing can be under way of a counter whose total has arrived.
+    // No write of a counter can be under way once its total has arrived.
     const Imm complete = good(pair.reader->allocate_counter(pair.to_writer));
     good(pair.writer->write_imm(pair.to_reader, complete));
     good(pair.reader->expect(complete, 1));

@@ -1,4 +1,4 @@
-// The double of EFA's NICs (simulated_efa.hpp) keeps the rules that it names.
+// Tests that the double of EFA's NICs (simulated_efa.hpp) keeps the rules that it lists.
 #include <algorithm>
 #include <thread>
 
@@ -20,7 +20,7 @@ EngineOptions two_nics() {
 
 }  // namespace
 
-TEST_CASE("an error of one endpoint ends its path, and one of anything else the NIC") {
+TEST_CASE("an error of an endpoint ends its path, and any other error ends the NIC") {
   if (nics_per_engine() < 2) return;
   using ErrorOf = SimulatedEfa::ErrorOf;
   for (const auto of : {ErrorOf::endpoint, ErrorOf::device, ErrorOf::nothing}) {
@@ -39,7 +39,7 @@ TEST_CASE("an error of one endpoint ends its path, and one of anything else the 
     const std::size_t closed = simulated_efa().ends_closed();
     const std::string nic = reader->nics().front().name;
     simulated_efa().report_error(nic.substr(0, nic.find('/')), of);
-    // Of the path that ends, or of both peers' paths of the NIC.
+    // The ends of one path, or of both peers' paths of the NIC.
     const std::size_t ends = of == ErrorOf::endpoint ? 2 : 4;
     while (simulated_efa().ends_closed() < closed + ends) std::this_thread::yield();
     const auto told = reader->drain();
@@ -63,7 +63,7 @@ TEST_CASE("EFA's double: a closed endpoint leaves no completions, and none follo
   simulated_efa().hold(true);
   const auto unread = bench.post(*ends.writer, source, key, 8, 64, imm);
   simulated_efa().hold(false);
-  // All have arrived, and the reader has not looked at its queue.
+  // All writes have arrived, and the reader has not polled its queue.
   bench.until_polled(0, [&] { return unread->done(); });
   CHECK(unread->finished == 8);
   ends.reader.shut();

@@ -14,7 +14,7 @@ std::vector<WireWrite> with_room(std::size_t count) {
 
 }  // namespace
 
-TEST_CASE("a list's memory is used again, once, where it is large enough") {
+TEST_CASE("a list's memory is used again, once, if it is large enough") {
   SpareWrites spare;
   auto list = with_room(SpareWrites::kFewest);
   const WireWrite* const memory = list.data();
@@ -26,7 +26,7 @@ TEST_CASE("a list's memory is used again, once, where it is large enough") {
   CHECK(spare.take(SpareWrites::kFewest).capacity() == 0);
 }
 
-TEST_CASE("short lists are neither kept nor looked for") {
+TEST_CASE("short lists are neither kept nor reused") {
   SpareWrites spare;
   spare.keep(with_room(SpareWrites::kFewest - 1));
   CHECK(spare.take(SpareWrites::kFewest - 1).capacity() == 0);
@@ -34,7 +34,7 @@ TEST_CASE("short lists are neither kept nor looked for") {
   CHECK(spare.take(1).capacity() == 0);
 }
 
-TEST_CASE("what is kept is bounded, and the oldest makes room") {
+TEST_CASE("the kept lists are bounded, and the oldest makes room") {
   SpareWrites spare;
   spare.keep(with_room(SpareWrites::kMost + 1));
   CHECK(spare.take(SpareWrites::kFewest).capacity() == 0);

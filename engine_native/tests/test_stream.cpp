@@ -1,4 +1,4 @@
-// What a stream hears of a peer that is gone.
+// Input of a stream whose peer has ended.
 #include <sys/socket.h>
 
 #include <array>
@@ -42,7 +42,7 @@ struct Connected {
 
 }  // namespace
 
-TEST_CASE("what a peer said before it went is heard, though nothing can be sent to it any more") {
+TEST_CASE("what a peer sent before it ended is read, even if nothing can be sent to it any more") {
   Connected c;
 
   const std::string words(200'000, 'w');  // more than one read takes
@@ -57,7 +57,7 @@ TEST_CASE("what a peer said before it went is heard, though nothing can be sent 
   CHECK(whole);
 }
 
-TEST_CASE("a stream knows of input that it has not read") {
+TEST_CASE("a stream reports input that it has not read") {
   Connected c;
   CHECK_FALSE(c.stream->has_input());
   REQUIRE(::send(c.peer.get(), "beat", 4, MSG_DONTWAIT) == 4);
@@ -67,5 +67,5 @@ TEST_CASE("a stream knows of input that it has not read") {
   CHECK(c.hearer.heard == "beat");
   CHECK_FALSE(c.stream->has_input());
   c.peer.reset();
-  CHECK_FALSE(c.stream->has_input());  // an end is none
+  CHECK_FALSE(c.stream->has_input());  // the end is not input
 }

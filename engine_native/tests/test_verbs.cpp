@@ -1,5 +1,5 @@
-// Engines on RDMA NICs: links that go down, regions that go away. What verbs have in common with
-// other fabrics is in the suite "conformance". Run by make test-verbs.
+// Engines on RDMA NICs: links that go down, and regions that are deregistered. The suite
+// "conformance" has the cases that verbs share with other fabrics. Run by make test-verbs.
 #include <linux/capability.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
@@ -43,7 +43,7 @@ std::filesystem::path device_file(const std::string& nic) {
   return {};
 }
 
-// rxe0 is the RDMA side of the network interface rx0.
+// Device rxe0 is on the network interface rx0.
 void set_link(const std::string& nic, bool up) {
   const std::string command =
       "ip link set rx" + nic.substr(std::strlen("rxe")) + (up ? " up" : " down");
@@ -65,7 +65,7 @@ struct Verbs {
                                     same_pages(kPage, pages), {.imm = imm, .timeout = kDeadline}));
   }
 
-  // Writes pages, `disturb` meanwhile; then every byte and the count must be right.
+  // Writes pages and calls `disturb` meanwhile; then checks every byte and the count.
   void write(Random& random, const std::function<void()>& disturb = [] {}) {
     random.fill(source->host(), source->size());
     const auto pages = random.distinct_pages(kPages * 3 / 4, kPages);
@@ -172,7 +172,7 @@ TEST_CASE("writes to a region that is being deregistered are refused, later ones
   CHECK(refused);
 }
 
-TEST_CASE("a link that goes down and comes back under load loses and doubles nothing") {
+TEST_CASE("a link that goes down and comes back under load loses and repeats nothing") {
   if (skipped_without_verbs()) return;
   const auto all = devices();
   if (all.size() < 2) {
@@ -181,7 +181,7 @@ TEST_CASE("a link that goes down and comes back under load loses and doubles not
   }
   Random random;
   CAPTURE(random.seed);
-  // Two devices are the ends of one cable: there both go down.
+  // Two devices are the ends of one cable, so both go down.
   Verbs verbs;
   for (int round = 0; round < 3; ++round) {
     CAPTURE(round);
@@ -195,7 +195,7 @@ TEST_CASE("a link that goes down and comes back under load loses and doubles not
   }
 }
 
-TEST_CASE("a peer that no NIC reaches any more is lost by name") {
+TEST_CASE("the error names a peer that no NIC reaches any more") {
   if (skipped_without_verbs()) return;
   Random random;
   CAPTURE(random.seed);
@@ -212,7 +212,7 @@ TEST_CASE("a peer that no NIC reaches any more is lost by name") {
     CHECK_MESSAGE(down.text.ends_with(" down"), down.text);
   }
   for (const auto& nic : all) set_link(nic, true);
-  // Both meet again once a link is up.
+  // Both connect again once a link is up.
   verbs.writer.await([](const Completion& c) { return c.text.ends_with("is usable again"); });
   verbs.reader.await([](const Completion& c) { return c.text.ends_with("is usable again"); });
   verbs.to_reader = verbs.writer.connect_to(verbs.reader);
@@ -253,12 +253,12 @@ TEST_CASE("immediates without bytes, both ways at once, never run out of receive
           << " immediates a second");
 }
 
-TEST_CASE("connected engines that have nothing to do cost next to nothing") {
+TEST_CASE("idle engines use next to no processor time") {
   if (skipped_without_verbs()) return;
   Random random;
   Verbs verbs;
   verbs.write(random);
-  CHECK(comes_to_rest());  // one that spins takes a whole processor
+  CHECK(comes_to_rest());  // an engine that spins would use a whole core
 }
 
 TEST_CASE("nothing of a fenced peer lands, and it may come back") {
@@ -304,7 +304,7 @@ TEST_CASE("memory beyond the limit of locked memory is refused with its remedy")
   low.rlim_cur = 64u << 10;
   REQUIRE(::setrlimit(RLIMIT_MEMLOCK, &low) == 0);
   std::optional<Error> refused;
-  // Capabilities are a thread's own; with CAP_IPC_LOCK the limit would not count.
+  // Capabilities belong to a thread; with CAP_IPC_LOCK the limit would not apply.
   std::thread([&] {
     __user_cap_header_struct header{.version = _LINUX_CAPABILITY_VERSION_3, .pid = 0};
     std::array<__user_cap_data_struct, 2> none{};
@@ -320,7 +320,7 @@ TEST_CASE("memory beyond the limit of locked memory is refused with its remedy")
   }
 }
 
-TEST_CASE("a device that this process may not open is told of, and the others are used") {
+TEST_CASE("a notice names a device that this process may not open, and the others are used") {
   if (skipped_without_verbs()) return;
   auto options = options_for("verbs", "engine");
   options.verbs = FabricUse::if_available;
@@ -330,7 +330,7 @@ TEST_CASE("a device that this process may not open is told of, and the others ar
   const auto before = std::filesystem::status(file).permissions();
   std::filesystem::permissions(file, std::filesystem::perms::none);
   std::unique_ptr<TransferEngine> engine;
-  // Capabilities are a thread's own; with CAP_DAC_OVERRIDE the mode would not count.
+  // Capabilities belong to a thread; with CAP_DAC_OVERRIDE the mode would not apply.
   std::thread([&] {
     __user_cap_header_struct header{.version = _LINUX_CAPABILITY_VERSION_3, .pid = 0};
     std::array<__user_cap_data_struct, 2> own{};
@@ -351,7 +351,7 @@ TEST_CASE("a device that this process may not open is told of, and the others ar
   }
 }
 
-TEST_CASE("regions are unregistered, also right after their grants have ended") {
+TEST_CASE("regions are deregistered, even right after their grants have ended") {
   if (skipped_without_verbs()) return;
   Verbs verbs;
   const auto registered = [] {
@@ -373,7 +373,7 @@ TEST_CASE("regions are unregistered, also right after their grants have ended") 
     const auto granted = good(verbs.reader->grant(imm, {&range, 1})).front();
     const auto submitted = good(verbs.writer->write(verbs.to_reader, verbs.source, granted,
                                                     {.length = kPage * 16}, {.imm = imm}));
-    if (round % 2 == 0) {  // else it is under way, or its windows are not open yet
+    if (round % 2 == 0) {  // else the grant is under way, or its windows are not open yet
       good(verbs.reader->expect(imm, submitted.immediates));
       CHECK(verbs.reader.await(Kind::counter, imm).code == Errc::ok);
       verbs.reader->release_counter(imm);

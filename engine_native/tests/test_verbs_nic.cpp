@@ -1,6 +1,5 @@
-// One RDMA NIC and its paths, without engines: keys that are refused, queues that are full, peers
-// at addresses that do not answer. On the devices of the host, and on simulated ones of the mlx5
-// driver.
+// One RDMA NIC and its paths, without engines: wrong keys, full queues, peers at addresses that do
+// not answer. On the devices of the host, and on simulated ones of the mlx5 driver.
 #include <algorithm>
 #include <memory>
 
@@ -36,7 +35,7 @@ TEST_CASE("a wrong key ends the path with its cause, and no other path") {
     }
     bench.until([&] { return bench.lost.contains(bad.reader.get()); });
     const std::string& refusal = bench.lost[bad.reader.get()].text;
-    // mlx5 tells by an event of the device, rxe by a completion.
+    // mlx5 reports it by an event of the device, rxe by a completion.
     const char* const cause = fabric == "mlx5" ? "where it may not" : "deregistered here";
     CHECK_MESSAGE(refusal.find(cause) != std::string::npos, refusal);
     const auto good_one = bench.operation(source, bench.key(target), 4, 4096, imm);
@@ -52,7 +51,7 @@ TEST_CASE("a wrong key ends the path with its cause, and no other path") {
   }
 }
 
-TEST_CASE("of an immediate that the peer has revoked nothing is kept as delivered") {
+TEST_CASE("an immediate that the peer has revoked is not kept as delivered") {
   for (const std::string& fabric : verbs_fabrics()) {
     CAPTURE(fabric);
     VerbsBench bench(fabric);
@@ -70,7 +69,7 @@ TEST_CASE("of an immediate that the peer has revoked nothing is kept as delivere
   }
 }
 
-TEST_CASE("what a path received and did not finish is final once it is shut") {
+TEST_CASE("the received and unfinished writes of a path are final once it is shut") {
   for (const std::string& fabric : verbs_fabrics()) {
     CAPTURE(fabric);
     VerbsBench bench(fabric);
@@ -89,7 +88,7 @@ TEST_CASE("what a path received and did not finish is final once it is shut") {
       bench.post(*bystander.writer, aside);
       const std::uint64_t some = random.below(100);
       bench.until([&] { return operation->finished + aside->finished >= some; });
-      // Either end may be first.
+      // Either end may be shut first.
       (round % 2 == 0 ? ends.reader : ends.writer).shut();
       std::fill_n(target->host() + 100 * 64, target->size() - 100 * 64, std::byte{0x11});
       (round % 2 == 0 ? ends.writer : ends.reader).shut();
@@ -98,7 +97,8 @@ TEST_CASE("what a path received and did not finish is final once it is shut") {
       std::size_t unfinished = 0;
       for (const auto& batch : ends.writer->take_unfinished()) unfinished += batch.writes.count;
       CHECK(operation->finished + unfinished == 100);
-      // Delivered is known to have come; more may have come without its sender's knowing.
+      // All delivered writes have arrived; more may have arrived without a completion at the
+      // sender.
       CHECK(came >= operation->finished);
       bench.until([&] { return aside->finished == 100; });
       bench.until([&] { return bench.counters.value(imm) >= came + 100; });
@@ -109,12 +109,12 @@ TEST_CASE("what a path received and did not finish is final once it is shut") {
                           [](std::byte byte) { return byte == std::byte{0x11}; }));
       }
     }
-    CHECK(bench.lost.size() <= 30);  // whose other end was shut first
+    CHECK(bench.lost.size() <= 30);  // paths whose other end was shut first
     CHECK(!bench.lost.contains(bystander.writer.get()));
   }
 }
 
-TEST_CASE("a NIC takes 200 paths, and one of mlx5 thousands, until it refuses by name") {
+TEST_CASE("a NIC takes 200 paths, and one of mlx5 thousands, until it refuses with an error") {
   for (const std::string& fabric : verbs_fabrics()) {
     CAPTURE(fabric);
     VerbsBench bench(fabric);
@@ -170,7 +170,7 @@ TEST_CASE("a path is fenced while others wait for addresses that do not answer")
   const std::string device = bench.nic(0).info().name;
   const auto answer = [&device](void*) { simulated_verbs().silence(device, false); };
   simulated_verbs().silence(device, true);
-  std::size_t ended = 0;  // on a slow machine some are refused first
+  std::size_t ended = 0;  // some, on a slow machine, are refused first
   std::size_t joined = 0;
   {
     const std::unique_ptr<void, decltype(answer)> answers(&bench, answer);

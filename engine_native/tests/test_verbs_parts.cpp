@@ -33,7 +33,7 @@ const std::vector<std::uint8_t> kLinkLocal{0xfe, 0x80};
 
 }  // namespace
 
-TEST_CASE("of a port's addresses the routable IPv4 one of this namespace is used") {
+TEST_CASE("a port's routable IPv4 address of this namespace is used") {
   const auto ours = [](const ibv_gid_entry& one) { return one.ndev_ifindex == 1; };
   const auto chosen = [&](const std::vector<ibv_gid_entry>& entries) {
     return choose_gid(entries, IBV_LINK_LAYER_ETHERNET, -1, ours)
@@ -47,7 +47,7 @@ TEST_CASE("of a port's addresses the routable IPv4 one of this namespace is used
   CHECK(chosen({entry(1, kLinkLocal), entry(2, kIpv6)}) == 2);
   CHECK(chosen({entry(1, kIpv4, kV1), entry(2, kLinkLocal)}) == 2);
   CHECK(chosen({entry(5, kLinkLocal), entry(6, kLinkLocal)}) == 5);
-  // The host's own address, seen from a container that has only the second interface.
+  // The host's own address, seen in a container that has only the second interface.
   CHECK(chosen({entry(1, kIpv4, kV2, 7), entry(2, kLinkLocal)}) == 2);
   CHECK(chosen({entry(1, kIpv4, kV2, 7)}) == 1);
   CHECK(!choose_gid({}, IBV_LINK_LAYER_ETHERNET, -1, ours));
@@ -55,11 +55,11 @@ TEST_CASE("of a port's addresses the routable IPv4 one of this namespace is used
   CHECK(choose_gid(fabric, IBV_LINK_LAYER_INFINIBAND, -1, ours)->gid_index == 0);
 }
 
-TEST_CASE("a NIC's queues are shared out so that they never overrun") {
+TEST_CASE("a NIC's queues are divided so that they never overrun") {
   struct Limits {
     std::uint32_t completions;
     std::uint32_t receives;
-    std::uint32_t at_least;  // paths
+    std::uint32_t at_least;  // the least number of paths
   };
   for (const auto& [completions, receives, at_least] :
        {Limits{32703, 32703, 64}, Limits{65472, 32703, 100}, Limits{1024, 1024, 8},
@@ -81,7 +81,7 @@ TEST_CASE("a NIC's queues are shared out so that they never overrun") {
     CHECK(shares.size() >= at_least);
     CHECK(budget.paths() == shares.size());
     if (shares.empty()) continue;
-    // What a path gives back another may have.
+    // Another path may have what a path gives back.
     budget.give_back(shares.back());
     const auto again = budget.take();
     REQUIRE(again);
@@ -100,7 +100,7 @@ TEST_CASE("the first paths' sends fill the link") {
   CHECK(PathBudget(1024, 1024, 976).take()->sends == 32);
 }
 
-TEST_CASE("an endpoint survives its way to the peer, and anything else is none") {
+TEST_CASE("an endpoint survives a round trip, and other text is refused") {
   PathEndpoint endpoint{.queue_pair = 0x123456,
                         .packet_sequence = 0xabcdef,
                         .imm_window = 777,
@@ -125,7 +125,7 @@ TEST_CASE("an endpoint survives its way to the peer, and anything else is none")
   CHECK(!PathEndpoint::decode(endpoint.encode()));
 }
 
-TEST_CASE("packets carry the traffic class and service level, and a route where they need one") {
+TEST_CASE("packets carry the traffic class and service level, and a route if they need one") {
   PathEndpoint theirs{.lid = 7, .link_layer = IBV_LINK_LAYER_ETHERNET};
   theirs.gid.raw[15] = 9;
   Port port{.link_layer = IBV_LINK_LAYER_ETHERNET, .gid_index = 3};

@@ -1,4 +1,4 @@
-// Writes between two engines, the same promises on every fabric.
+// Writes between two engines, with the same promises on every fabric.
 #include <cstring>
 #include <thread>
 
@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::size_t kPool = 4u << 20;
 
-// How the source memory came to be: its own path on the local fabric.
+// The origin of the source memory, which decides its path on the local fabric.
 enum class Source { allocated, registered, part_of_shared };
 
 struct SourcePool {
@@ -22,7 +22,7 @@ struct SourcePool {
     if (kind == Source::allocated) {
       region = good(engine->allocate(bytes));
     } else if (kind == Source::part_of_shared) {
-      // Between others' bytes; the region keeps the memory.
+      // Between bytes of other users; the region keeps the memory alive.
       const auto shared = good(allocate_shared(bytes + kPool));
       region = good(engine->register_memory(bytes_of(shared).data() + kPool / 2 + 3, bytes));
     } else {
@@ -149,7 +149,7 @@ TEST_CASE("both directions at once, many operations, none lost") {
   }
 }
 
-TEST_CASE("an immediate without bytes counts, and counts before anyone waits") {
+TEST_CASE("an immediate without bytes counts, even before a wait") {
   for (const std::string& fabric : EachFabric()) {
     Pair pair(fabric);
     const Imm imm = good(pair.reader->allocate_counter());
@@ -183,7 +183,7 @@ TEST_CASE("a refused write changes no byte, counts nothing and names the cause")
     CHECK(attempt(foreign, 0, imm).code == Errc::unknown_region);
 
     MrDescriptor stretched = destination->descriptor();
-    stretched.length *= 2;  // the sender's own check believes it, the receiver does not
+    stretched.length *= 2;  // passes the sender's check, but not the receiver's
     CHECK(attempt(stretched, kPool - 1000, imm).code == Errc::out_of_bounds);
     CHECK(attempt(stretched, kPool + 1000, imm).code == Errc::out_of_bounds);
 
@@ -208,7 +208,7 @@ TEST_CASE("a refused write changes no byte, counts nothing and names the cause")
     for (std::size_t i = 0; i < kPool; ++i) REQUIRE(destination->host()[i] == std::byte{0});
     CHECK(pair.reader->stats().writes_refused.total > 0);
 
-    // The connection survived all of it.
+    // The connection has survived.
     const auto valid =
         good(pair.writer->write(pair.to_reader, source, destination->descriptor(),
                                 {.length = 300000}, {.imm = imm, .timeout = kDeadline}));
@@ -229,7 +229,7 @@ TEST_CASE("a cancelled operation ends and posts nothing more") {
     pair.writer->cancel(submitted.id);
     const auto done = pair.writer.await(Kind::write, submitted.id);
     CHECK((done.code == Errc::cancelled || done.code == Errc::ok));
-    pair.writer->cancel(submitted.id);  // harmless
+    pair.writer->cancel(submitted.id);  // a second cancel has no effect
     const auto again = good(pair.writer->write(pair.to_reader, source, destination->descriptor(),
                                                {.length = 100}, {.timeout = kDeadline}));
     CHECK(pair.writer.await(Kind::write, again.id).code == Errc::ok);
@@ -268,7 +268,7 @@ TEST_CASE("after release_counter returned, no write with that immediate lands") 
       while (pair.reader->counter_value(imm) == 0 && random.below(4) != 0) {
       }
       pair.reader->release_counter(imm);
-      std::memset(destination->host(), 0x11, kPool);  // the pages belong to another owner now
+      std::memset(destination->host(), 0x11, kPool);  // the pages have another owner now
       const auto done = pair.writer.await(Kind::write, submitted.id);
       CHECK((done.code == Errc::ok || done.code == Errc::stale_counter));
       std::size_t changed = 0;
@@ -278,7 +278,7 @@ TEST_CASE("after release_counter returned, no write with that immediate lands") 
   }
 }
 
-TEST_CASE("memory is no source any more once it is deregistered") {
+TEST_CASE("memory cannot be a source once it is deregistered") {
   for (const std::string& fabric : EachFabric()) {
     CAPTURE(fabric);
     Pair pair(fabric);

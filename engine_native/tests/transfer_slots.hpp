@@ -1,5 +1,5 @@
-// Many small transfers at once between two memories, each with its own fault: every one has
-// its bytes, and what was released gets none.
+// Many small transfers at once between two memories, each with a different fault: every transfer
+// has its bytes, and released memory gets none.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace kvxfer::test {
 
-// Memory: has region(), read(offset, size) and write(offset, bytes).
+// Memory has region(), read(offset, size) and write(offset, bytes).
 template <class Memory>
 class TransferSlots {
  public:
@@ -22,7 +22,7 @@ class TransferSlots {
   static constexpr std::size_t kSlotPages = 16;
   static constexpr std::size_t kPage = 512;
   static constexpr std::size_t kSlot = kSlotPages * kPage;
-  static constexpr std::size_t kSize = kSlots * kSlot;  // of each memory
+  static constexpr std::size_t kSize = kSlots * kSlot;  // the bytes of each memory
 
   TransferSlots(Random& random, Pair& pair, const Memory& source, const Memory& destination)
       : random_(random), pair_(pair), source_(source), destination_(destination) {}
@@ -40,7 +40,8 @@ class TransferSlots {
     settle();
     for (const Transfer& transfer : transfers) check(transfer);
   }
-  // Any moment of the transfers under way. It sleeps: a yield takes milliseconds on a busy machine.
+  // Waits for a random moment of the transfers. It sleeps, as a yield takes milliseconds on a busy
+  // machine.
   void wait_a_moment() {
     if (random_.below(2) == 0) return;
     std::this_thread::sleep_for(std::chrono::microseconds(random_.below(50)));
@@ -94,10 +95,10 @@ class TransferSlots {
     if (transfer.fault == Fault::cancelled) {
       pair_.writer->cancel(transfer.submitted.id);
       pair_.writer.await(Kind::write, transfer.submitted.id);
-      source_.write(transfer.slot * kSlot, all(std::byte{0xee}));  // nothing reads it now
+      source_.write(transfer.slot * kSlot, all(std::byte{0xee}));  // nothing reads it any more
     }
     pair_.reader->release_counter(transfer.imm);
-    // The slot belongs to another owner from now on.
+    // From now on the slot has another owner.
     destination_.write(transfer.slot * kSlot, all(std::byte{0xdd}));
   }
 

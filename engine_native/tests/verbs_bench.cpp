@@ -52,7 +52,7 @@ Result<BarePath> VerbsBench::open(std::size_t number) {
 
 VerbsBench::Joined VerbsBench::join() {
   Joined ends;
-  // Addresses may have to be looked up first; a link tries again, too.
+  // Addresses may have to be resolved first; a link tries again, too.
   until([&] {
     ends = {.writer = good(open(0)), .reader = good(open(nics_.size() - 1))};
     return ends.reader.connect(ends.writer->endpoint()) &&
@@ -98,7 +98,7 @@ void VerbsBench::poll() {
 void VerbsBench::until(const std::function<bool()>& so) {
   const std::uint64_t deadline = now_ns() + static_cast<std::uint64_t>(kDeadline.count());
   while (!so()) {
-    REQUIRE_MESSAGE(now_ns() < deadline, "it did not come to pass before the deadline");
+    REQUIRE_MESSAGE(now_ns() < deadline, "the condition was not true before the deadline");
     poll();
   }
 }

@@ -1,5 +1,5 @@
-// RDMA NICs without engines: paths joined by hand, so that a test can do to them what no engine
-// would.
+// RDMA NICs without engines. Their paths are joined by hand, so that a test can do to them what no
+// engine would.
 #pragma once
 
 #include <functional>
@@ -15,14 +15,14 @@
 
 namespace kvxfer::test {
 
-// Says why, if this run does not cover verbs.
+// True if this run does not cover verbs; it then prints why.
 bool skipped_without_verbs();
 // The fabrics of VerbsBench that this run covers: mlx5, verbs.
 std::vector<std::string> verbs_fabrics();
 
 class VerbsBench final : private NicEvents {
  public:
-  // With all the devices that KVXFER_TEST_NICS allows.
+  // Opens all the devices that KVXFER_TEST_NICS allows.
   explicit VerbsBench(const std::string& fabric = "verbs");
   ~VerbsBench();
 
@@ -32,17 +32,18 @@ class VerbsBench final : private NicEvents {
     BarePath writer;
     BarePath reader;
   };
-  // From the first NIC to the last.
+  // Joins the first NIC to the last.
   Joined join();
   RegionPtr region(std::size_t bytes);
-  // Writes `source` to `destination`, in pieces, each with the immediate if there is one.
+  // An operation that writes `source` to `destination` in pieces, each with the immediate if there
+  // is one.
   OperationPtr operation(const RegionPtr& source, const RemoteKey& destination, std::size_t pieces,
                          std::uint32_t piece_bytes, std::optional<Imm> imm);
   RemoteKey key(const RegionPtr& region);
-  // Posts what there is room for now.
+  // Posts as many pieces as there is room for.
   void post(NicPath& path, const OperationPtr& operation);
   void poll();
-  // Polls until it is so; fails the test if it does not become so.
+  // Polls until the condition is true; fails the test at a deadline.
   void until(const std::function<bool()>& so);
 
   std::unique_ptr<CompletionQueue> completions;

@@ -1,6 +1,6 @@
-// How long 4 KiB take from the call that writes them until the other process' counter shows them,
-// beside what two processes reach by hand on the same way: a copy and a flag in shared memory, and
-// a socket. Both sides poll and never sleep; one way is half of there and back.
+// Measures how long 4 KiB take from the call that writes them until the other process' counter
+// shows them, beside what two processes reach by hand: by a copy and a flag in shared memory, and
+// by a socket. Both sides poll and never sleep; one way is half of there and back.
 //
 //   latency [ROUNDS]
 #include <arpa/inet.h>
@@ -67,7 +67,7 @@ void run_on(int cpu) {
   cpu_set_t set;
   CPU_ZERO(&set);
   CPU_SET(cpu, &set);
-  ::sched_setaffinity(0, sizeof set, &set);  // where that is not permitted, wherever it is
+  ::sched_setaffinity(0, sizeof set, &set);  // without permission the process stays where it is
 }
 
 // One side of a way: `send` the nth block, `receive` until the nth has come.
@@ -76,7 +76,7 @@ struct Way {
   std::function<void(std::uint64_t)> receive;
 };
 
-// Median one-way microseconds, in the parent; the child answers.
+// Returns the median one-way microseconds, in the parent; the child answers.
 double ping_pong(const Way& way, bool parent, int rounds) {
   std::vector<double> took;
   for (int round = 1; round <= kWarmUp + rounds; ++round) {

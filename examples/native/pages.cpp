@@ -46,7 +46,7 @@ int main() {
     }
   };
 
-  // Between processes the address, the descriptor and the immediate travel by any way there is.
+  // Between processes the address, the descriptor and the immediate may travel by any channel.
   writer->connect(reader->address(), std::chrono::seconds(2));
   const kvxfer::PeerId peer = await(Kind::connect).peer;
   const auto source = good(writer->allocate(8 * kPage));

@@ -1,5 +1,5 @@
-"""Wrong uses of an engine, and what each of them says: one line, with a code that is the same in
-Python, REST, metrics and logs (docs/operations.md#errors has the remedy of each).
+"""Wrong uses of an engine, and the error of each: one line, with a code that is the same in Python,
+REST, metrics and logs (docs/errors.md has the remedy of each).
 
     python examples/python/errors.py
 """
@@ -33,7 +33,7 @@ async def show(what: str, wrong: Callable[[], Any]) -> None:
 
 async def main() -> None:
     options: dict[str, Any] = {"fabric": ["tcp"]}
-    await show("an option that there is not", lambda: Engine(cluster_key=KEY, **options))
+    await show("an unknown option", lambda: Engine(cluster_key=KEY, **options))
     await show("a short cluster key", lambda: Engine(cluster_key="short"))
 
     async with (
@@ -58,9 +58,9 @@ async def main() -> None:
         await show("beyond the region", lambda: peer.write(source, to, length=9000))
         await show("a negative offset", lambda: peer.write(source, to, length=8, dst_offset=-1))
         length: Any = 4096.0
-        await show("a length that is no int", lambda: peer.write(source, to, length=length))
+        await show("a length that is not an int", lambda: peer.write(source, to, length=length))
         await show(
-            "a page that there is not",
+            "a page that does not exist",
             lambda: peer.write_pages(
                 source, to, page_length=4096, src_pages=[0, 2], dst_pages=[0, 1]
             ),

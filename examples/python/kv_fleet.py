@@ -23,7 +23,7 @@ from kvxfer.client import ControlPlaneClient, InstanceSpec, Registration, Role
 
 
 def registration(client: ControlPlaneClient, role: Role, ranks: list[Worker]) -> Registration:
-    """The place of an instance in the fleet, from `async with` on."""
+    """Returns the place of an instance in the fleet, which it has from `async with` on."""
     addresses = tuple(rank.engine.address for rank in ranks)
     spec = InstanceSpec(
         instance_id=role,
@@ -58,7 +58,7 @@ async def run(key: str, url: str) -> None:
     await asyncio.to_thread(pipe.recv)
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(ControlPlaneClient(url))
-        # In one process here; an engine of yours has a process for each rank.
+        # Both ranks are in one process here; your engine has a process for each rank.
         ranks = [
             await stack.enter_async_context(
                 worker(Role.DECODE, key, replace(LAYOUT, tp_size=2, tp_rank=rank), epoch=0)
@@ -66,7 +66,7 @@ async def run(key: str, url: str) -> None:
             for rank in range(2)
         ]
         await stack.enter_async_context(registration(client, Role.DECODE, ranks))
-        await ranks[1].endpoint.follow(ranks[0].engine.address)  # it has the epoch then
+        await ranks[1].endpoint.follow(ranks[0].engine.address)  # rank 1 then has the epoch
         for tokens in PROMPTS:
             transfer = await client.open_transfer(model="mine", prompt_tokens=tokens)
             pipe.send((transfer.ticket, tokens))

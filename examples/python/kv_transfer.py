@@ -26,11 +26,12 @@ from kvxfer.kv import BlockPool, KvCache, KvEndpoint, KvLayout, Ticket, sign_tic
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_size=64, dtype="float16", block_size=16)
 BLOCKS = 64
 PROMPTS = (1, 16, 100, 333)  # tokens
-EPOCH = 1  # another one after a restart, so that tickets for the process before are refused
+EPOCH = 1  # a new one after a restart, so that tickets for the earlier process are refused
 
 
 def computed(blocks: int, layer: int, part: str) -> np.ndarray:
-    """K or V of a prompt in a layer, [blocks, block_size, heads, head_size]: a model's work."""
+    """Returns K or V of a prompt in a layer, [blocks, block_size, heads, head_size]: a model's
+    work."""
     draw = np.random.default_rng([blocks, layer, ord(part)])
     return draw.integers(0, 1000, (blocks, 16, 2, 64)).astype(np.float16)
 
@@ -43,7 +44,7 @@ class Worker:
     endpoint: KvEndpoint
 
     def plane(self, layer: int, part: str) -> np.ndarray:
-        """K or V of all blocks, in the memory that is transferred."""
+        """Returns K or V of all blocks, in the memory that is transferred."""
         values = np.frombuffer(self.cache.buffer(layer, part), np.float16)
         return values.reshape(BLOCKS, 16, self.cache.layout.heads_per_rank, 64)
 
@@ -98,7 +99,7 @@ def prefill_process(pipe: Connection, key: str) -> None:
 
 
 def new_ticket(key: str) -> str:
-    """One for each transfer, from the program that sends a request to both workers."""
+    """Signs the ticket of a transfer, as the program does that sends a request to both workers."""
     ticket = Ticket(
         transfer_id=secrets.token_hex(8),
         request_id="a request",

@@ -1,6 +1,6 @@
-"""How long 4 KiB take from the call that writes them until the other process' counter shows them,
-with engines that are polled: the median of there and back, halved. `latency` in examples/native
-measures the same in C++.
+"""Measures how long 4 KiB take from the call that writes them until the other process' counter
+shows them, with engines that are polled: the median of there and back, halved. `latency` in
+examples/native measures the same in C++.
 
     python examples/python/latency.py [ROUNDS]
 """
@@ -22,7 +22,7 @@ TIMEOUT = 10.0
 
 
 class FirstPeer:
-    """The handler that waits for one."""
+    """A handler that waits for one peer."""
 
     def __init__(self) -> None:
         self.peer: Peer | None = None
@@ -36,7 +36,7 @@ class FirstPeer:
 
 
 def one_side(fabric: str, other: Connection, parent: bool, rounds: int) -> float:
-    """Median one-way seconds, in the parent; the child answers."""
+    """Returns the median one-way seconds, in the parent; the child answers."""
     with PolledEngine(cluster_key="only for this measurement", fabrics=[fabric]) as engine:
         first = engine.handler = FirstPeer()
         source, target, counter = engine.alloc(BYTES), engine.alloc(BYTES), engine.counter()

@@ -42,7 +42,7 @@ PROMPTS = [[tuple(f"the prompt of rank {rank}".encode())] for rank in range(RANK
 
 
 def dense() -> list[list[list[int]]]:
-    """What one process generates for the prompts of all ranks."""
+    """Returns what one process generates for the prompts of all ranks."""
     model = LlamaModel(CONFIG, seeded_weights(CONFIG, SEED), experts=DenseExperts(CONFIG, SEED))
     runner = ModelRunner(model, ByteTokenizer(), PagedKvCache(CONFIG, 64, 16))
     return [

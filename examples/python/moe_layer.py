@@ -1,6 +1,6 @@
 """A layer of experts, spread over four processes, gives what one process computes.
 
-Some tokens choose an expert twice. Rank 1 cannot begin one step, which then fails at all ranks by
+Some tokens choose an expert twice. Rank 1 cannot begin one step, which then fails at all ranks with
 its reason. Rank 3 is killed as it computes its part of a later step. Each expert is on two ranks,
 so the others send the tokens of that step again, and nothing is lost.
 
@@ -30,14 +30,15 @@ REFUSER, REFUSED_STEP, VICTIM, LAST_STEP = 1, 1, 3, 3
 
 
 def weights() -> tuple[Tensor, Tensor]:
-    """Of all experts: gate and up, down."""
+    """Returns the weights of all experts: gate and up, down."""
     seeded = torch.Generator().manual_seed(0)
     gate_up = torch.randn((EXPERTS, 2 * INNER, HIDDEN), generator=seeded) * HIDDEN**-0.5
     return gate_up, torch.randn((EXPERTS, HIDDEN, INNER), generator=seeded) * INNER**-0.5
 
 
 def batch_of(rank: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, their experts, and the experts' weights. The first token chooses one twice."""
+    """Returns tokens, their experts, and the experts' weights. The first token chooses one expert
+    twice."""
     seeded = torch.Generator().manual_seed(1 + number * RANKS + rank)
     x = torch.randn((TOKENS, HIDDEN), generator=seeded)
     largest = torch.randn((TOKENS, EXPERTS), generator=seeded).topk(TOP_K)
@@ -47,7 +48,7 @@ def batch_of(rank: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dense(x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
-    """The layer in one process."""
+    """Computes the layer in one process."""
     out = torch.zeros_like(x)
     for expert, (gate_up, down) in enumerate(zip(*weights(), strict=True)):
         gate, up = linear(x, gate_up).chunk(2, dim=1)

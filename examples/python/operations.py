@@ -1,9 +1,9 @@
-"""Runs a small fleet, asks it, looks at it, and drains a worker while requests go on.
+"""Runs a small fleet, sends it requests, shows it, and drains a worker while requests go on.
 
     python examples/python/operations.py [REQUESTS]
 
 Everything is a `kvxfer` command on a free port of 127.0.0.1, with its log in a temporary folder.
-Programs of your own read a fleet in the same way, by `kvxfer.client`.
+Your programs can read a fleet in the same way, by `kvxfer.client`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import Any
 from kvxfer.client import InstanceState, SyncControlPlaneClient
 from kvxfer.errors import UnknownInstance
 
-MODEL = "kvxfer-demo-8l"  # of the reference engine, with random weights
+MODEL = "kvxfer-demo-8l"  # the reference engine's, with random weights
 PROMPT = "Once upon a time there was a cache that had to be somewhere else. " * 3
 START_SECONDS = 120.0
 
 
 @contextlib.contextmanager
 def running(folder: Path, name: str, *arguments: str) -> Iterator[dict[str, Any]]:
-    """A `kvxfer` command; what it says of itself once it serves."""
+    """Runs a `kvxfer` command. Gives what it prints about itself once it serves."""
     command = [sys.executable, "-m", "kvxfer.cli", *arguments, "--json"]
     with (folder / f"{name}.log").open("w") as log:
         program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
@@ -49,7 +49,7 @@ def running(folder: Path, name: str, *arguments: str) -> Iterator[dict[str, Any]
 
 
 def ask(router: str, number: int) -> int:
-    """Tokens that came of a prompt."""
+    """Sends a prompt. Returns the number of output tokens."""
     body = {"model": MODEL, "prompt": f"{number}. {PROMPT}", "max_tokens": 8, "ignore_eos": True}
     request = urllib.request.Request(
         f"{router}/v1/completions",
@@ -78,7 +78,7 @@ def show(client: SyncControlPlaneClient) -> None:
 
 
 def drain(client: SyncControlPlaneClient, instance_id: str) -> None:
-    """It gets nothing new, finishes what it has, and leaves."""
+    """Drains an instance: it gets nothing new, finishes what it has, and leaves."""
     client.drain(instance_id, deadline_seconds=60.0)
     with contextlib.suppress(UnknownInstance):
         while client.instance(instance_id):

@@ -1,5 +1,5 @@
-"""Pages from one process into chosen pages of another, one-sidedly: a counter says when they are
-there. Every byte is compared. At the end the sender is killed in the middle of a transfer.
+"""Pages from one process into chosen pages of another, one-sidedly: a counter says when they have
+arrived. Every byte is compared. At the end the sender is killed in the middle of a transfer.
 
     python examples/python/pages.py
 """
@@ -24,7 +24,7 @@ PAGES = 256
 
 
 class Target(msgspec.Struct):
-    """What the sender needs to write here. The descriptor is the permission to do so."""
+    """The destination of a transfer. The descriptor is the permission to write there."""
 
     descriptor: bytes
     imm: int
@@ -32,7 +32,7 @@ class Target(msgspec.Struct):
 
 
 def content(page: int) -> np.ndarray:
-    """What the sender has in a page."""
+    """Returns the sender's content of a page."""
     return np.random.default_rng(page).integers(0, 256, PAGE, dtype=np.uint8)
 
 
@@ -56,7 +56,7 @@ async def send(address: str) -> None:
                 # The last transfer does not end: its sender is killed.
                 after=never.at(1) if len(target.pages) == PAGES else None,
             )
-            # How far the receiver's counter will get. One immediate may count for several pages.
+            # The total of the receiver's counter. One immediate may count for several pages.
             peer.send(write.immediates.to_bytes(8, "little"))
             await write  # delivered; only now may the source change
 
@@ -74,7 +74,7 @@ async def receive(told: Connection, sender: multiprocessing.process.BaseProcess)
             target = Target(memory.descriptor, counter.imm, wanted)
             peer.send(msgspec.msgpack.encode(target))
             total = int.from_bytes(await peer.receive(timeout=30), "little")
-            await counter.wait(total, timeout=30)  # the bytes are in memory, not earlier
+            await counter.wait(total, timeout=30)  # only now are the bytes in memory
             counter.release()  # nothing lands with its immediate any more
             right = all((pages[to] == content(page)).all() for page, to in enumerate(wanted))
             others = np.delete(pages, wanted, axis=0).any()
@@ -87,7 +87,7 @@ async def receive(told: Connection, sender: multiprocessing.process.BaseProcess)
         await peer.receive(timeout=30)
         os.kill(sender.pid or 0, signal.SIGKILL)
         try:
-            # A counter tells only of arrivals; the peer tells of its loss.
+            # A counter reports only arrivals; the peer reports its loss.
             await peer.receive(timeout=30)
         except PeerError as error:
             print(f"the sender is killed: {error.code}, {counter.value} immediates came")

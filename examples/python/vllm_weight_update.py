@@ -29,7 +29,7 @@ PROMPT = list(range(40, 200, 3))
 
 
 def train(model: torch.nn.Module, step: int) -> None:
-    """No training: other parameters, for all to see."""
+    """Changes the parameters visibly, in place of training."""
     torch.manual_seed(step)
     with torch.no_grad():
         for parameter in model.parameters():

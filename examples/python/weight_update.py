@@ -82,7 +82,7 @@ def main() -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     inference, theirs = mp.Pipe()
-    wanted = state_of(model).holdings  # all of it; a rank of several wants its boxes alone
+    wanted = state_of(model).holdings  # the whole model; one rank of several wants only its boxes
     server = mp.get_context("spawn").Process(target=serve, args=(theirs, wanted), daemon=True)
     server.start()
     address = inference.recv()
@@ -103,7 +103,7 @@ def main() -> None:
         parameter.data = parameter.data.clone() + 1
     update(3, "in other memory")
 
-    # Another dtype is not what the instance expects: the push is refused, and 3 is served on.
+    # Another dtype is not what the instance expects: the push is refused, and it keeps 3.
     model.half()
     try:
         push(model, 4)

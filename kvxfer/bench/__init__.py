@@ -1,1 +1,1 @@
-"""`kvxfer bench`: what the engine moves between two processes, beside what their hosts allow."""
+"""`kvxfer bench`: the engine between two processes, measured beside what their hosts allow."""

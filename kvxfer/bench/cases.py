@@ -1,4 +1,4 @@
-"""What is measured, and against which limit."""
+"""The cases to measure, and the limit of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvxfer.errors import InvalidArgument
 
 
 class Limit(StrEnum):
-    """What the host gives without an engine."""
+    """The limits of a host without an engine."""
 
     RAW_TCP = "raw-tcp"
     MEMCPY = "memcpy"
@@ -24,9 +24,9 @@ LIMIT_TITLES = {
 
 
 class SourceMemory(StrEnum):
-    """Where the sender's pages lie."""
+    """The kinds of memory of the sender's pages."""
 
-    ALLOCATED = "allocated"  # by the engine: shareable with a peer on this host
+    ALLOCATED = "allocated"  # allocated by the engine: shareable with a peer on this host
     REGISTERED = "registered"  # allocated elsewhere, registered with the engine
 
 
@@ -51,7 +51,7 @@ CASES = {
 
 
 def cases_by_name(names: list[str]) -> tuple[Case, ...]:
-    """The named cases in the order given. Raises InvalidArgument for a name that is none."""
+    """Returns the named cases in the order given. Raises InvalidArgument for an unknown name."""
     unknown = [name for name in names if name not in CASES]
     if unknown or not names:
         raise InvalidArgument(

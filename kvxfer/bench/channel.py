@@ -28,8 +28,8 @@ class Channel(ABC):
     """The sender's end: it asks, one request at a time."""
 
     async def call(self, request: Request | HostRequest, answer: type[A]) -> A:
-        """Sends a request and returns its answer. Raises what the receiver raised, and BenchError
-        where the receiver is gone."""
+        """Sends a request and returns its answer. Raises the error that the receiver raised, and
+        BenchError if the receiver is gone."""
         match _ANSWER.decode(await self._exchange(request)):
             case Failed(code, text):
                 raise by_code(code)(text)
@@ -51,11 +51,11 @@ class SocketChannel(Channel):
 
     @classmethod
     async def over(cls, end: socket.socket) -> SocketChannel:
-        """Takes one end of a socket pair over."""
+        """Takes over one end of a socket pair."""
         return cls(*await asyncio.open_unix_connection(sock=end))
 
     async def next_request(self) -> Request | None:
-        """The next request; None when the sender is gone."""
+        """Returns the next request; None if the sender is gone."""
         message = await self._receive()
         return None if message is None else _REQUEST.decode(message)
 

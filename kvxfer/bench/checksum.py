@@ -1,4 +1,4 @@
-"""What a checksum of pages costs, beside a copy of the same pages."""
+"""The cost of a checksum of pages, beside a copy of the same pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvxfer.engine import Engine
 async def measure_checksum(
     draws: list[PageDraw], rounds: int, advance: Callable[[], None]
 ) -> list[ChecksumFigure]:
-    """The requests of each draw, summed and copied in turn, cold in the cache."""
+    """Measures the requests of each draw, summed and copied in turn, cold in the cache."""
     figures = []
     pool_bytes = max(draw.pool_bytes for draw in draws)
     source, target = anonymous_pool(pool_bytes), anonymous_pool(pool_bytes)

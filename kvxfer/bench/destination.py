@@ -19,7 +19,7 @@ _ARRIVAL_TIMEOUT = 10.0
 class Destination:
     """One pool, one engine at a time. Used on the event loop.
 
-    `pool` is what is received into, or where that is memory of a GPU, what was read from there.
+    `pool` is the memory received into; for memory of a GPU, it is the copy read from there.
     """
 
     def __init__(self, pool_bytes: int, gpu: int | None = None) -> None:
@@ -52,7 +52,7 @@ class Destination:
         return region.descriptor
 
     async def close_engine(self) -> None:
-        """Takes the pool from its engine, and closes the engine where open_engine() started it."""
+        """Takes the pool from its engine, and closes the engine if open_engine() started it."""
         for counter in self._counters:
             counter.release()
         self._counters = []
@@ -81,8 +81,8 @@ class Destination:
     async def check_writes(self, draw: PageDraw, total: int) -> None:
         """Checks count and bytes of what the sender's operations delivered, then wipes them.
 
-        Raises BenchError where the one counter does not show exactly `total`, WrongBytes where
-        the pool does not hold exactly the draw's pages.
+        Raises BenchError if the one counter does not show exactly `total`, WrongBytes if the pool
+        does not hold exactly the draw's pages.
         """
         (counter,) = self._counters
         try:

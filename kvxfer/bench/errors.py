@@ -1,4 +1,4 @@
-"""What can go wrong in a benchmark besides the engine."""
+"""The errors of a benchmark, beside those of the engine."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ class WrongBytes(BenchError):
 
 
 class NotAvailableHere(BenchError):
-    """This host does not permit what a case needs; the other cases are measured."""
+    """A case needs what this host does not permit; the other cases are measured."""
 
     code = "not-available-here"

@@ -1,4 +1,4 @@
-"""What a run found out. Every figure keeps its samples, so that `--json` loses nothing."""
+"""The figures of a run. Each keeps its samples, so that `--json` loses nothing."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class LatencyFigure:
 def latency_figure(
     message_bytes: int, gap_ns: int, engine_ns: list[list[int]], limit_ns: list[list[int]]
 ) -> LatencyFigure:
-    """Percentiles over all samples; the inner lists are the rounds."""
+    """Returns percentiles over all samples; the inner lists are the rounds."""
     engine_p50, engine_p99 = np.percentile(np.concatenate(engine_ns), (50, 99))
     limit_p50, limit_p99 = np.percentile(np.concatenate(limit_ns), (50, 99))
     ratios = [
@@ -148,8 +148,8 @@ class RegistrationFigure:
 
 @dataclass(frozen=True, slots=True)
 class ChecksumFigure:
-    """One page size. Nanoseconds of each request, summed and copied; the figures are medians, the
-    ratio that of each request's throughput to its copy's."""
+    """One page size. Nanoseconds of each request, summed and copied; the figures are medians. The
+    ratio is the median of the requests' ratios of throughput to their copies'."""
 
     page_bytes: int
     request_bytes: int
@@ -186,8 +186,8 @@ class IdleFigure:
 
 @dataclass(frozen=True, slots=True)
 class OverheadFigure:
-    """The engine's own time for one request over a NIC that takes none, in nanoseconds per page:
-    of the call, until the request was posted and reported complete, and of the receiver.
+    """The engine's time for one request over a NIC that takes none, in nanoseconds per page: of the
+    call, until the request was posted and reported complete, and of the receiver.
     `call_ns`, `completed_ns` and `received_ns` are the nanoseconds of whole requests, one a round,
     the first two from the call's start.
     """
@@ -210,8 +210,8 @@ class OverheadFigure:
 
 @dataclass(frozen=True, slots=True)
 class ScatterFigure:
-    """`posted_ns`: how long each scatter to `peers` peers took until it was posted; the median and
-    the fastest in microseconds."""
+    """The time until a scatter to `peers` peers is posted: `posted_ns` has each, the median and the
+    fastest are in microseconds."""
 
     peers: int
     posted_ns: list[int]
@@ -222,7 +222,7 @@ class ScatterFigure:
 
 
 def scatter_figure(peers: int, posted_ns: list[int], target: Target) -> ScatterFigure:
-    """The median is judged."""
+    """Returns the figure; its median must meet the target."""
     median = float(np.median(posted_ns)) / 1000
     return ScatterFigure(
         peers=peers,
@@ -243,8 +243,8 @@ def overhead_figure(
     received_ns: list[int],
     targets: tuple[Target, Target],
 ) -> OverheadFigure:
-    """The targets are for the nanoseconds per page until complete, and of the receiver, of the
-    median round."""
+    """Returns the figure. The targets are for the nanoseconds per page of the median round, until
+    complete and of the receiver."""
     completed = float(np.median(completed_ns)) / pages
     received = float(np.median(received_ns)) / pages
     target, received_target = targets
@@ -268,7 +268,7 @@ def overhead_figure(
 
 @dataclass(frozen=True, slots=True)
 class CaseFigures:
-    """All about one case; `skipped` says why there is nothing."""
+    """All figures of one case; `skipped` says why there are none."""
 
     name: str
     limit: Limit

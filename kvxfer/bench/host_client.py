@@ -52,26 +52,26 @@ from kvxfer.errors import (
 
 FABRICS: Final = ("verbs", "ofi", "tcp")
 PULL_SECONDS: Final = 60.0
-# Whichever listens there; it proves that it knows the cluster key.
+# Any engine that listens there; it proves that it knows the cluster key.
 _ANY_ENGINE: Final = "0" * 32
 _CONNECT_SECONDS: Final = 10.0
 _ANSWER_SECONDS: Final = 10.0
-# How long requests run between two checks while a NIC may be pulled.
+# The time that requests run between two checks while a NIC may be pulled.
 _STRETCH_NS: Final = 1_000_000_000
-# How the engine's notice of that ends.
+# The end of the engine's notice that a NIC is down.
 _DOWN: Final = " is down"
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where `kvxfer bench --serve` listens; `host` is numeric."""
+    """The address where `kvxfer bench --serve` listens; `host` is numeric."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str, default_port: int) -> Server:
-        """HOST, HOST:PORT, [HOST]:PORT. Raises InvalidArgument or ConnectFailed."""
+        """Parses HOST, HOST:PORT or [HOST]:PORT. Raises InvalidArgument or ConnectFailed."""
         v6 = text.count(":") > 1 and not text.startswith("[")
         try:
             split = urlsplit(f"//[{text}]" if v6 else f"//{text}")
@@ -84,7 +84,7 @@ class Server:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise ConnectFailed(
-                f"--to {text}: {host} is no host that this one knows ({error.strerror}); "
+                f"--to {text}: this host does not know the host {host} ({error.strerror}); "
                 "use its address"
             ) from error
         return cls(str(found[0][4][0]), port)
@@ -97,7 +97,7 @@ class Server:
 
 
 def named_fabrics(names: list[str]) -> tuple[str, ...]:
-    """Each once. Raises InvalidArgument for what is not measured between hosts."""
+    """Returns each name once. Raises InvalidArgument for a fabric not measured between hosts."""
     if not names or not set(names) <= set(FABRICS):
         raise InvalidArgument(
             f"--fabrics is {','.join(names)!r}; with --to choose from {', '.join(FABRICS)}"
@@ -107,17 +107,17 @@ def named_fabrics(names: list[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a run says to the person that started it."""
+    """The callbacks of a run, for the person that started it."""
 
     progress: Callable[[str], None]
-    """Called with what was just measured."""
+    """A callback that gets what was just measured."""
     pull: Callable[[str], None] | None
-    """Asks for a NIC to be pulled; None measures none of that."""
+    """A callback that asks for a NIC to be pulled; None measures no pull."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What all of one run's measurements need."""
+    """The values that all measurements of one run need."""
 
     server: Server
     cluster_key: bytes
@@ -137,8 +137,8 @@ async def measure_host(
     gpu: int | None,
     ask: Ask,
 ) -> HostReport:
-    """Measures from here, from memory of `gpu` or of the host, to the server, over `fabrics` or all
-    that both ends have but local.
+    """Measures writes from memory of `gpu`, or of this host, to the server, over `fabrics`; None
+    takes all that both ends have but local.
 
     Raises ConnectFailed, AuthenticationFailed, FabricUnavailable, BenchError, or WrongBytes as soon
     as one byte is wrong.
@@ -189,13 +189,13 @@ async def _greet(channel: PeerChannel, here: End, server: Server) -> End:
             return (await channel.call(m.Greet(here), m.Welcome)).end
     except TimeoutError:
         raise BenchError(
-            f"what listens at {server} has the cluster key and does not answer: it is no "
+            f"the engine at {server} has the cluster key and does not answer: it is not "
             "`kvxfer bench --serve`; start one there, on another port"
         ) from None
 
 
 def _common(named: tuple[str, ...] | None, here: End, there: End) -> tuple[str, ...]:
-    """What to measure. Raises FabricUnavailable where an end lacks a fabric that was named."""
+    """Returns the fabrics to measure. Raises FabricUnavailable if an end lacks a named one."""
     if named is None:
         return tuple(each for each in FABRICS if each in here.fabrics and each in there.fabrics)
     for fabric in named:
@@ -209,7 +209,7 @@ def _common(named: tuple[str, ...] | None, here: End, there: End) -> tuple[str, 
 
 
 async def _measure_fabric(run: _Run, fabric: str, *, named: bool) -> FabricFigures:
-    """One that was not named may be missing between the two hosts."""
+    """Measures a fabric. One that was not named may be missing between the two hosts."""
     opened = await run.channel.call(m.OpenPool(run.settings.pool_bytes), m.PoolOpened)
     receiver = ReceiverEngine(
         run.server.engine_address(run.engine_id), opened.descriptor, (fabric,), run.cluster_key
@@ -232,7 +232,7 @@ async def _measure_fabric(run: _Run, fabric: str, *, named: bool) -> FabricFigur
         if named:
             raise ConnectFailed(text) from error
         return FabricFigures(fabric, skipped=text)
-    # NICs that do not reach the memory of a GPU, at this end or the other.
+    # A NIC of either end does not reach the memory of a GPU.
     except (NotAvailableHere, FabricUnavailable, PermissionDenied) as error:
         if named:
             raise
@@ -273,8 +273,8 @@ async def _measure_way(run: _Run, pair: Pair, fabric: str, nic: int | None) -> W
 
 
 def line_rate(ours: list[Nic], theirs: list[Nic], pinned: int | None) -> int | None:
-    """Bits per second that the slower end's NICs allow: all of them, or one of ours that a write is
-    pinned to and the fastest that it may reach. None where that is not known."""
+    """Returns the bits per second that the slower end's NICs allow: all of them, or the one of ours
+    that a write is pinned to and the fastest that it may reach. None if unknown."""
     used = ours if pinned is None else [ours[pinned]]
     networks = {nic.network for nic in used}
     reached = [nic.bits_per_second for nic in theirs if nic.network in networks]
@@ -285,7 +285,7 @@ def line_rate(ours: list[Nic], theirs: list[Nic], pinned: int | None) -> int | N
 
 
 async def _raw_tcp(run: _Run) -> tuple[RawTcp | None, str | None]:
-    """A raw connection, or why there is none."""
+    """Returns a raw connection, or why there is none."""
     try:
         return await RawTcp.open(run.channel, run.server.host), None
     except (OSError, BenchError) as error:
@@ -325,7 +325,7 @@ async def _round_trips(
 
 
 async def _measure_pull(run: _Run, pair: Pair, fabric: str, ask: Callable[[str], None]) -> Pull:
-    """Requests run until a NIC is down, and then for as many rounds as the settings say. The
+    """Runs requests until a NIC is down, and then for as many rounds as the settings say. The
     receiver checks their bytes, and that each of their writes was counted once."""
     if len(pair.engine.nics) < 2:
         here = ", ".join(nic.name for nic in pair.engine.nics) or "none"

@@ -1,4 +1,4 @@
-"""What a run between two hosts found out, and its tables."""
+"""The report of a run between two hosts, and its tables."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LINE_RATE = "line rate"
 @dataclass(frozen=True, slots=True)
 class HostThroughput:
     """One page size. `engine_ns` and `limit_ns` are the nanoseconds of each round's requests;
-    figures are medians over the rounds' means. `limit_ns` is empty where the limit is the line
-    rate. `ratio` is that of the engine's throughput to the limit's; None without a limit.
+    figures are medians over the rounds' means. `limit_ns` is empty if the limit is the line rate.
+    `ratio` is that of the engine's throughput to the limit's; None without a limit.
     `verified_bytes` includes the round and the requests that are not timed."""
 
     page_bytes: int
@@ -44,7 +44,7 @@ def host_throughput(
     limit_ns: list[list[int]],
     line_bits_per_s: int | None,
 ) -> HostThroughput:
-    """The limit is what `limit_ns` took, or else the line rate where that is known."""
+    """Returns the figure. The limit is the time of `limit_ns`, or else the line rate if known."""
     engine_rounds = np.mean(engine_ns, axis=1)
     engine = draw.request_bytes / float(np.median(engine_rounds))
     limit = ratio = None
@@ -89,8 +89,9 @@ def round_trip(message_bytes: int, gap_ns: int, nanoseconds: list[list[int]]) ->
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What was measured over all NICs of the sender (`nic` is None), or over one of them; tcp has
-    none. `limit` is what throughput is beside, empty if nothing; then `without_limit` says why."""
+    """The measurements over all NICs of the sender (`nic` is None), or over one of them; tcp has no
+    NICs. `limit` names the limit beside the throughput, empty if there is none; then
+    `without_limit` says why."""
 
     nic: str | None
     limit: str
@@ -118,7 +119,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class FabricFigures:
-    """All about one fabric; `skipped` says why there is nothing."""
+    """All figures of one fabric; `skipped` says why there are none."""
 
     fabric: str
     skipped: str | None = None
@@ -128,7 +129,7 @@ class FabricFigures:
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """One run. `started_at` is ISO 8601 in UTC, `server` where the receiver listens."""
+    """One run. `started_at` is ISO 8601 in UTC; the receiver listens at `server`."""
 
     started_at: str
     server: str
@@ -151,7 +152,7 @@ def host_report(
     settings: Settings,
     fabrics: list[FabricFigures],
 ) -> HostReport:
-    """`ends` are sender and receiver."""
+    """Makes the report; `ends` are sender and receiver."""
     verified = sum(
         each.verified_bytes
         for figures in fabrics
@@ -175,7 +176,7 @@ def host_report(
 
 
 def host_tables(report: HostReport) -> Iterator[RenderableType]:
-    """Everything a report holds, in the order it is read."""
+    """Yields everything a report holds, in the order it is read."""
     yield Text(
         f"{report.started_at}  kvxfer {report.sender.version}\n"
         f"sender {_end(report.sender)}\n"

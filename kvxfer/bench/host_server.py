@@ -1,7 +1,7 @@
 """The receiving host of `kvxfer bench --serve`: one client after the other.
 
 A client's requests are messages to the server's engine, which only engines that know the cluster
-key can send. Its writes come from further engines of it, one for each fabric.
+key can send. Its writes come from further engines of the client, one for each fabric.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvxfer.engine import Counter, Engine, Peer
 from kvxfer.engine.callback import logger
 from kvxfer.errors import Backpressure, EngineClosed, EngineError, KvxferError, PeerError
 
-# A client asks nothing while it waits for an operator, and less long than this.
+# The longest silence of a client, longer than it waits for an operator.
 _IDLE_SECONDS: Final = 300.0
 _ECHO_SECONDS: Final = 10.0
 _LEAVE_SECONDS: Final = 2.0
@@ -48,7 +48,7 @@ class _NoticeHandler(logging.Handler):
 
 @contextlib.contextmanager
 def engine_notices() -> Iterator[list[str]]:
-    """What the engines of this process tell meanwhile, such as "NIC mlx5_0 is down"."""
+    """Collects the notices of this process's engines, such as "NIC mlx5_0 is down"."""
     handler = _NoticeHandler()
     logger.addHandler(handler)
     try:
@@ -67,9 +67,9 @@ async def serve_hosts(
     announce: Callable[[int], None],
     tell: Callable[[str], None],
 ) -> None:
-    """Serves clients until it is cancelled; with `once` until the first has gone, whose failure it
-    raises. They write into memory of `gpu`, or of the host. `announce` is called with the port once
-    it listens; `tell` gets a line for each client that comes, and for its end."""
+    """Serves clients until it is cancelled, or with `once` until the first has gone, whose failure
+    it raises. They write into memory of `gpu`, or of the host. Calls `announce` with the port once
+    it listens, and `tell` with a line for each client that comes, and for its end."""
     engine = Engine(
         cluster_key=cluster_key,
         name=f"bench on {socket.gethostname()}"[:128],
@@ -98,7 +98,7 @@ async def serve_hosts(
 
 
 class _Client:
-    """The one that is served."""
+    """The client that is served."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
@@ -107,7 +107,7 @@ class _Client:
 
     @property
     def leaves(self) -> bool:
-        """The next one may come: it is served once this one is gone and its memory taken back."""
+        """True if the next client may come. It is served once this one's memory is taken back."""
         return self.has_last_answer or self.peer.error is not None
 
 
@@ -119,7 +119,7 @@ class _Clients:
         self.current: _Client | None = None
 
     def peer_up(self, peer: Peer) -> None:
-        pass  # it is a client once it asks for something
+        pass  # a peer is a client once it asks for something
 
     def message(self, peer: Peer, data: bytes) -> None:
         if self.current is None or (self.current.leaves and self.current.peer is not peer):
@@ -138,7 +138,7 @@ class _Clients:
             )
 
     def peer_lost(self, peer: Peer, error: EngineError) -> None:
-        pass  # _serve_client() is told
+        pass  # _serve_client() notices it
 
     def forget(self, client: _Client) -> None:
         if self.current is client:
@@ -153,8 +153,7 @@ def _answer(peer: Peer, answer: m.Answer) -> None:
 async def _serve_client(
     engine: Engine, client: _Client, host: str, gpu: int | None, tell: Callable[[str], None]
 ) -> None:
-    """Until it leaves. Raises its error where it is lost, BenchError where it is silent or is
-    refused."""
+    """Serves a client until it leaves. Raises BenchError if it is lost, is silent or is refused."""
     peer = client.peer
     tell(f"{peer.name} has come")
     with engine_notices() as notices:
@@ -167,7 +166,7 @@ async def _serve_client(
             await asyncio.wait((serving, losing), return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
                 raise BenchError(f"it was lost: {peer.error}")
-            # It goes when it has the last answer.
+            # The client goes when it has the last answer.
             await asyncio.wait((losing,), timeout=_LEAVE_SECONDS)
             await serving
         finally:
@@ -189,7 +188,7 @@ async def _serve_requests(session: _Session, client: _Client) -> None:
         try:
             request = _REQUEST.decode(data)
         except msgspec.MsgspecError as error:
-            text = f"what it asks is nothing that a server of this version knows: {error}"
+            text = f"a server of this version does not know this request: {error}"
             client.has_last_answer = True
             _answer(client.peer, m.Failed(BenchError.code, text))
             raise BenchError(text) from error
@@ -204,7 +203,7 @@ async def _serve_requests(session: _Session, client: _Client) -> None:
 
 
 class _Session:
-    """What one client has of this host."""
+    """The resources of this host that one client has."""
 
     def __init__(self, engine: Engine, host: str, gpu: int | None, notices: list[str]) -> None:
         self._engine, self._host, self._gpu, self._notices = engine, host, gpu, notices
@@ -214,7 +213,7 @@ class _Session:
         self._echo: asyncio.Task[None] | None = None
 
     async def respond(self, request: m.HostRequest) -> m.Answer:
-        """Does what is asked. Raises KvxferError or OSError where it fails."""
+        """Does what is asked. Raises KvxferError or OSError if it fails."""
         match request:
             case m.Greet(end):
                 if end.version != self._end.version:
@@ -281,7 +280,7 @@ class _Session:
 
 
 async def _echo(peer: Peer, counter: Counter, imm: int, count: int) -> None:
-    """Answers each write that arrives; raises where one does not, or one too many."""
+    """Answers each write that arrives. Raises an error if one is missing, or one too many comes."""
     try:
         for number in range(1, count + 1):
             await counter.wait_at_least(number, timeout=_ECHO_SECONDS)
@@ -293,7 +292,7 @@ async def _echo(peer: Peer, counter: Counter, imm: int, count: int) -> None:
 
 
 def _new_destination(pool_bytes: int, gpu: int | None) -> Destination:
-    """Raises BenchError where this host has no memory for it."""
+    """Makes a pool. Raises BenchError if this host has no memory for it."""
     try:
         return Destination(pool_bytes, gpu)
     except (OSError, OverflowError, ValueError) as error:

@@ -21,7 +21,8 @@ async def measure_latency(
     settings: LatencySettings,
     advance: Callable[[], None],
 ) -> LatencyFigure:
-    """Each round, single writes one after the other, then as many messages of the limit."""
+    """Measures single writes one after the other in each round, then as many messages of the
+    limit."""
     gap_ns, writes = settings.gap_ns, settings.writes
     engine_ns: list[list[int]] = []
     limit_ns: list[list[int]] = []

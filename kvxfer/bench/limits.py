@@ -1,4 +1,4 @@
-"""The sending ends of the probes: what the host gives without an engine."""
+"""The sending ends of the probes, which measure the host without an engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RawTcp:
 
     @classmethod
     async def open(cls, channel: Channel, host: str) -> RawTcp:
-        """Raises OSError where the receiver's port cannot be reached."""
+        """Opens a raw connection. Raises OSError if the receiver's port cannot be reached."""
         tcp = cls(channel, host, (await channel.call(m.TcpListen(), m.TcpPort)).port)
         await tcp.connect()
         return tcp
@@ -63,7 +63,7 @@ class RawTcp:
         return connected + first_byte
 
     async def send(self, nbytes: int, times: int) -> list[int]:
-        """Sends as many bytes so many times. Returns nanoseconds of each."""
+        """Sends `nbytes` bytes `times` times. Returns the nanoseconds of each."""
         elapsed, _ = await asyncio.gather(
             asyncio.to_thread(_probes.tcp_send, self.fileno(), nbytes, times, self._buffer),
             self._channel.call(m.TcpReceive(nbytes, times), m.Done),
@@ -72,7 +72,7 @@ class RawTcp:
 
 
 class Limits:
-    """Measures limits together with one receiver process. Used on the event loop, one
+    """The limits, measured together with one receiver process. Used on the event loop, one
     measurement at a time."""
 
     def __init__(self, receiver: ReceiverProcess, tcp: RawTcp) -> None:
@@ -88,12 +88,12 @@ class Limits:
         self._tcp.close()
 
     async def connect(self) -> int:
-        """As RawTcp does."""
+        """Connects as RawTcp does."""
         return await self._tcp.connect()
 
     async def transfer(self, limit: Limit, draw: PageDraw, source_address: int) -> list[int]:
-        """Moves requests of the draw's size past the engine, checked byte for byte where it moves
-        the draw's pages. `source_address` is the sender's pool. Returns nanoseconds of each."""
+        """Moves requests of the draw's size past the engine, checked byte for byte if it moves the
+        draw's pages. `source_address` is the sender's pool. Returns the nanoseconds of each."""
         request: m.CopyPages | m.ReadPages
         match limit:
             case Limit.RAW_TCP:
@@ -105,8 +105,8 @@ class Limits:
         return (await self._channel.call(request, m.Durations)).nanoseconds
 
     async def latencies(self, limit: Limit, count: int, gap_ns: int) -> list[int]:
-        """One-way latencies in nanoseconds of `count` messages of 4 KiB, each `gap_ns` after the
-        former was acknowledged. Both sides spin where there is no gap and sleep where there is
+        """Returns the one-way latencies in nanoseconds of `count` messages of 4 KiB, each `gap_ns`
+        after the former was acknowledged. Both sides spin if there is no gap and sleep if there is
         one, as an engine does."""
         spin = gap_ns == 0
         if limit is Limit.RAW_TCP:

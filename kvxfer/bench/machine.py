@@ -1,4 +1,4 @@
-"""Which machine the figures belong to."""
+"""The machine that the figures belong to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Machine:
 
 
 def this_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
-    """Called before anything is measured."""
+    """Describes this machine. Call it before anything is measured."""
     names = [
         line.partition(":")[2].strip()
         for line in cpuinfo.read_text().splitlines()
@@ -53,6 +53,6 @@ class End:
 
 
 def this_end(engine: Engine, gpu: int | None) -> End:
-    """Called before anything is measured."""
+    """Describes this host and its engine. Call it before anything is measured."""
     host = socket.gethostname()
     return End(host, __version__, this_machine(), engine.fabrics, engine.nics, gpu)

@@ -1,6 +1,6 @@
-"""What the sender asks of the receiver, and what it answers.
+"""The requests of the sender, and the receiver's answers.
 
-Every request is answered by one message: the one its comment names, or `Failed`.
+Every request is answered by one message: the one its docstring names, or `Failed`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from kvxfer.bench.pages import PageDraw
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
-    """Base of both directions."""
+    """The base of both directions."""
 
 
 # --- requests --------------------------------------------------------------------------------
 
 
 class OpenEngine(Message, frozen=True):
-    """Starts an engine with the destination pool registered. -> EngineOpened"""
+    """A request for an engine with the destination pool registered. -> EngineOpened"""
 
     fabrics: tuple[str, ...]
     cluster_key: bytes
@@ -36,12 +36,12 @@ class NewCounters(Message, frozen=True):
 
 
 class AwaitArrivals(Message, frozen=True):
-    """Waits until each of the new counters shows one write, and releases them. -> Times"""
+    """A wait until each of the new counters shows one write; it releases them. -> Times"""
 
 
 class CheckWrites(Message, frozen=True):
-    """Waits until the one new counter shows `total`, checks that it shows no more, that the
-    destination pool holds the draw's pages and nothing else, and wipes it. -> Done"""
+    """A wait until the one new counter shows `total`, and a check that it shows no more and that
+    the destination pool holds the draw's pages and nothing else; it wipes the pool. -> Done"""
 
     draw: PageDraw
     total: int
@@ -52,14 +52,14 @@ class ReadCpuSeconds(Message, frozen=True):
 
 
 class CopyPages(Message, frozen=True):
-    """memcpy of the pages from a source pool of the receiver's own, checked like an engine's
-    writes. -> Durations"""
+    """A memcpy of the pages from a source pool of the receiver, checked like an engine's writes.
+    -> Durations"""
 
     draw: PageDraw
 
 
 class ReadPages(Message, frozen=True):
-    """process_vm_readv of the pages from the sender's source pool, checked alike. -> Durations"""
+    """A process_vm_readv of the pages from the sender's source pool, checked alike. -> Durations"""
 
     draw: PageDraw
     pid: int
@@ -67,11 +67,11 @@ class ReadPages(Message, frozen=True):
 
 
 class TcpListen(Message, frozen=True):
-    """Listens for raw TCP connections. -> TcpPort"""
+    """A request to listen for raw TCP connections. -> TcpPort"""
 
 
 class TcpAccept(Message, frozen=True):
-    """Accepts the sender's raw TCP connection; a former one is closed. -> Done"""
+    """A request to accept the sender's raw TCP connection; a former one is closed. -> Done"""
 
 
 class TcpReceive(Message, frozen=True):
@@ -117,20 +117,20 @@ Request = (
 
 
 class Greet(Message, frozen=True):
-    """The first one. Refused where the versions differ. -> Welcome"""
+    """The first request, refused if the versions differ. -> Welcome"""
 
     end: End
 
 
 class OpenPool(Message, frozen=True):
-    """Makes a destination pool and registers it; a former one is closed. -> PoolOpened"""
+    """A request for a destination pool, registered; a former one is closed. -> PoolOpened"""
 
     pool_bytes: int
 
 
 class StartEcho(Message, frozen=True):
-    """Takes a counter, and answers each of `count` writes that it counts by a write without bytes
-    to `engine_id`, with the immediate `imm`. -> Counters"""
+    """A request to take a counter, and to answer each of `count` writes that it counts by a write
+    without bytes to `engine_id`, with the immediate `imm`. -> Counters"""
 
     engine_id: str
     imm: int
@@ -138,8 +138,8 @@ class StartEcho(Message, frozen=True):
 
 
 class EndEcho(Message, frozen=True):
-    """Waits until all writes are answered, and checks that the first `nbytes` of the pool are those
-    of the source pool. -> Done"""
+    """A wait until all writes are answered, and a check that the first `nbytes` of the pool are
+    those of the source pool. -> Done"""
 
     nbytes: int
 
@@ -149,10 +149,10 @@ class ReadNotices(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """The last one. -> Done"""
+    """The last request. -> Done"""
 
 
-# Of the requests above only those that reach no other process's memory.
+# The requests that reach no other process's memory.
 HostRequest = (
     Greet
     | OpenPool
@@ -175,7 +175,7 @@ class Done(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """`code` is that of `kvxfer.errors`."""
+    """The failure of a request; `code` is that of `kvxfer.errors`."""
 
     code: str
     message: str
@@ -221,7 +221,7 @@ class PoolOpened(Message, frozen=True):
 
 
 class Notices(Message, frozen=True):
-    """What the receiver's engine has told since the greeting, such as "NIC mlx5_0 is down"."""
+    """The notices of the receiver's engine since the greeting, such as "NIC mlx5_0 is down"."""
 
     texts: list[str]
 

@@ -1,5 +1,5 @@
-"""What bounds an engine on a NIC that is not here: the processor, as measured over the null NIC,
-the NIC's writes per second, and the wire, both from what is published of it."""
+"""The bounds of an engine on a NIC that is not here: the processor, as measured over the null NIC,
+the NIC's writes per second, and the wire, both as published."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _ETHERNET, _IPV4, _UDP, _BTH, _RETH, _IMMEDIATE, _ICRC = 14, 20, 8, 12, 16, 4, 4
 
 @dataclass(frozen=True, slots=True)
 class NicModel:
-    """`gbits`: of what serves one GPU. `headers`: bytes on the wire beside the payload, of a packet
-    and of a write; None where they are not published. `writes_per_s`: posted, of any size."""
+    """A model of a NIC. `gbits` is that of the NICs of one GPU. `headers` are the bytes on the wire
+    beside the payload, of a packet and of a write; None if they are not published. `writes_per_s`
+    is for posted writes of any size."""
 
     name: str
     title: str
@@ -31,7 +32,7 @@ class NicModel:
     sources: tuple[str, ...]
 
     def wire_gbits(self, nbytes: int) -> float:
-        """Payload of writes of so many bytes, where nothing else bounds it."""
+        """Returns the payload's Gbit/s for writes of `nbytes`, if only the wire bounds it."""
         if self.headers is None:
             return self.gbits
         packet, write = self.headers
@@ -39,7 +40,7 @@ class NicModel:
         return self.gbits * nbytes / on_wire
 
     def rate_gbits(self, nbytes: int) -> float:
-        """Payload, where its writes per second are the bound."""
+        """Returns the payload's Gbit/s for writes of `nbytes`, if only their rate bounds it."""
         return self.writes_per_s * nbytes * 8 / 1e9
 
 
@@ -82,8 +83,8 @@ NICS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class NicBounds:
-    """Of pages of one size, each a write: nanoseconds of the sender's and of the receiver's engine
-    for each, and Gbit/s that each bound allows."""
+    """The bounds of pages of one size, each a write: nanoseconds per page of the sender's and of
+    the receiver's engine, and Gbit/s that each bound allows."""
 
     page_bytes: int
     sender_ns: float
@@ -97,7 +98,7 @@ class NicBounds:
 def measure_bounds(
     nic: NicModel, seed: int, rounds: int, advance: Callable[[], None]
 ) -> list[NicBounds]:
-    """Scattered pages of each size, over one engine's thread."""
+    """Measures scattered pages of each size, over one engine's thread."""
     return [
         bounds_of(nic, kib << 10, *costs)
         for kib, costs in zip(
@@ -116,7 +117,7 @@ def measure_bounds(
 
 
 def bounds_of(nic: NicModel, page_bytes: int, sender_ns: float, receiver_ns: float) -> NicBounds:
-    """What binds is the least of the three; the sender and the receiver work at the same time."""
+    """Returns the bounds; the least binds. The sender and the receiver work at the same time."""
     bounds = {
         "processor": page_bytes * 8 / max(sender_ns, receiver_ns),
         "writes/s": nic.rate_gbits(page_bytes),

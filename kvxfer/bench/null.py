@@ -1,6 +1,6 @@
-"""What the engine itself costs per page: over `null`, a NIC that moves nothing, but takes work
-requests of 64 bytes and a doorbell for each chain of them, and gives completions by another
-thread. No application can choose that fabric, so the native engine is used as it is."""
+"""The engine's cost per page, over `null`: a NIC that moves nothing, but takes work requests of 64
+bytes and a doorbell for each chain of them, and gives completions by another thread. No application
+can choose that fabric, so the native engine is used as it is."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _TIMEOUT_SECONDS = 10
 
 @dataclass(frozen=True, slots=True)
 class NullCase:
-    """Pages in runs of `run_pages`: within a run each follows the last on both sides, from one
-    run to another none does."""
+    """Pages in runs of `run_pages`: within a run each follows the last on both sides, across runs
+    none does."""
 
     name: str
     run_pages: int
 
     def draw(self, seed: int, pages: int) -> PageLists:
-        """`pages` pages, as many whole runs; runs as long as that at most."""
+        """Draws `pages` pages as whole runs; no run is longer than that."""
         length = min(self.run_pages, pages)
         nbytes = pages * PAGE_BYTES
         (runs,) = PageDraw(seed, length * PAGE_BYTES, nbytes, 2 * nbytes).draw()
@@ -59,8 +59,8 @@ CASES = (
 
 
 class NullWriter:
-    """An engine, connected to another in this process, and a region of that one, which has no
-    thread, so that what it costs is seen apart. One thread."""
+    """An engine that is connected to another in this process, and a region of the other. The other
+    has no thread, so that its cost is measured separately. One thread."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class NullWriter:
             self._imm = receiver.allocate_counter(None)
             connecting = engine.connect(receiver.address, _TIMEOUT_SECONDS)
         self._peer, _ = self._completion("connect", connecting, receiver.poll)
-        # Of the first write the receiver is asked where it goes.
+        # The first write asks the receiver for its destination.
         self.write(
             PageLists(PAGE_BYTES, np.zeros(1, np.int64), np.zeros(1, np.int64)), receiver.poll
         )
@@ -86,10 +86,10 @@ class NullWriter:
     def write(
         self, pages: PageLists, meanwhile: Callable[[], object] | None = None
     ) -> tuple[int, int, int, int]:
-        """One call for all pages, `meanwhile` again and again until they are posted. Returns how
-        many writes they became, and the nanoseconds until the call returned, until the engine's
-        thread had posted and reported all of them, and that the receiver then takes to count
-        their immediates."""
+        """Writes all pages with one call, and calls `meanwhile` until they are posted. Returns how
+        many writes they became, and nanoseconds: until the call returned, until the engine's thread
+        had posted and reported all of them, and for the receiver to count their immediates after
+        that."""
         with translated():
             start = time.monotonic_ns()
             operation, writes, immediates, _ = self._engine.write_pages(
@@ -119,7 +119,7 @@ class NullWriter:
     def _completion(
         self, kind: str, ident: int, meanwhile: Callable[[], object] | None = None
     ) -> tuple[int, int]:
-        """The peer and the time of this completion; others are not waited for by anybody."""
+        """Returns the peer and the time of this completion; no one waits for others."""
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             if meanwhile:
@@ -136,7 +136,7 @@ class NullWriter:
 
 @contextmanager
 def null_writer(nbytes: int, *, keeps_order: bool = True) -> Iterator[NullWriter]:
-    """Two engines and `nbytes` of address space for both; none of it is ever touched."""
+    """Opens two engines, and `nbytes` of address space for both that is never touched."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     space = np.frombuffer(mmap.mmap(-1, nbytes, flags, mmap.PROT_READ), np.uint8)
     key = secrets.token_bytes(32)
@@ -186,8 +186,9 @@ def measure_null(
 def measure_scatter(
     rounds: int, advance: Callable[[], None], peers: int = SCATTER_PEERS
 ) -> ScatterFigure:
-    """4 KiB to each of `peers` engines without threads, from one without a thread: so the call
-    itself posts. Each round begins when the writes of the last have ended."""
+    """Measures writes of 4 KiB to each of `peers` engines without threads, from one without a
+    thread, so that the call itself posts. Each round begins when the writes of the last have
+    ended."""
     nics = native.null_nics(keeps_order=True)
     key = secrets.token_bytes(32)
     with ExitStack() as stack, translated():
@@ -223,7 +224,7 @@ def measure_scatter(
             operation, took_ns = sender.time_scatter(
                 source, peer_ids, destinations, PAGE_BYTES, imm
             )
-            # Of the first write each receiver is asked where it goes; of all they count.
+            # The first write asks each receiver for its destination; receivers count all writes.
             completed("write", operation, *receivers)
             if turn >= _WARM_UP_ROUNDS:
                 posted_ns.append(took_ns)
@@ -240,8 +241,8 @@ def measure_page_costs(
     *,
     keeps_order: bool,
 ) -> list[tuple[float, float]]:
-    """For scattered pages of each size the nanoseconds per page until complete, and of the
-    receiver: medians. A NIC that does not keep order has an immediate for each page."""
+    """Returns the nanoseconds per page until complete, and of the receiver, for scattered pages of
+    each size: medians. A NIC that does not keep order has an immediate for each page."""
     lists = []
     for size in page_bytes:
         lists += PageDraw(seed, size, pages * size, 2 * pages * size).draw()
@@ -261,7 +262,7 @@ def measure_page_costs(
 def _engine(
     cluster_key: bytes, nics: native.NicFactory, *, thread: bool = True
 ) -> native.TransferEngine:
-    """With the engine's defaults, but for the fabric."""
+    """Makes an engine with the default options except for the fabric."""
     with translated():
         return native.TransferEngine(
             native.EngineOptions(

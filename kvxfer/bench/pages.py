@@ -1,4 +1,4 @@
-"""Which pages a request moves: drawn from a seed, so that both processes know them."""
+"""The pages that a request moves: drawn from a seed, so that both processes know them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from kvxfer.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class PageLists:
-    """Page `src[i]` of the source pool goes to page `dst[i]` of the destination pool."""
+    """The pages of a request: page `src[i]` of the source goes to page `dst[i]` of the
+    destination."""
 
     page_bytes: int
     src: NDArray[np.int64]
@@ -25,8 +26,8 @@ class PageLists:
 
     @property
     def contiguous(self) -> int:
-        """How many pages follow another one directly on both sides, in whatever order: what an
-        engine could coalesce."""
+        """The number of pages that follow another one directly on both sides, in whatever order: an
+        engine could coalesce them."""
         order = np.argsort(self.src)
         src, dst = self.src[order], self.dst[order]
         return int(np.count_nonzero((np.diff(src) == 1) & (np.diff(dst) == 1)))
@@ -44,13 +45,13 @@ class PageDraw(msgspec.Struct, frozen=True):
     round_index: int = 0
 
     def of_round(self, round_index: int) -> PageDraw:
-        """The draw of another round: other pages, same sizes."""
+        """Returns the draw of another round: other pages, same sizes."""
         return msgspec.structs.replace(self, round_index=round_index)
 
     def draw(self) -> list[PageLists]:
-        """The requests' pages, none of them contiguous with another of its request on both sides.
+        """Returns the requests' pages; in a request no two are contiguous on both sides.
 
-        Raises InvalidArgument where the requests do not fit the pools.
+        Raises InvalidArgument if the requests do not fit the pools.
         """
         pool_pages = self.pool_bytes // self.page_bytes
         request_pages = self.request_bytes // self.page_bytes
@@ -62,7 +63,7 @@ class PageDraw(msgspec.Struct, frozen=True):
         random = np.random.default_rng(
             [self.seed, self.round_index, self.page_bytes, self.request_bytes, self.requests]
         )
-        # About one draw in three has no contiguous pages even where a request is the whole pool.
+        # About one draw in three has no contiguous pages even if a request is the whole pool.
         while True:
             src, dst = (
                 random.permutation(pool_pages)[: request_pages * self.requests].reshape(

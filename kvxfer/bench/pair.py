@@ -20,13 +20,13 @@ from kvxfer.bench.pool import anonymous_pool
 from kvxfer.bench.settings import PEER_TIMEOUT_SECONDS
 from kvxfer.engine import Engine, MemoryRegion, Peer
 
-# Where many NICs, or a slow network, take their time to open paths.
+# Many NICs, or a slow network, take their time to open paths.
 _CONNECT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverEngine:
-    """What a sender needs to connect and write."""
+    """The parameters with which a sender connects and writes."""
 
     address: str
     descriptor: bytes
@@ -34,7 +34,7 @@ class ReceiverEngine:
     cluster_key: bytes
 
     def sender(self) -> Engine:
-        """A new engine, not yet entered, that may connect."""
+        """Makes a new engine, not yet entered, that may connect."""
         return Engine(
             cluster_key=self.cluster_key,
             name="bench sender",
@@ -55,7 +55,7 @@ class Pair:
     pool_bytes: int
 
     async def prepare(self, draw: PageDraw, nic: int | None = None) -> Transfer:
-        """Draws the pages and takes the receiver's counter for them. `nic`: only over this one."""
+        """Draws the pages and takes the receiver's counter for them. None for `nic` uses all."""
         requests = draw.draw()
         imm = (await self.channel.call(m.NewCounters(1), m.Counters)).imms[0]
         return Transfer(self, draw, requests, imm, nic)
@@ -79,8 +79,8 @@ class Transfer:
         self._immediates = 0
 
     async def run(self) -> list[int]:
-        """Moves the requests one after the other; again, if called again. Returns the nanoseconds
-        of each, from its submission until it is known to be delivered."""
+        """Moves the requests one after the other; a further call moves them again. Returns the
+        nanoseconds of each, from its submission until it is known to be delivered."""
         durations = []
         for pages in self._requests:
             start = time.monotonic_ns()
@@ -109,8 +109,8 @@ class Transfer:
 def source_memory(
     engine: Engine, memory: SourceMemory, nbytes: int, gpu: int | None = None
 ) -> Iterator[MemoryRegion]:
-    """A source pool of this engine, filled with the pattern; what is allocated, of the GPU if one
-    is given."""
+    """Makes a source pool of this engine, filled with the pattern. Allocated memory is that of the
+    GPU if one is given."""
     match memory:
         case SourceMemory.REGISTERED:
             pool = anonymous_pool(nbytes)
@@ -138,7 +138,7 @@ def source_memory(
 async def receiver_engine(
     channel: Channel, fabrics: tuple[str, ...]
 ) -> AsyncIterator[ReceiverEngine]:
-    """The receiver process's engine, with its pool registered."""
+    """Opens the receiver process's engine, with its pool registered."""
     cluster_key = secrets.token_bytes(32)
     opened = await channel.call(m.OpenEngine(fabrics, cluster_key), m.EngineOpened)
     try:
@@ -149,7 +149,7 @@ async def receiver_engine(
 
 @asynccontextmanager
 async def open_pair(channel: Channel, case: Case, pool_bytes: int) -> AsyncIterator[Pair]:
-    """Both engines of a case. Raises NotAvailableHere where they talk another fabric."""
+    """Opens both engines of a case. Raises NotAvailableHere if they talk another fabric."""
     async with (
         receiver_engine(channel, (case.fabric,)) as receiver,
         connected_pair(channel, receiver, case.memory, pool_bytes) as pair,
@@ -165,7 +165,7 @@ async def connected_pair(
     pool_bytes: int,
     gpu: int | None = None,
 ) -> AsyncIterator[Pair]:
-    """A new sender of the receiver's one fabric. Raises NotAvailableHere where they talk
+    """Connects a new sender over the receiver's one fabric. Raises NotAvailableHere if they talk
     another."""
     (fabric,) = receiver.fabrics
     async with receiver.sender() as engine:

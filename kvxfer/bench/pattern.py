@@ -1,5 +1,5 @@
-"""What the pools hold: every 8-byte word of a source pool names its own place, so that a byte
-that is wrong, missing, shifted or from another page shows in the destination."""
+"""The content of the pools: every 8-byte word of a source pool names its place, so that a byte that
+is wrong, missing, shifted or from another page shows in the destination."""
 
 from __future__ import annotations
 

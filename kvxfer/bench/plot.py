@@ -10,7 +10,7 @@ from kvxfer.errors import InvalidArgument, NotBuilt
 
 
 def check_plot_path(path: Path) -> None:
-    """Raises NotBuilt without matplotlib, InvalidArgument where the file cannot be written: asked
+    """Raises NotBuilt without matplotlib, InvalidArgument if the file cannot be written. Call it
     before a run, so that minutes of measuring are not lost."""
     try:
         import matplotlib as _  # noqa: F401

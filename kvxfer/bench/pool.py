@@ -11,7 +11,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def anonymous_pool(nbytes: int) -> NDArray[np.uint8]:
-    """Private anonymous memory of `nbytes`, zeroed and present, on huge pages where the system
+    """Returns private anonymous memory of `nbytes`, zeroed and present, on huge pages if the system
     gives them on request (MADV_HUGEPAGE). Freed with the array's last reference."""
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -1,4 +1,4 @@
-"""The receiving ends of the probes: what the host gives without an engine."""
+"""The receiving ends of the probes, which measure the host without an engine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvxfer.bench.pages import PageLists
 from kvxfer.bench.pool import anonymous_pool
 
 TCP_BUFFER_BYTES = 1 << 20
-# A raw connection that is not opened, or on which nothing moves for so long, is given up.
+# Seconds until a raw connection is given up that does not open, or on which nothing moves.
 TCP_SECONDS = 10.0
 
 
 def configure_tcp(connection: socket.socket) -> None:
-    """No delay, and blocking calls that end."""
+    """Sets no delay, and timeouts of blocking calls."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     patience = struct.pack("@ll", int(TCP_SECONDS), 0)
@@ -31,7 +31,7 @@ def configure_tcp(connection: socket.socket) -> None:
 
 
 class ProbeEnd:
-    """Raw TCP connection to `host`, shared mailbox, and a source pool of this process's own."""
+    """The raw TCP connection to `host`, the shared mailbox, and a source pool of this process."""
 
     def __init__(
         self, pool: NDArray[np.uint8], mailbox: mmap.mmap, host: str = "127.0.0.1"
@@ -50,7 +50,7 @@ class ProbeEnd:
                 end.close()
 
     def copy_pages(self, requests: list[PageLists]) -> list[int]:
-        """memcpy of the requests' pages within this process. Returns nanoseconds of each."""
+        """Copies the requests' pages within this process. Returns the nanoseconds of each."""
         if self._source is None:
             self._source = anonymous_pool(len(self._pool))
             pattern.fill(self._source)
@@ -60,8 +60,8 @@ class ProbeEnd:
         ]
 
     def read_pages(self, requests: list[PageLists], pid: int, address: int) -> list[int]:
-        """process_vm_readv of the requests' pages out of the sender's pool. Returns nanoseconds
-        of each."""
+        """Reads the requests' pages out of the sender's pool by process_vm_readv. Returns the
+        nanoseconds of each."""
         return [
             _probes.read_pages(
                 pid,

@@ -20,7 +20,7 @@ from kvxfer.errors import KvxferError
 
 
 async def respond(request: m.Request, destination: Destination, probes: ProbeEnd) -> m.Answer:
-    """Does what is asked. Raises KvxferError or OSError where it fails."""
+    """Does what is asked. Raises KvxferError or OSError if it fails."""
     match request:
         case m.OpenEngine(fabrics, cluster_key):
             return m.EngineOpened(*await destination.open_engine(fabrics, cluster_key))
@@ -66,7 +66,7 @@ async def serve(channel: SocketChannel, destination: Destination, probes: ProbeE
 async def answer_or_failure(
     request: m.Request | m.HostRequest, answering: Awaitable[m.Answer]
 ) -> m.Answer:
-    """The answer, or why there is none."""
+    """Returns the answer, or why there is none."""
     try:
         return await answering
     except KvxferError as error:

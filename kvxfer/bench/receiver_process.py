@@ -19,7 +19,7 @@ _EXIT_TIMEOUT = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ReceiverProcess:
-    """The sender's view of it. `mailbox` is mapped by both."""
+    """The sender's view of the receiver process. Both map `mailbox`."""
 
     pid: int
     channel: SocketChannel

@@ -1,4 +1,4 @@
-"""How the tables of all benchmarks look."""
+"""The look of all benchmarks' tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvxfer.bench.targets import Target, Verdict
 
 
 def heading(started_at: str, machine: Machine, *about: str) -> Text:
-    """When and where, and a line for each part of what the run was."""
+    """Returns the time and the machine of a run, and a line for each part of `about`."""
     where = (
         f"{started_at}  {machine.cores} cores, {machine.cpu}, Linux {machine.kernel}; "
         f"load average before the run {machine.load_average:.1f}"
@@ -29,7 +29,7 @@ def columns(
     no_wrap: bool = False,
     caption: str | None = None,
 ) -> Table:
-    """An empty table: columns of text, then columns of figures."""
+    """Returns an empty table: columns of text, then columns of figures."""
     return Table(
         *(Column(heading, no_wrap=no_wrap) for heading in left),
         *(Column(heading, justify="right", no_wrap=no_wrap) for heading in right),
@@ -41,7 +41,7 @@ def columns(
 
 
 def judged(figure: float, target: Target, text: str) -> Text:
-    """`text`, which shows the figure, in green where the target is met, in red where missed."""
+    """Returns `text`, which shows the figure, in green if the target is met, in red if missed."""
     return Text(text, style="green" if target.met(figure) else "bold red")
 
 

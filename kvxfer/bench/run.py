@@ -1,4 +1,4 @@
-"""One run: which measurements, in which order."""
+"""One run: its measurements in order."""
 
 from __future__ import annotations
 

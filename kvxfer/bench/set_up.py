@@ -1,5 +1,5 @@
-"""Set-up: until memory can be used by the engine, and until the first byte is delivered to a new
-peer."""
+"""The time of set-up: until the engine can use memory, and until the first byte is delivered to a
+new peer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from kvxfer.engine import Engine
 async def measure_connect(
     channel: Channel, limits: Limits, fabric: str, rounds: int, advance: Callable[[], None]
 ) -> ConnectFigure:
-    """A new engine each round connects to one receiver and writes one byte; beside it a new raw
-    TCP connection does. Starting the engine and registering its memory is not counted."""
+    """Connects a new engine to one receiver each round and writes one byte, and beside it a new raw
+    TCP connection. Starting the engine and registering its memory is not counted."""
     engine_ns = []
     limit_ns = []
     async with receiver_engine(channel, (fabric,)) as receiver:

@@ -1,4 +1,4 @@
-"""What a run measures, and how much of it."""
+"""The settings of a run: its measurements, and how large they are."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from kvxfer.bench.pages import PageDraw
 from kvxfer.errors import InvalidArgument
 
 CPU_PAGE_BYTES = (1 << 10, 256 << 10)
-# Of both engines: probes that spin take the processors for themselves.
+# The timeout of both engines. It is long, as probes that spin take the processors for themselves.
 PEER_TIMEOUT_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class LatencySettings:
-    """`gap_ns` 0 is back to back, so that both engines stay awake; 5 ms lets them fall asleep."""
+    """The settings of a latency's measurement. `gap_ns` 0 is back to back, so that both engines
+    stay awake; 5 ms lets them fall asleep."""
 
     gap_ns: int
     rounds: int
@@ -25,8 +26,8 @@ class LatencySettings:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes in bytes. Throughput takes `rounds` per page size, of `requests` each, the first of
-    which only wakes both processes."""
+    """Sizes in bytes. Throughput takes `rounds` per page size, of `requests` each. The
+    first one only wakes both processes."""
 
     cases: tuple[Case, ...]
     page_bytes: tuple[int, ...]
@@ -57,11 +58,11 @@ class Settings:
             )
 
     def draw(self, page_bytes: int) -> PageDraw:
-        """The requests of one round."""
+        """Returns the requests of one round."""
         return PageDraw(self.seed, page_bytes, self.request_bytes, self.pool_bytes, self.requests)
 
     def sweep(self, page_bytes: int) -> PageDraw:
-        """As many requests as the pool has room for: each page at most once."""
+        """Returns as many requests as the pool has room for: each page at most once."""
         requests = self.pool_bytes // self.request_bytes
         return PageDraw(self.seed, page_bytes, self.request_bytes, self.pool_bytes, requests)
 
@@ -72,7 +73,7 @@ class Settings:
 
     @property
     def steps(self) -> int:
-        """How often a run reports progress where nothing is skipped."""
+        """The number of progress reports of a run that skips nothing."""
         per_case = (
             len(CPU_PAGE_BYTES)
             + len(self.page_bytes) * (self.rounds + 1)
@@ -95,7 +96,7 @@ def full_settings(
     pool_bytes: int | None = None,
     rounds: int | None = None,
 ) -> Settings:
-    """What figures are published from: a few minutes on two cores."""
+    """Returns the settings of published figures: a few minutes on two cores."""
     return Settings(
         cases=cases,
         page_bytes=page_bytes
@@ -125,7 +126,7 @@ def quick_settings(
     pool_bytes: int | None = None,
     rounds: int | None = None,
 ) -> Settings:
-    """Everything once, in seconds: shows that it works, not how fast it is."""
+    """Returns settings that measure everything once, in seconds: a test, not published figures."""
     return Settings(
         cases=cases,
         page_bytes=page_bytes if page_bytes is not None else (1 << 10, 64 << 10),

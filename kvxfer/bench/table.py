@@ -16,7 +16,7 @@ from kvxfer.bench.targets import IDLE
 
 
 def report_tables(report: Report) -> Iterator[RenderableType]:
-    """Everything a report holds, in the order it is read."""
+    """Yields everything a report holds, in the order it is read."""
     yield heading(
         report.started_at,
         report.machine,

@@ -1,4 +1,4 @@
-"""Every target of every benchmark, said once. docs/performance.md has them as a table."""
+"""The targets of all benchmarks. docs/performance.md has them as a table."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The bound of one figure. Without `unit` the figure is a ratio: what is `measured`, divided by
-    the same of what it is measured `against`."""
+    """The bound of one figure. Without `unit` the figure is a ratio: the value `measured`, divided
+    by the same value of `against`."""
 
     name: str
     measured: str
@@ -28,7 +28,7 @@ class Target:
     command: str
     unit: str = ""
     required: bool = False
-    """The command exits with code 1 where the target is missed."""
+    """Whether the command exits with code 1 if the target is missed."""
 
     def __str__(self) -> str:
         sign = "≥" if self.direction is Direction.AT_LEAST else "≤"
@@ -144,7 +144,7 @@ def _moe(ranks: int, tokens: int, name: str, against: str, bound: float) -> Targ
     )
 
 
-# By the KiB of the smallest pages that a bound is for.
+# KiB of the smallest pages that a bound is for -> the bound.
 _THROUGHPUT: Final = {
     name: _throughput(CASES[name], bounds)
     for name, bounds in {
@@ -260,7 +260,7 @@ WEIGHTS: Final = {
     for fabric in ("tcp", "local")
     for digests, bound in ((False, 0.85), (True, 0.50))
 }
-"""By fabric, and whether digests are on: by what is measured beside the update."""
+"""The targets by fabric and whether digests are on, then by what is measured beside the update."""
 
 MOE_MPI: Final = 1.3
 MOE_MEMCPY: Final = 0.8
@@ -280,7 +280,7 @@ MOE: Final = {
         for ranks, tokens in ((8, 128), (8, 512))
     },
 }
-"""By ranks and the tokens of each."""
+"""The targets by ranks and the tokens of each rank."""
 
 TARGETS: Final = (
     *(target for of_it in _THROUGHPUT.values() for target in of_it.values()),
@@ -296,6 +296,6 @@ TARGETS: Final = (
 
 
 def throughput_target(case: Case, page_bytes: int) -> Target:
-    """That of pages of this size: of the largest size that is no larger."""
+    """Returns the target for pages of this size: that of the largest size that is no larger."""
     of_it = _THROUGHPUT[case.name]
     return of_it[max(size for size in of_it if size <= page_bytes)]

@@ -22,7 +22,7 @@ async def measure_throughput(
     rounds: int,
     advance: Callable[[], None],
 ) -> ThroughputFigure:
-    """Engine and limit move the same pages, in turn first."""
+    """Moves the same pages by the engine and by the limit, which take turns at being first."""
 
     async def limit(draw: PageDraw) -> list[int]:
         return await limits.transfer(case.limit, draw, pair.region.address)
@@ -36,9 +36,10 @@ async def measure_throughput(
 async def in_turn(
     movers: Sequence[Mover], first_draw: PageDraw, rounds: int, advance: Callable[[], None]
 ) -> list[list[list[int]]]:
-    """Nanoseconds of each mover, by round and request: each takes every round, in turn first,
-    `rounds` times after one that does not count. Each round draws new pages. Its first request does
-    not count either: it wakes both processes, and their cores, from the checks and pauses before.
+    """Returns the nanoseconds of each mover, by round and request. Each mover takes every round,
+    and they take turns at being first: `rounds` rounds after one that does not count. Each round
+    draws new pages. Its first request does not count either: it wakes both processes, and their
+    cores, from the checks and pauses before.
     """
     taken: list[list[list[int]]] = [[] for _ in movers]
     for index in range(rounds + 1):

@@ -74,7 +74,7 @@ def _options(
 
 
 def main() -> None:
-    """Entry point: a KvxferError becomes one line on stderr and exit code 1, never a traceback."""
+    """Runs the command. A KvxferError becomes one line on stderr and exit code 1, no traceback."""
     try:
         app()
     except KvxferError as error:

@@ -41,8 +41,8 @@ def bench(
     fabrics: Annotated[
         str | None,
         typer.Option(
-            help="What to measure; local-cma is local from memory it did not allocate.",
-            show_default=f"{CASES}; with --to what both hosts have of verbs,ofi,tcp",
+            help="Fabrics to measure; local-cma is local from memory that it did not allocate.",
+            show_default=f"{CASES}; with --to those of verbs,ofi,tcp that both hosts have",
         ),
     ] = None,
     rounds: Annotated[
@@ -58,29 +58,30 @@ def bench(
         int | None, typer.Option(help="MiB per pool.", min=1, show_default="1024; 256 if quick")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Draws the pages.", min=0, show_default="random, printed")
+        int | None,
+        typer.Option(help="Seed that draws the pages.", min=0, show_default="random, printed"),
     ] = None,
     idle: Annotated[
-        bool, typer.Option("--idle", help="Measure only what a connected, idle engine costs.")
+        bool, typer.Option("--idle", help="Measure only the cost of a connected, idle engine.")
     ] = False,
     null: Annotated[
         bool,
         typer.Option(
-            "--null", help="Measure only the engine's own time per page, over a NIC without any."
+            "--null", help="Measure only the engine's own time per page, over a NIC without delay."
         ),
     ] = False,
     nic: Annotated[
         str | None,
         typer.Option(
             help="Show what bounds pages of each size on this NIC: cx7 or efa-p5en. The engine's "
-            "own time is measured as with --null, the rest is from what is published."
+            "own time is measured as with --null, the rest comes from published figures."
         ),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Seconds instead of minutes: a smoke test.")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw throughput over page size into this file, too.")
+        Path | None, typer.Option(help="Also draw throughput over page size into this file.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print every figure and sample as JSON.")
@@ -89,7 +90,7 @@ def bench(
         bool,
         typer.Option(
             "--serve",
-            help="Receive what --to of another host sends, from one client after the other, "
+            help="Receive what another host sends with --to, from one client after the other, "
             "until Ctrl-C.",
             rich_help_panel=_PANEL,
         ),
@@ -97,7 +98,7 @@ def bench(
     host: Annotated[
         str,
         typer.Option(
-            help="With --serve: address to listen on, and to be reached at.", rich_help_panel=_PANEL
+            help="With --serve: address to listen on and to announce.", rich_help_panel=_PANEL
         ),
     ] = "127.0.0.1",
     port: Annotated[
@@ -117,7 +118,7 @@ def bench(
         str | None,
         typer.Option(
             metavar="HOST[:PORT]",
-            help="Measure from here to the host that serves.",
+            help="Measure from here to the host that runs --serve.",
             rich_help_panel=_PANEL,
         ),
     ] = None,
@@ -125,15 +126,15 @@ def bench(
         bool,
         typer.Option(
             "--pull",
-            help="With --to: ask for one NIC's cable to be pulled, too, and show what follows.",
+            help="With --to: also ask for one NIC's cable to be pulled, and show the effect.",
             rich_help_panel=_PANEL,
         ),
     ] = False,
     gpu: Annotated[
         int | None,
         typer.Option(
-            help="With --serve or --to: receive into, or send from, memory of this GPU, by CUDA's "
-            "number in this process.",
+            help="With --serve or --to: receive into, or send from, memory of this GPU (CUDA's "
+            "number in this process).",
             min=0,
             show_default="host memory",
             rich_help_panel=_PANEL,
@@ -142,16 +143,16 @@ def bench(
     cluster_key_file: Annotated[
         Path | None,
         typer.Option(
-            help="File that holds the cluster key of both hosts; KVXFER_CLUSTER_KEY without it.",
+            help="File with the cluster key of both hosts; without it, KVXFER_CLUSTER_KEY.",
             rich_help_panel=_PANEL,
         ),
     ] = None,
 ) -> None:
-    """Measure the engine between two processes, beside what this host allows.
+    """Measure the engine between two processes, and the limits of this host.
 
-    Every figure stands beside its limit, measured in the same run: raw TCP, memcpy of the same
+    Each figure is shown with its limit, measured in the same run: raw TCP, memcpy of the same
     pages, or process_vm_readv. Every byte moved is verified. With --serve on one host and --to
-    on another it is measured between the two.
+    on another, it measures between the two.
     """
     import asyncio
     import secrets
@@ -350,8 +351,8 @@ def _page_bytes(sizes: str) -> tuple[int, ...]:
 
 @contextmanager
 def _progress_bar(steps: int | None) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr that is drawn between measurements only, without a thread. None: the number
-    of steps is not known."""
+    """Shows a bar on stderr that is drawn only between measurements, without a thread. None: the
+    number of steps is unknown."""
     from rich.progress import Progress
 
     from kvxfer.cli.output import err

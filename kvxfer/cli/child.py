@@ -1,6 +1,6 @@
 """`python -m kvxfer.cli.child PARENT COMMAND...`: a kvxfer command that ends with its parent.
 
-The process gets SIGTERM when its parent, of process id PARENT, dies in whatever way.
+The process gets SIGTERM when its parent, of process id PARENT, ends in any way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How every subcommand reaches the control plane: one set of options, one client."""
+"""The connection of every subcommand to the control plane: one set of options, one client."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from kvxfer.client import Credentials, SyncControlPlaneClient
 
 _PANEL: Final = "Control plane"
-# A person waits: one that is starting up, or busy, gets this long; then it is an error.
+# A person waits: a control plane that is starting up, or busy, gets this long before an error.
 _DEADLINE_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlPlane:
-    """The control plane of the options, and of the environment's variables."""
+    """The control plane that options or environment variables name."""
 
     url: Annotated[
         str | None,
@@ -29,11 +29,11 @@ class ControlPlane:
             rich_help_panel=_PANEL,
         ),
     ] = None
-    """URL of `kvxfer serve`; of several replicas with commas between them."""
+    """URL of `kvxfer serve`; URLs of several replicas, separated by commas."""
     token_file: Annotated[
         Path | None, typer.Option(envvar="KVXFER_TOKEN_FILE", rich_help_panel=_PANEL)
     ] = None
-    """File that holds the bearer token; KVXFER_TOKEN without it."""
+    """File with the bearer token; without it, KVXFER_TOKEN."""
     ca_file: Annotated[
         Path | None,
         typer.Option(
@@ -53,7 +53,7 @@ class ControlPlane:
             rich_help_panel=_PANEL,
         ),
     ] = None
-    """Its key."""
+    """Key of the client certificate, PEM."""
 
     def credentials(self) -> Credentials:
         import os

@@ -45,14 +45,14 @@ def demo(
         ),
     ] = None,
     fabric: Annotated[
-        Fabric, typer.Option(help="How the KV cache moves; auto picks the best.")
+        Fabric, typer.Option(help="The fabric that moves the KV cache; auto picks the best.")
     ] = Fabric.AUTO,
     gpu: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Move it between memory of this GPU, by CUDA's number. The model computes on the "
-            "processor.",
+            help="Move the KV cache between memory of this GPU (CUDA's number). The model computes "
+            "on the CPU.",
             show_default="host memory",
         ),
     ] = None,
@@ -61,8 +61,8 @@ def demo(
     """Move real KV caches between two processes, and check the tokens.
 
     Starts a control plane, a prefill worker and a decode worker, sends the prompts through them,
-    and computes the same prompts in a single process. Different tokens, or any failure, is exit
-    code 1.
+    and computes the same prompts in a single process. The exit code is 1 if tokens differ, or if
+    anything fails.
     """
     require_packages("the demo", PACKAGES)
     import asyncio
@@ -93,7 +93,7 @@ def demo(
 
 @contextmanager
 def _progress_bar(prompts: int) -> Iterator[Callable[[Phase, int], None]]:
-    """A bar on stderr that is drawn when something has changed, without a thread."""
+    """Shows a bar on stderr that is drawn when something has changed, without a thread."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     from kvxfer.cli.output import err

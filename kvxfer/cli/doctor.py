@@ -27,16 +27,16 @@ def doctor(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Draw the topology of a recorded tree instead: what stands for /, or a copy of "
-            "/sys. Nothing else is checked.",
+            help="Draw the topology of a recorded tree instead: a folder in place of /, or a copy "
+            "of /sys. Nothing else is checked.",
         ),
     ] = None,
     probe: Annotated[
         bool,
         typer.Option(
             "--probe",
-            help="Look at each RDMA NIC more closely, and send bytes through each of them, and "
-            "over tcp and local, from this process to itself. Run it as root to read all.",
+            help="Look at each RDMA NIC more closely, and send bytes from this process to itself "
+            "through each of them, and over tcp and local. Run it as root to read everything.",
         ),
     ] = False,
     report: Annotated[
@@ -49,7 +49,8 @@ def doctor(
 ) -> None:
     """Show what fabrics, NICs, GPUs and limits this host has, and what is missing for each.
 
-    Draws how GPUs and NICs belong together, too. Exit code 1 only where the core cannot work.
+    It also draws which GPUs and NICs belong together. The exit code is 1 only if the core cannot
+    work.
     """
     from dataclasses import asdict
 
@@ -98,7 +99,7 @@ def doctor(
 
 
 def _probed(host: Host) -> tuple[list[Finding], dict[str, Any]]:
-    """The findings of a closer look, and what a report says besides."""
+    """Returns the findings of a closer look, and the other members of a report."""
     from dataclasses import asdict
 
     from kvxfer.cli.output import err
@@ -121,7 +122,7 @@ def _probed(host: Host) -> tuple[list[Finding], dict[str, Any]]:
 
 
 def _check_report(file: Path) -> None:
-    """Asked before the probe, so that its findings are not lost."""
+    """Checks the file before the probe, so that no findings are lost."""
     if file.is_dir() or not file.absolute().parent.is_dir():
         raise InvalidArgument(
             f"--report {file}: not a file in a directory that exists; name another"

@@ -1,5 +1,5 @@
-"""`kvxfer drain`: lets an instance finish what it has, and waits until it has left. `kvxfer
-undrain` takes that back."""
+"""`kvxfer drain`: lets an instance finish its work, and waits until it has left. `kvxfer undrain`
+cancels a drain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvxfer.instances import Instance
 
 _POLL_SECONDS: Final = 0.5
-# A worker hears of its deadline with a heartbeat, and then has to stop.
+# A worker learns of its deadline at a heartbeat, and then needs time to stop.
 _GRACE_SECONDS: Final = 15.0
 
 
@@ -41,23 +41,23 @@ def drain(
     ],
     control_plane: ControlPlane,
     deadline: Annotated[
-        float, typer.Option(min=0, help="Seconds it may take; then it leaves all the same.")
+        float, typer.Option(min=0, help="Seconds until it leaves even if it is not finished.")
     ] = 60.0,
     wait: Annotated[bool, typer.Option(help="Wait until it has left.")] = True,
     until: Annotated[
         Until,
         typer.Option(
-            help="With idle, wait only until it has no transfer and no request: it may be stopped."
+            help="With idle, wait only until it has no transfer and no request, and may be stopped."
         ),
     ] = Until.LEFT,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the instance as it was told or last seen.")
+        bool, typer.Option("--json", help="Print the instance as last seen, as JSON.")
     ] = False,
 ) -> None:
-    """Drain an instance: it gets nothing new, finishes what it has, and leaves.
+    """Drain an instance: it gets no new work, finishes what it has, and leaves.
 
-    Again on an instance that drains it sets the deadline anew. An instance that is still there
-    15 s after its deadline is exit code 1; with --until idle, one that is busy then.
+    If the instance is draining already, this sets a new deadline. The exit code is 1 if the
+    instance is still registered 15 s after its deadline, or with --until idle, if it is still busy.
     """
     import msgspec
 
@@ -88,11 +88,11 @@ def undrain(
     control_plane: ControlPlane,
     as_json: Annotated[bool, typer.Option("--json", help="Print the instance.")] = False,
 ) -> None:
-    """Take a drain back: the instance gets requests again.
+    """Cancel a drain: the instance gets requests again.
 
-    Its worker says so with its next heartbeat, for which this waits. A worker that has begun to
-    leave goes on leaving, which is exit code 1. A `kvxfer drain` that still waits drains it again:
-    stop that first.
+    It waits for the worker's next heartbeat, which confirms that. A worker that has begun to leave
+    goes on leaving; the exit code is then 1. A `kvxfer drain` that still waits drains the instance
+    again: stop that first.
     """
     import msgspec
 
@@ -107,7 +107,7 @@ def undrain(
 def _until_told(
     client: SyncControlPlaneClient, instance: Instance, clock: Clock = SYSTEM_CLOCK
 ) -> Instance:
-    """The instance as its worker's next heartbeat leaves it. Raises InstanceLeaving where that
+    """Returns the instance after its worker's next heartbeat. Raises InstanceLeaving if the worker
     leaves."""
     from kvxfer.errors import InstanceLeaving
     from kvxfer.instances import InstanceState
@@ -127,7 +127,7 @@ def _until_told(
 
 
 def _drain(client: SyncControlPlaneClient, instance_id: str, seconds: float) -> Instance:
-    """With the secret that a worker on this host keeps, which has another one with each lease."""
+    """Drains with the secret that a worker on this host keeps; each lease has another one."""
     from kvxfer.instance_secret import kept_secret
 
     secret = kept_secret(instance_id)
@@ -146,10 +146,10 @@ def _until_gone(
     deadline: float,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Iterator[Instance]:
-    """The instance again and again until it has left, which the changes after `since` tell.
+    """Yields the instance again and again until the changes after `since` show that it has left.
 
-    A control plane that lost its memory knows nothing of that. The worker then registers again, and
-    is told to drain again. Raises DeadlineExceeded.
+    A control plane that lost its memory has no such change. The worker then registers again, and is
+    told to drain again. Raises DeadlineExceeded.
     """
     from kvxfer.errors import DeadlineExceeded
 
@@ -168,7 +168,7 @@ def _until_gone(
             seen = _drain(client, seen.instance_id, max(0.0, end - clock.monotonic()))
         instance = seen
     raise DeadlineExceeded(
-        f"instance {instance.instance_id!r} is still there {_GRACE_SECONDS:g} s after its deadline "
+        f"instance {instance.instance_id!r} has not left {_GRACE_SECONDS:g} s after its deadline "
         f"of {deadline:g} s; stop its worker"
     )
 
@@ -183,7 +183,7 @@ def _find(client: SyncControlPlaneClient, instance_id: str) -> Instance | None:
 
 
 def _returned(client: SyncControlPlaneClient, instance_id: str, clock: Clock) -> Instance:
-    """The instance once it has registered again. Raises DeadlineExceeded."""
+    """Returns the instance once it has registered again. Raises DeadlineExceeded."""
     from kvxfer.errors import DeadlineExceeded
 
     give_up = clock.monotonic() + _GRACE_SECONDS
@@ -193,12 +193,12 @@ def _returned(client: SyncControlPlaneClient, instance_id: str, clock: Clock) ->
             return seen
     raise DeadlineExceeded(
         f"the control plane lost its memory while instance {instance_id!r} drained, and it has not "
-        f"registered again within {_GRACE_SECONDS:g} s; look whether its worker still runs"
+        f"registered again within {_GRACE_SECONDS:g} s; check whether its worker still runs"
     )
 
 
 def _forgotten_at(client: SyncControlPlaneClient, instance: Instance, since: int) -> int | None:
-    """None where the changes after `since` tell that this registration has ended; where they are
+    """Returns None if the changes after `since` show that this registration has ended; if they are
     lost, the change to go on from."""
     from kvxfer.instances import InstanceState, Snapshot
 
@@ -214,8 +214,8 @@ def _forgotten_at(client: SyncControlPlaneClient, instance: Instance, since: int
 
 
 def _idle(instance: Instance, told: Instance) -> bool:
-    """Whether it has nothing left, by a heartbeat of after it was `told` to drain: until then a
-    request that has just begun counts nowhere."""
+    """Whether the instance has no work left, by a heartbeat after it was `told` to drain: an
+    earlier one may not count a request that has just begun."""
     busy = instance.load.running or instance.load.waiting or instance.reserved.transfers
     return not busy and (instance.epoch, instance.heartbeat_at) > (told.epoch, told.heartbeat_at)
 

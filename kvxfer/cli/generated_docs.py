@@ -26,11 +26,11 @@ _HEAD: Final = """\
 
 This page lists every metric. `python -m kvxfer.cli.generated_docs docs` generates it from the code.
 Names follow Prometheus' conventions: base units, `_total` for counters. Labels have fixed sets of
-values; `code` is an error code ([operations.md](operations.md#errors)). A histogram has `_bucket`,
+values; `code` is an error code ([errors.md](errors.md)). A histogram has `_bucket`,
 `_sum` and `_count`.
 
 `deploy/helm/kvxfer` has a dashboard and alerts
-([operations.md](operations.md#dashboard-and-alerts)).
+([observe.md](observe.md#dashboard-and-alerts)).
 """
 _SECTIONS: Final[Mapping[str, str]] = {
     "Control plane": """\
@@ -48,8 +48,8 @@ describe one process.""",
 
 
 def families() -> dict[str, tuple[Family, ...]]:
-    """Every metric, by the part of kvxfer that has it."""
-    # Nothing is read off the engine before the first scrape.
+    """Returns every metric, by the part of kvxfer that has it."""
+    # Nothing is read from the engine before the first scrape.
     worker = WorkerMetrics(cast("Engine", None), cast("KvEndpoint", None))
     return {
         "Control plane": tuple(Metrics().set.families),
@@ -60,7 +60,7 @@ def families() -> dict[str, tuple[Family, ...]]:
 
 
 def metrics() -> str:
-    """The text of docs/metrics.md."""
+    """Returns the text of docs/metrics.md."""
     parts = [_HEAD]
     for title, of_it in families().items():
         parts.append(f"## {title}\n\n{_SECTIONS[title]}\n\n{_table(of_it)}")
@@ -77,8 +77,8 @@ def _table(of_it: Iterable[Family]) -> str:
 
 
 def openapi() -> str:
-    """The text of docs/openapi.json."""
-    # The key signs nothing here: only the routes are looked at.
+    """Returns the text of docs/openapi.json."""
+    # The key signs nothing here: only the routes are read.
     app = create_app(Settings(cluster_key=bytes(16)), EmbeddedRegistry())
     return json.dumps(app.openapi(), indent=2, ensure_ascii=False) + "\n"
 

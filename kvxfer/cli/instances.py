@@ -32,7 +32,7 @@ def instances(
     control_plane: ControlPlane,
     role: Annotated[
         Literal["prefill", "decode", "both"] | None,
-        typer.Option(help="Instances that take this side."),
+        typer.Option(help="Instances of this role."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Instances of this model.")] = None,
     state: Annotated[
@@ -40,16 +40,16 @@ def instances(
         typer.Option(help="Instances in this state."),
     ] = None,
     until_count: Annotated[
-        int | None, typer.Option(min=0, help="Wait until there are exactly so many.")
+        int | None, typer.Option(min=0, help="Wait until there are exactly this many.")
     ] = None,
     deadline: Annotated[
         float, typer.Option(min=0, help="Seconds that --until-count may wait.")
     ] = 300.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
     """List the workers that the control plane knows.
 
-    With --until-count it waits first; exit code 1 says that the deadline came before.
+    With --until-count it waits first; the exit code is 1 if the deadline passes before.
     """
     import msgspec
 
@@ -85,7 +85,8 @@ def _until(
     deadline: float,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Answer[tuple[Instance, ...]]:
-    """The first answer that has so many and is not stale. Raises DeadlineExceeded."""
+    """Returns the first answer with `count` instances that is not stale. Raises
+    DeadlineExceeded."""
     from kvxfer.errors import ControlPlaneUnavailable, DeadlineExceeded
 
     end = clock.monotonic() + deadline
@@ -107,7 +108,7 @@ def _until(
 def _table(instances: Sequence[Instance], now: float) -> Table:
     from rich.table import Table
 
-    # Engines have long ids: these and models give way where there is no room.
+    # Engines have long ids: the columns of ids and models shrink if there is no room.
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
     for name in ("instance", "role", "state", "model"):
         table.add_column(name, overflow="fold", no_wrap=name in ("role", "state"))

@@ -1,8 +1,8 @@
 """Options that follow from settings: a command takes a dataclass, typer sees an option per member.
 
 A member becomes `--its-name`, with its type, its default, the bounds of its `msgspec.Meta`, and the
-text below it as help. What only the command line has to say (an environment variable, a panel) is
-a `typer.Option` beside it.
+text below it as help. What only the command line needs (an environment variable, a panel) is a
+`typer.Option` in the member's annotation.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from typer.models import OptionInfo
 from kvxfer.docstrings import docstrings
 from kvxfer.settings import Member, fields, members
 
-# gt and lt have no word in typer: the settings themselves refuse what is beyond them.
+# typer has no gt and lt: the settings themselves refuse values beyond them.
 _BOUNDS: Final = {"ge": "min", "le": "max"}
 _MISSING: Final = (dataclasses.MISSING, msgspec.NODEFAULT)
 _KEYWORD: Final = inspect.Parameter.KEYWORD_ONLY
 
 
 class OptionsOf:
-    """Marks a parameter `dict[str, Any]`: it gets the values for a settings class that the command
-    then makes of them, and of what it has from elsewhere.
+    """A mark for a parameter `dict[str, Any]`: it gets option values for a settings class, which
+    the command makes from these and from others.
 
-    `without` names members that are no options. `panel` holds those that `special` does not name.
+    `without` names members that are no options. `special` has the options of some members; the
+    others are in `panel`.
     """
 
     def __init__(
@@ -59,14 +60,14 @@ class OptionsOf:
         for bound, limit in member.bounds():
             if bound in _BOUNDS:
                 setattr(option, _BOUNDS[bound], limit)
-        if member.type is bool and option.default is ...:  # not --no-... as well
+        if member.type is bool and option.default is ...:  # without --no-...
             option.param_decls = (f"--{name.replace('_', '-')}",)
         return option
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer takes it: options instead of each parameter that is a dataclass, which
-    they then make, or that OptionsOf marks."""
+    """Returns the command as typer takes it: options replace each parameter that is a dataclass,
+    which is made from them, or that OptionsOf marks."""
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, tuple[OptionsOf, Callable[..., Any]]] = {}
     parameters: list[inspect.Parameter] = []
@@ -89,7 +90,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _group(kind: Any) -> tuple[OptionsOf, Callable[..., Any]] | None:
-    """The options that a parameter stands for, and what makes its value of theirs."""
+    """Returns the options that a parameter stands for, and the function that makes its value."""
     if inspect.isclass(kind) and dataclasses.is_dataclass(kind):
         return OptionsOf(kind), kind
     return next(((note, dict) for note in get_args(kind)[1:] if isinstance(note, OptionsOf)), None)

@@ -1,4 +1,4 @@
-"""What every subcommand prints with: the console, one-line errors, JSON, logs."""
+"""The output of every subcommand: the console, one-line errors, JSON, logs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvxfer.errors import KvxferError
 
 _WIDE: Final = 160
 # Results go to stdout, progress and errors to stderr, so that `--json` can be piped. Lines for a
-# program are not wrapped where a terminal of the usual width would.
+# program are not wrapped at the usual width of a terminal.
 out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDE)
 err = Console(stderr=True)
 
@@ -32,7 +32,7 @@ def show_error(error: KvxferError, *, as_json: bool) -> None:
 
 
 def show_staleness(stale_seconds: float | None) -> None:
-    """A line below a table, where what it tells is not known to be true any more."""
+    """Prints a line below a table whose content may be out of date."""
     if stale_seconds is not None:
         line = (
             f"stale: this was known {stale_seconds:.1f} s ago; the control plane cannot reach its "
@@ -51,9 +51,9 @@ class Logs:
     """The options of commands that keep running."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
-    """What to log to stderr; info has a line for each request."""
+    """The least severe level to log to stderr; info has a line for each request."""
     log_format: Literal["text", "json"] = "text"
-    """Lines for people, or one JSON object each."""
+    """Log lines of text for people, or of one JSON object each."""
 
     def configure(self) -> None:
         from kvxfer.logs import configure_logging

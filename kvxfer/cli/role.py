@@ -1,4 +1,4 @@
-"""`kvxfer role`: moves an instance to the other side."""
+"""`kvxfer role`: changes the role of an instance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def role(
 ) -> None:
     """Change an instance's role without a restart: prefill, decode or both.
 
-    New transfers see the new role at once; those that are open go on as they began.
+    New transfers use the new role at once; open transfers go on as they began.
     """
     import msgspec
 

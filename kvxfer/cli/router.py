@@ -48,15 +48,16 @@ def router(
     api_keys_file: Annotated[
         Path | None,
         typer.Option(
-            help="Lines of NAME KEY: the clients that are served. Read again when it changes.",
-            show_default="everybody on this host",
+            help="File of lines NAME KEY: the clients that are served. Read again when it changes.",
+            show_default="every client on this host",
             rich_help_panel=TRUST_PANEL,
         ),
     ] = None,
     worker_key_file: Annotated[
         Path | None,
         typer.Option(
-            help="The key that workers ask for (vllm serve --api-key). Read again when it changes.",
+            help="File with the key of the workers (vllm serve --api-key). Read again when it "
+            "changes.",
             show_default="none",
             rich_help_panel=TRUST_PANEL,
         ),
@@ -64,7 +65,7 @@ def router(
     forward_header: Annotated[
         list[str] | None,
         typer.Option(
-            help="A header of the client that workers get; may be repeated.", show_default="none"
+            help="A client's header that workers also get; may be repeated.", show_default="none"
         ),
     ] = None,
     allowed_origin: Annotated[
@@ -83,7 +84,7 @@ def router(
     """Start a router.
 
     It serves the API of the inference engines behind it: each request gets a pair of workers from
-    the control plane, goes to both, and is answered from decode. Its token at the control plane
+    the control plane, goes to both, and is answered by decode. Its token at the control plane
     needs the scope router. It prints its URL once it accepts connections, and stops on SIGTERM or
     Ctrl-C.
     """

@@ -64,16 +64,16 @@ def replay(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The scaling file, YAML or TOML; its worker_model says what workers do.",
+            help="The scaling file, YAML or TOML; its worker_model describes the workers.",
             show_default="the one of the bundled traces",
         ),
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Show the decisions that change nothing, too.")
+        bool, typer.Option("--all", help="Also show the decisions that change nothing.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
-    """Run a load trace through the autoscaler's decision, on paper and in virtual time.
+    """Run a load trace through the autoscaler's decisions, in virtual time and without workers.
 
     Prints each decision with its reasons, and how well the targets were kept.
     """

@@ -26,8 +26,8 @@ from kvxfer.scheduler.keyspace import Keyspace
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.web.listener import ConnectionLimits
 
-# A full collection walks over the records of the whole fleet while everybody waits: rarer ones
-# halve the p99 with 10,000 instances (docs/performance.md).
+# A full collection visits the records of the whole fleet while all requests wait: rarer ones halve
+# the p99 with 10,000 instances (docs/design-notes.md).
 _GC_THRESHOLDS: Final = (50_000, 50, 100)
 
 
@@ -42,13 +42,13 @@ def serve(
     port: PortOption = 8080,
     cluster_key_file: Annotated[
         Path | None,
-        typer.Option(help="File that holds the cluster key; KVXFER_CLUSTER_KEY without it."),
+        typer.Option(help="File with the cluster key; without it, KVXFER_CLUSTER_KEY."),
     ] = None,
     registry: Annotated[
         str,
         typer.Option(
             envvar="KVXFER_REGISTRY",
-            help="Where the fleet is kept: embedded (in this process), or the URL of a Redis that "
+            help="Registry of the fleet: embedded (in this process), or the URL of a Redis that "
             "several replicas share: redis://HOST:PORT/DB, "
             "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB.",
         ),
@@ -82,7 +82,7 @@ def serve(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="YAML or TOML: which scorer ranks the pairs, and the weights of tenants.",
+            help="YAML or TOML: the scorer that ranks the pairs, and the weights of tenants.",
             show_default="least loaded, near, cached prefix",
         ),
     ] = None,
@@ -90,8 +90,9 @@ def serve(
         Path | None,
         typer.Option(
             envvar="KVXFER_TOKENS_FILE",
-            help="Lines of NAME SCOPES TOKEN, one for each caller. Read again when it changes.",
-            show_default="everybody on this host may call everything",
+            help="File of lines NAME SCOPES TOKEN, one for each caller. Read again when it "
+            "changes.",
+            show_default="every caller on this host may call everything",
             rich_help_panel=TRUST_PANEL,
         ),
     ] = None,
@@ -99,8 +100,9 @@ def serve(
     ticket_keys_file: Annotated[
         Path | None,
         typer.Option(
-            help="Keys of the tickets, one per line; the first signs. Read again when it changes.",
-            show_default="one that follows from the cluster key",
+            help="File with the keys of tickets, one per line; the first signs. Read again when "
+            "it changes.",
+            show_default="one derived from the cluster key",
             rich_help_panel=TRUST_PANEL,
         ),
     ] = None,
@@ -108,7 +110,7 @@ def serve(
     tls_client_ca: Annotated[
         Path | None,
         typer.Option(
-            help="Only clients with a certificate of this CA are served.",
+            help="Serve only clients with a certificate of this CA.",
             rich_help_panel=TRUST_PANEL,
         ),
     ] = None,

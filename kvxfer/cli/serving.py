@@ -1,4 +1,4 @@
-"""What `kvxfer serve` and `kvxfer router` have in common: options, a listener, where it is."""
+"""The common part of `kvxfer serve` and `kvxfer router`: options, a listener, its announcement."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ TRUST_PANEL: Final = "Trust"
 _SERVER_PACKAGES: Final = ("fastapi", "prometheus_client", "structlog", "uvicorn")
 
 HostOption = Annotated[str, typer.Option(help="Address to listen on.")]
-PortOption = Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")]
+PortOption = Annotated[
+    int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free one.")
+]
 AllowAnonymousOption = Annotated[
     bool,
     typer.Option(
         "--allow-anonymous",
-        help="Serve other hosts without a tokens file.",
+        help="Serve other hosts without tokens or API keys.",
         rich_help_panel=TRUST_PANEL,
     ),
 ]
@@ -40,15 +42,15 @@ class Tls:
     """The certificate of a server."""
 
     tls_cert: Annotated[Path | None, typer.Option(rich_help_panel=TRUST_PANEL)] = None
-    """Certificate chain, PEM: HTTPS. Read again when it changes."""
+    """Certificate chain, PEM; turns HTTPS on. Read again when it changes."""
     tls_key: Annotated[
         Path | None,
         typer.Option(show_default="in the certificate's file", rich_help_panel=TRUST_PANEL),
     ] = None
-    """Its key."""
+    """Key of the certificate, PEM."""
 
     def read(self, client_ca: Path | None = None) -> ServerTls | None:
-        """None is HTTP. Raises InvalidArgument."""
+        """Reads the certificate; returns None for HTTP. Raises InvalidArgument."""
         from kvxfer.web.tls import ServerTls
 
         if self.tls_cert is not None:
@@ -60,11 +62,11 @@ class Tls:
 
 
 def require_server(what: str) -> None:
-    """Raises NotBuilt with the pip command where a package of `kvxfer[server]` is missing."""
+    """Raises NotBuilt with the pip command if a package of `kvxfer[server]` is missing."""
     for package in _SERVER_PACKAGES:
         try:
             found = find_spec(package) is not None
-        except ValueError:  # it was tried before, and taken out
+        except ValueError:  # a module without a spec stands in its place
             found = False
         if not found:
             raise NotBuilt(
@@ -75,7 +77,7 @@ def require_server(what: str) -> None:
 def listen(
     host: str, port: int, *, anonymous: bool, allowed: bool, what: str, remedy: str
 ) -> socket:
-    """A listener; one that other hosts reach and that serves `anonymous` callers has to be
+    """Opens a listener. One that other hosts reach and that serves `anonymous` callers must be
     `allowed`. Raises InvalidArgument, which says that they could use `what`, and `remedy`."""
     from kvxfer.web.listener import bind, is_loopback
 
@@ -84,7 +86,7 @@ def listen(
         if not allowed:
             listener.close()
             raise InvalidArgument(
-                f"every client that reaches {host} could use {what}: {remedy}, or say "
+                f"every client that reaches {host} could use {what}: {remedy}, or pass "
                 "--allow-anonymous to permit that"
             )
         err.print(f"[yellow]warning[/] every client that reaches {host} can use {what}")
@@ -92,7 +94,7 @@ def listen(
 
 
 def announcement(as_json: bool, text: Callable[[str], str]) -> Callable[[str], None]:
-    """What tells the URL once connections are accepted, as `text` of it or as JSON."""
+    """Returns a function that prints the URL of a server, as `text` makes it or as JSON."""
 
     def announce(url: str) -> None:
         if as_json:

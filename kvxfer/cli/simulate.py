@@ -1,4 +1,4 @@
-"""`kvxfer simulate`: what a fleet would make of a day, before there is one."""
+"""`kvxfer simulate`: the performance of a fleet over a day, before there is one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def simulate(
         typer.Option(
             metavar="POLICY",
             help="fixed, fixed=PREFILL:DECODE, scaling=default, scaling=FILE, pairing=FILE, or two "
-            "of them with a comma. Several times: side by side.",
+            "of them with a comma between. May be repeated: policies are shown side by side.",
             show_default="fixed",
         ),
     ] = None,
@@ -64,7 +64,10 @@ def simulate(
         ),
     ],
     prefill_overhead: Annotated[
-        float, typer.Option(help="Seconds of a prompt beside that.", rich_help_panel=_WORKERS)
+        float,
+        typer.Option(
+            help="Seconds of each prompt in addition to --prefill-speed.", rich_help_panel=_WORKERS
+        ),
     ] = 0.01,
     show_actions: Annotated[
         bool,
@@ -75,7 +78,7 @@ def simulate(
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Draw the course of the day into this file (PNG, SVG, PDF), too.",
+            help="Also draw the course of the day into this file (PNG, SVG, PDF).",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
@@ -83,11 +86,11 @@ def simulate(
         bool, typer.Option("--json", help="Print all of it as JSON.", rich_help_panel=_OUTPUT)
     ] = False,
 ) -> None:
-    """Run requests through a fleet on paper: real pairing and autoscaling, virtual time.
+    """Simulate requests to a fleet: real pairing and autoscaling, virtual time, no workers.
 
-    Says what TTFT, ITL, goodput and cost would be, under one policy or several side by side. Unlike
-    `kvxfer scale replay`, which shows the autoscaler's decisions on average loads, it simulates
-    requests.
+    It prints the TTFT, ITL, goodput and cost to expect, under one policy or several side by side.
+    Unlike `kvxfer scale replay`, which shows the autoscaler's decisions on average loads, it
+    simulates requests.
     """
     from dataclasses import asdict
 
@@ -116,7 +119,7 @@ def simulate(
 
 @contextmanager
 def _progress_bar(steps: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, where that is a terminal."""
+    """Shows a bar on stderr if that is a terminal."""
     from rich.progress import Progress
 
     from kvxfer.cli.output import err

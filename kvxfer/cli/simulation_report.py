@@ -1,4 +1,4 @@
-"""What `kvxfer simulate` prints: a table of the policies, the course of the day, the actions."""
+"""The output of `kvxfer simulate`: a table of the policies, the course of the day, the actions."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _range(result: Results, of: Callable[[Point], int]) -> str:
 
 
 def _course(result: Results) -> Table:
-    """A line of bars per figure, over the time."""
+    """Makes a table with a line of bars over time for each figure."""
     table = Table(box=None, title=f"course of {result.policy}", title_justify="left")
     for header in ("", "least"):
         table.add_column(header, no_wrap=True, justify="right" if header else "left")
@@ -127,7 +127,7 @@ def _course(result: Results) -> Table:
 
 
 def _columns(values: Sequence[float | None]) -> list[float | None]:
-    """As many as fit, each the mean of those that fall into it."""
+    """Returns as many values as fit, each the mean of those that fall into it."""
     columns: list[float | None] = []
     count = min(len(values), _WIDTH)
     for column in range(count):

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
     from kvxfer.traces import Trace, TraceSpan
 
-# So many siblings of one name have a line each; more are one line with a bar for all of them.
+# Up to this many siblings of one name have a line each; more share one line and one bar.
 _MOST_ALIKE: Final = 6
 _LEAST_BAR: Final = 20
 _COLUMNS: Final = 72
-"""What the other columns take, at most."""
+"""The most characters that the other columns take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class _Row:
 
 
 def timeline(trace: Trace, *, width: int, every: bool = False) -> Group:
-    """The spans of a trace below those that called them, in order of their start; then errors."""
+    """Draws each span of a trace below the one that called it, in order of start; then errors."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""`kvxfer top`: what is going on in the fleet now, in a terminal."""
+"""`kvxfer top`: the current activity of the fleet, in a terminal."""
 
 from __future__ import annotations
 
@@ -26,26 +26,25 @@ def top(
     control_plane: ControlPlane,
     model: Annotated[str | None, typer.Option(help="Instances of this model.")] = None,
     role: Annotated[
-        Literal["prefill", "decode", "both"] | None, typer.Option(help="Of this role.")
+        Literal["prefill", "decode", "both"] | None, typer.Option(help="Instances of this role.")
     ] = None,
     state: Annotated[
-        Literal["joining", "ready", "draining"] | None, typer.Option(help="In this state.")
+        Literal["joining", "ready", "draining"] | None,
+        typer.Option(help="Instances in this state."),
     ] = None,
-    zone: Annotated[str | None, typer.Option(help="In this zone.")] = None,
-    rack: Annotated[str | None, typer.Option(help="In this rack.")] = None,
-    host: Annotated[str | None, typer.Option(help="On this host.")] = None,
+    zone: Annotated[str | None, typer.Option(help="Instances in this zone.")] = None,
+    rack: Annotated[str | None, typer.Option(help="Instances in this rack.")] = None,
+    host: Annotated[str | None, typer.Option(help="Instances on this host.")] = None,
     interval: Annotated[
-        float, typer.Option(min=0.2, max=3600, help="Seconds between two looks.")
+        float, typer.Option(min=0.2, max=3600, help="Seconds between two updates.")
     ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Look once, and print all there is as JSON.")
-    ] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print it once and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it once, as JSON.")] = False,
 ) -> None:
-    """Show what is going on now: instances, traffic, transfers, scaling. Ctrl-C ends it.
+    """Show the current activity: instances, traffic, transfers, scaling. Ctrl-C ends it.
 
-    It is what the page at the control plane's / shows, and takes a token with scope monitor or
-    admin. Without a terminal it looks once.
+    It shows the same as the page at the control plane's /, and needs a token with scope monitor or
+    admin. Without a terminal it prints once.
     """
     import msgspec
 
@@ -81,7 +80,8 @@ def top(
 def _follow(
     look: Callable[[], Overview], last: Overview, interval: float, clock: Clock = SYSTEM_CLOCK
 ) -> None:
-    """Draws without end. A control plane that is away leaves what was last seen, marked as old."""
+    """Draws without end. While the control plane is unavailable, the last state stays, marked as
+    stale."""
     from rich.live import Live
 
     from kvxfer.cli.top_frame import frame

@@ -16,7 +16,7 @@ _STATE_STYLES: Final = {"joining": "blue", "ready": "green", "draining": "red"}
 _DIRECTION_STYLES: Final = {"up": "green", "down": "yellow", "hold": "dim"}
 _BAR: Final = 20
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB")
-# Lists share what the rest leaves of a terminal, and have as many rows elsewhere.
+# Limits of the rows of lists: they share the lines that the rest leaves of a terminal.
 _LEAST_ROWS: Final = 3
 _SMALL_ROWS: Final = 5
 _UNBOUNDED_ROWS: Final = 50
@@ -26,7 +26,7 @@ _FIXED_LINES: Final = 12
 def frame(
     overview: Overview, *, height: int | None, trouble: str = "", trouble_seconds: float = 0.0
 ) -> RenderableType:
-    """What fits into `height` lines; all that there is, in bounds, where it is None."""
+    """Draws what fits into `height` lines; if None, up to 50 rows of each list."""
     small = _UNBOUNDED_ROWS if height is None else _SMALL_ROWS
     parts: list[RenderableType] = [_headline(overview)]
     if trouble:
@@ -110,7 +110,7 @@ def _roles(roles: Iterable[RoleSummary]) -> Table:
 
 
 def _traffic(overview: Overview, rows: int) -> Table:
-    """Pairs and open transfers side by side."""
+    """Draws pairs and open transfers side by side."""
     pairs = _table("prefill → decode", "fabric", numbers=("rate",))
     for pair in overview.pairs[:rows]:
         names = f"{pair.prefill} → {pair.decode}"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvxfer.traces import Trace
 
 _PAUSE_SECONDS: Final = 0.25
-# Exporters send once a second: after this long without news a trace is taken to be whole.
+# Exporters send once a second: after this long without new spans, a trace counts as complete.
 _QUIET_SECONDS: Final = 3.0
 
 
@@ -27,16 +27,16 @@ def register(app: typer.Typer) -> None:
 @with_options
 def trace(
     request_id: Annotated[
-        str, typer.Argument(metavar="REQUEST_ID", help="X-Request-ID of its answer, or a trace id.")
+        str, typer.Argument(metavar="REQUEST_ID", help="X-Request-ID of the answer, or trace id.")
     ],
     control_plane: ControlPlane,
     every: Annotated[
-        bool, typer.Option("--all", help="A line for every span, however many are alike.")
+        bool, typer.Option("--all", help="Show a line for every span, even if many are alike.")
     ] = False,
     wait: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for spans that are on their way.")
+        float, typer.Option(min=0, help="Seconds to wait for spans that have not arrived.")
     ] = 5.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
     """Draw the timeline of a request: router, ticket, prefill, each layer's write, decode.
 
@@ -60,7 +60,7 @@ def trace(
 def _when_whole(
     client: SyncControlPlaneClient, request_id: str, wait: float, clock: Clock = SYSTEM_CLOCK
 ) -> Trace:
-    """The trace once nothing has been added to it for a while, or as it is after `wait` seconds."""
+    """Returns the trace once it has not grown for a while, or as it is after `wait` seconds."""
     from kvxfer.errors import UnknownTrace
 
     give_up = clock.monotonic() + wait
@@ -75,7 +75,7 @@ def _when_whole(
         else:
             if before is None or len(before.spans) != len(found.spans):
                 since = clock.monotonic()
-            # One that ended long ago is whole.
+            # A trace that ended long ago is complete.
             age = clock.unix() - max(span.end for span in found.spans)
             settled = clock.monotonic() - since >= _QUIET_SECONDS or age > wait
             if clock.monotonic() >= give_up or (settled and not _orphans(found)):

@@ -26,10 +26,12 @@ def register(app: typer.Typer) -> None:
 def transfers(
     control_plane: ControlPlane,
     instance: Annotated[
-        str | None, typer.Option(metavar="ID", help="Transfers that this instance is a side of.")
+        str | None, typer.Option(metavar="ID", help="Transfers from or to this instance.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 1000,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known.")] = False,
+    limit: Annotated[
+        int, typer.Option(min=1, max=10_000, help="The most transfers to list.")
+    ] = 1000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
     """List the open transfers, the oldest first."""
     import msgspec

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def updates(
     control_plane: ControlPlane,
     model: Annotated[str | None, typer.Option(help="Updates of this model.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
     """List the updates under way and the last ones that ended, the newest first."""
     import msgspec

@@ -1,4 +1,4 @@
-"""`kvxfer weights`: what an update of a model's weights would send, and the updates there were."""
+"""`kvxfer weights`: what an update of a model's weights would send, and the known updates."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def register(app: typer.Typer) -> None:
 def plan(
     *,
     model: Annotated[str | None, typer.Option(help="A known model: kimi-k2 or llama-3-8b.")] = None,
-    train: Annotated[int | None, typer.Option(min=1, help="Its training ranks.")] = None,
-    infer: Annotated[int | None, typer.Option(min=1, help="Its inference ranks.")] = None,
+    train: Annotated[int | None, typer.Option(min=1, help="Number of training ranks.")] = None,
+    infer: Annotated[int | None, typer.Option(min=1, help="Number of inference ranks.")] = None,
     file: Annotated[
         Path | None,
-        typer.Option(metavar="MAP.json", help="A map of a model, instead; docs/weights.md has it."),
+        typer.Option(metavar="MAP.json", help="Map of another model (docs/weight-maps.md)."),
     ] = None,
     settings: ScheduleSettings,
     gbps: Annotated[float, typer.Option(help="Rate of each NIC, in 10^9 bit/s.")] = 400.0,
@@ -76,7 +76,7 @@ def plan(
 def _map(
     model: str | None, train: int | None, infer: int | None, file: Path | None
 ) -> tuple[str, WeightMap]:
-    """The map, and what to call it."""
+    """Returns the map, and its name."""
     from kvxfer.errors import InvalidArgument
     from kvxfer.weights.document import read_map
     from kvxfer.weights.models import MODELS, model_map
@@ -93,7 +93,7 @@ def _map(
 
 
 def _peak_bytes() -> int:
-    """The most memory that this process had so far."""
+    """Returns the most memory that this process has had so far."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -174,7 +174,7 @@ def _size(nbytes: float) -> str:
 
 @contextmanager
 def _progress_bar() -> Iterator[Callable[[str], None]]:
-    """A bar on stderr, where that is a terminal, drawn when a stage begins."""
+    """Shows a bar on stderr if that is a terminal; it is drawn when a stage begins."""
     from rich.progress import Progress
 
     from kvxfer.cli.output import err

@@ -48,7 +48,7 @@ def worker(
     fabrics: Annotated[
         str | None,
         typer.Option(
-            help="What the engine may use: local, verbs, ofi, tcp.",
+            help="Fabrics that the engine may use: local, verbs, ofi, tcp.",
             show_default="all that this host has",
         ),
     ] = None,
@@ -57,8 +57,8 @@ def worker(
         typer.Option(
             metavar="SECONDS",
             envvar="KVXFER_PEER_TIMEOUT",
-            help="Time without a heartbeat after which the other side counts as frozen; more where "
-            "cores are overcommitted.",
+            help="Time without a heartbeat after which the other side counts as frozen; use more "
+            "if cores are overcommitted.",
             show_default="0.7",
         ),
     ] = None,
@@ -66,26 +66,26 @@ def worker(
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUE",
-            help="Any other option of the transfer engine, lists with commas: exclude_nics=mlx5_8, "
-            "traffic_class=106. May be repeated.",
+            help="Any other option of the transfer engine, such as exclude_nics=mlx5_8 or "
+            "traffic_class=106; commas separate the items of a list. May be repeated.",
         ),
     ] = None,
     label: Annotated[
         list[str] | None,
         typer.Option(
-            help="Where it runs, as NAME=VALUE: zone, rack, host, numa. May be repeated.",
+            help="Place of the worker, as NAME=VALUE: zone, rack, host, numa. May be repeated.",
             show_default="host=the host's name",
         ),
     ] = None,
     cluster_key_file: Annotated[
         Path | None,
-        typer.Option(help="File that holds the cluster key; KVXFER_CLUSTER_KEY without it."),
+        typer.Option(help="File with the cluster key; without it, KVXFER_CLUSTER_KEY."),
     ] = None,
     ticket_keys_file: Annotated[
         Path | None,
         typer.Option(
-            help="Keys of the tickets, one per line. Read again when it changes.",
-            show_default="one that follows from the cluster key",
+            help="File with the keys of tickets, one per line. Read again when it changes.",
+            show_default="one derived from the cluster key",
         ),
     ] = None,
     logs: Logs,
@@ -96,8 +96,8 @@ def worker(
     """Start a worker of the reference engine.
 
     It registers with the control plane and serves OpenAI-style completions whose KV cache moves
-    from prefill to decode. It prints its addresses once it takes requests, and stops on SIGTERM,
-    Ctrl-C, or when it has been drained.
+    from prefill to decode. It prints its addresses once it accepts requests, and stops on SIGTERM,
+    on Ctrl-C, or when it has been drained.
     """
     require_packages("a worker", PACKAGES)
     import asyncio
@@ -163,7 +163,7 @@ def _label(text: str) -> tuple[str, str]:
 
 
 def require_packages(what: str, packages: tuple[str, ...]) -> None:
-    """Raises NotBuilt with the pip command where one of `kvxfer[demo]`'s packages is missing."""
+    """Raises NotBuilt with the pip command if one of `kvxfer[demo]`'s packages is missing."""
     from importlib.util import find_spec
 
     for package in packages:

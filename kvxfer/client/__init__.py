@@ -1,19 +1,21 @@
 """The control plane as workers, routers and the CLI call it: typed, async and sync.
 
-`url` is that of `kvxfer serve`; without it KVXFER_CONTROL_PLANE, then http://127.0.0.1:8080.
-`credentials` are those of the environment unless given. `timeout` bounds each step of an attempt,
-`deadline` all attempts of a call together, both in seconds; a deadline of 0 is one attempt. Proxy
-settings of the environment are not used: the control plane is part of the cluster.
+`url` is the address of `kvxfer serve`; the default is KVXFER_CONTROL_PLANE, or else
+http://127.0.0.1:8080. `credentials` come from the environment unless given. `timeout` bounds each
+step of an attempt, `deadline` all attempts of a call together, both in seconds; a deadline of 0
+allows one attempt. Proxy settings of the environment are not used: the control plane is part of the
+cluster.
 
-A call is sent again where it was not carried out (no answer, 429, 503 for lack of a registry),
-or where doing it twice does no harm; never before the control plane wants to hear of it again
-(Retry-After). NoCapacity is an answer, not a failure: it is raised at once.
+A call is sent again if it was not carried out (no connection, 429, 503 for lack of a registry), or
+if doing it twice does no harm; never before the time in Retry-After. NoCapacity is an answer, not a
+failure: it is raised at once.
 
-While its registry is away the control plane tells what it last knew. `client.ask(call)`, with a
-call of `kvxfer.client.calls`, returns what the method of that name does and how old it is.
+While its registry is unavailable, the control plane answers with what it last knew.
+`client.ask(call)`, with a call of `kvxfer.client.calls`, returns the result of the method of that
+name, and its age.
 
-`Registration` keeps a worker's place in the fleet while its block runs. `WeightUpdateReport` tells
-of an update of a model's weights; `ControlPlaneRegistrar` has a Trainer's updates told so.
+`Registration` keeps a worker registered while its block runs. `WeightUpdateReport` reports an
+update of a model's weights; `ControlPlaneRegistrar` reports the updates of a Trainer.
 
 Every method raises the error of `kvxfer.errors` that the control plane names,
 ControlPlaneUnavailable if there is no answer, and UntrustedCertificate if TLS fails.

@@ -1,4 +1,4 @@
-"""What came of a request: its value, or the error to raise and whether to try again."""
+"""The outcome of a request: its value, or the error to raise and whether to try again."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ STALE_HEADER: Final = "Kvxfer-Stale-Seconds"
 _PROBLEM_MEMBERS: Final = frozenset(
     {"type", "title", "status", "detail", "code", "instance", "request_id"}
 )
-# What only the control plane's log explains.
+# Errors that only the control plane's log explains.
 _DEFECTS: Final = frozenset({"internal-error"})
-# Seconds; what asks for more is not waited for anyway.
+# Seconds; no call waits longer anyway.
 _LONGEST_RETRY: Final = 86400.0
 # The request has not left this process.
 _UNSENT: Final = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)
@@ -39,18 +39,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[T]):
-    """What the control plane answered, and how old that is."""
+    """An answer of the control plane, and its age."""
 
     value: T
     stale_seconds: float | None
-    """While its registry is away the value is what was known so many seconds ago; None else."""
+    """The age of the value if the registry is unavailable; None if the value is current."""
     etag: str | None = None
     following: str | None = None
-    """The path of the next page, where there is one."""
+    """The path of the next page, if there is one."""
 
 
 class Failed(Exception):
-    """One attempt failed with `error`. `again`: another one may do better, after `seconds`."""
+    """One attempt failed with `error`. `again`: another one may succeed, after `seconds`."""
 
     def __init__(self, error: KvxferError, *, again: bool, seconds: float = 0.0) -> None:
         super().__init__(str(error))
@@ -58,7 +58,7 @@ class Failed(Exception):
 
 
 def whole(pages: Sequence[Answer[T]]) -> Answer[T]:
-    """One answer of its pages, as stale as the most stale of them."""
+    """Joins the pages of an answer; it is as stale as the stalest of them."""
     if len(pages) == 1:
         return pages[0]
     value: Any = tuple(item for page in pages for item in cast(Iterable[Any], page.value))
@@ -67,7 +67,7 @@ def whole(pages: Sequence[Answer[T]]) -> Answer[T]:
 
 
 def read(response: httpx2.Response, call: Call[T], url: str) -> Answer[T]:
-    """Raises Failed."""
+    """Reads an answer. Raises Failed."""
     links = response.headers.get("etag"), response.links.get("next", {}).get("url")
     if response.status_code == HTTPStatus.NOT_MODIFIED and call.known is not None:
         return Answer(call.known[1], _stale_seconds(response), *links)
@@ -86,7 +86,8 @@ def read(response: httpx2.Response, call: Call[T], url: str) -> Answer[T]:
 def unanswered(
     error: httpx2.RequestError, call: Call[Any], url: str, *, hurried: bool = False
 ) -> Failed:
-    """What an attempt without an answer comes to. `hurried`: as in ControlPlaneUnavailable."""
+    """Returns the failure of an attempt without an answer. `hurried`: as in
+    ControlPlaneUnavailable."""
     named = unavailable(error, url)
     if isinstance(named, ControlPlaneUnavailable):
         named.hurried = hurried
@@ -106,8 +107,8 @@ def unavailable(error: httpx2.RequestError, url: str) -> ControlPlaneError:
     if url.startswith("https") and isinstance(error, httpx2.RemoteProtocolError | httpx2.ReadError):
         # In TLS 1.3 a server learns of a wrong client certificate after the client's handshake.
         return ControlPlaneUnavailable(
-            f"{url} hung up ({cause}); if it asks for client certificates, name one that it knows "
-            "in KVXFER_CERT_FILE and KVXFER_KEY_FILE"
+            f"{url} closed the connection ({cause}); if it asks for client certificates, name one "
+            "that it knows in KVXFER_CERT_FILE and KVXFER_KEY_FILE"
         )
     return ControlPlaneUnavailable(
         f"no control plane answers at {url} ({cause}); start one with `kvxfer serve`, or name it "
@@ -123,7 +124,7 @@ def unreadable(url: str, error: Exception) -> ControlPlaneError:
 
 
 def problem(response: httpx2.Response, url: str) -> KvxferError:
-    """The error that an answer stands for."""
+    """Returns the error that an answer stands for."""
     error = _problem(response, url)
     if isinstance(error, ControlPlaneError):
         error.request_id = response.headers.get("x-request-id")
@@ -131,7 +132,7 @@ def problem(response: httpx2.Response, url: str) -> KvxferError:
 
 
 def _problem(response: httpx2.Response, url: str) -> KvxferError:
-    """The error that a problem document names."""
+    """Returns the error that a problem document names."""
     try:
         document = msgspec.json.decode(response.content, type=dict[str, Any])
         code, detail = str(document["code"]), str(document["detail"])
@@ -165,7 +166,7 @@ def _stale_seconds(response: httpx2.Response) -> float | None:
 
 
 def _retry_after(response: httpx2.Response, error: KvxferError) -> float:
-    """Seconds: to the fraction where the problem says so, else those of Retry-After."""
+    """Returns seconds: with a fraction if the problem says so, otherwise those of Retry-After."""
     if isinstance(error, RateLimited):
         exact = error.details.get("retry_after_seconds")
         if isinstance(exact, int | float) and 0 <= exact < _LONGEST_RETRY:

@@ -58,18 +58,18 @@ class Call(Generic[T]):
     repeatable: bool = True
     """Whether it may be sent again if it is not known to have been carried out."""
     wait_seconds: float = 0.0
-    """How long the control plane may take for its answer, beside what the way takes."""
+    """Seconds that the control plane may take to answer, in addition to the timeout."""
     deadline: float | None = None
-    """Seconds for all attempts together; None: the client's own."""
+    """Seconds for all attempts together; None uses the client's own."""
     paged: bool = False
     """Whether the answer, a tuple, may come in pages. Each page has the whole deadline."""
     known: tuple[str, T] | None = None
     """ETag and value of an earlier answer, which is not sent again if it still holds."""
     secret: str | None = field(default=None, repr=False)
-    """Of the instance that it acts as."""
+    """The secret of the instance that the call acts as."""
 
     def within(self, seconds: float) -> Call[T]:
-        """The same call with another deadline."""
+        """Returns the same call with another deadline."""
         return replace(self, deadline=seconds)
 
 
@@ -85,12 +85,12 @@ def register(
 ) -> Call[Registered]:
     """Begins a lease; `Registration` does this and keeps it. Raises InstanceExists.
 
-    With `takes_secret` the answer has a secret, which calls as this instance show.
+    With `takes_secret` the answer has a secret that calls as this instance send.
     """
     body = {**msgspec.to_builtins(spec), "state": state.value, "incarnation": incarnation}
     if takes_secret:
         body["takes_secret"] = True
-    # Without an incarnation, the second one could be another process.
+    # Without an incarnation, a repeated call could be another process's.
     return Call("POST", "/v1/instances", _reads(Registered), body, repeatable=bool(incarnation))
 
 
@@ -102,7 +102,7 @@ def heartbeat(
     load: Load | None = None,
     secret: str | None = None,
 ) -> Call[Lease]:
-    """Renews a lease. What is None stays as it was. Raises StaleEpoch, or Forbidden."""
+    """Renews a lease. None leaves a value as it was. Raises StaleEpoch, or Forbidden."""
     body: dict[str, Any] = {"epoch": epoch}
     if state is not None:
         body["state"] = state.value
@@ -115,7 +115,7 @@ def heartbeat(
 def publish_blocks(
     instance_id: str, epoch: int, update: BlockUpdate, *, secret: str | None = None
 ) -> Call[PublishedBlocks]:
-    """Says which KV blocks an instance has cached. Raises StaleEpoch, or Forbidden."""
+    """Reports which KV blocks an instance has cached. Raises StaleEpoch, or Forbidden."""
     body = {
         "epoch": epoch,
         "added": as_text(update.added),
@@ -138,34 +138,34 @@ def instances(
     model: str | None = None,
     state: InstanceState | None = None,
 ) -> Call[tuple[Instance, ...]]:
-    """The live instances that match, ordered by id."""
+    """Lists the live instances that match, ordered by id."""
     params = _given(role=role, model=model, state=state)
     read = _reads(InstanceList)
     return Call("GET", "/v1/instances", lambda c: read(c).instances, params=params, paged=True)
 
 
 def instance(instance_id: str) -> Call[Instance]:
-    """Raises UnknownInstance."""
+    """Returns one instance. Raises UnknownInstance."""
     return Call("GET", _instance(instance_id), _reads(Instance))
 
 
 def drain(
     instance_id: str, *, deadline_seconds: float = 60.0, secret: str | None = None
 ) -> Call[Instance]:
-    """Lets an instance finish what it has and leave. Raises UnknownInstance, or Forbidden."""
+    """Lets an instance finish its work and leave. Raises UnknownInstance, or Forbidden."""
     body = {"deadline_seconds": deadline_seconds}
     path = f"{_instance(instance_id)}/drain"
     return Call("POST", path, _reads(Instance), body, secret=secret)
 
 
 def undrain(instance_id: str) -> Call[Instance]:
-    """Takes a drain back; the instance is ready with its worker's next heartbeat. Raises
-    UnknownInstance, or InstanceLeaving where the worker has begun to leave."""
+    """Cancels a drain; the instance is ready at its worker's next heartbeat. Raises
+    UnknownInstance, or InstanceLeaving if the worker has begun to leave."""
     return Call("DELETE", f"{_instance(instance_id)}/drain", _reads(Instance))
 
 
 def change_role(instance_id: str, role: Role) -> Call[Instance]:
-    """Moves an instance to another side without a restart. Raises UnknownInstance."""
+    """Changes the role of an instance without a restart. Raises UnknownInstance."""
     return Call("POST", f"{_instance(instance_id)}/role", _reads(Instance), {"role": role.value})
 
 
@@ -173,7 +173,8 @@ def change_role(instance_id: str, role: Role) -> Call[Instance]:
 
 
 def shake_hands(prefill_id: str, decode_id: str) -> Call[Handshake]:
-    """What would move between two instances. Raises UnknownInstance or LayoutMismatch."""
+    """Returns what a transfer between two instances would move. Raises UnknownInstance or
+    LayoutMismatch."""
     body = {"prefill_id": prefill_id, "decode_id": decode_id}
     return Call("POST", "/v1/handshakes", _reads(Handshake), body)
 
@@ -184,6 +185,7 @@ def open_transfer(
     request_id: str | None = None,
     model: str | None = None,
     prompt_tokens: int | None = None,
+    output_tokens: int | None = None,
     avoid: Collection[str] = (),
     prefix_hashes: Sequence[int] = (),
     tokens_per_hash: int | None = None,
@@ -192,12 +194,13 @@ def open_transfer(
     aggregated: bool = False,
     or_aggregated: bool = False,
     wait_seconds: float = 0.0,
+    waited_seconds: float = 0.0,
     priority: int = 0,
     tenant: str | None = None,
 ) -> Call[OpenedTransfer]:
     """Reserves the best pair, each argument as in `TransferRequest`.
 
-    It is asked for again where no answer came, if `transfer_id` names it.
+    If no answer arrives, it is asked for again only if `transfer_id` names it.
 
     Raises NoCapacity, whose `details["reasons"]` say what is missing, PromptTooLong,
     NotAggregating, and TransferExists.
@@ -210,9 +213,11 @@ def open_transfer(
         "tokens_per_hash": tokens_per_hash,
         "explain": explain,
     }
-    # Not where they say nothing: a control plane of an earlier version does not know them.
+    # Left out at their defaults: a control plane of an earlier version does not know them.
     if transfer_id is not None:
         body["transfer_id"] = transfer_id
+    if output_tokens is not None:
+        body["output_tokens"] = output_tokens
     if avoid:
         body["avoid"] = list(avoid)
     if weights_version is not None:
@@ -223,6 +228,8 @@ def open_transfer(
         body["or_aggregated"] = True
     if wait_seconds:
         body.update(wait_seconds=wait_seconds, priority=priority, tenant=tenant)
+        if waited_seconds:
+            body["waited_seconds"] = waited_seconds
     return Call(
         "POST",
         "/v1/transfers",
@@ -236,7 +243,7 @@ def open_transfer(
 def transfers(
     *, instance_id: str | None = None, limit: int | None = None
 ) -> Call[tuple[Transfer, ...]]:
-    """The open transfers, of one instance or of all, the oldest first; at most `limit` of them."""
+    """Lists the open transfers, of one instance or of all, the oldest first, at most `limit`."""
     params = _given(instance_id=instance_id, limit=limit)
     read = _reads(TransferList)
     paged = limit is None
@@ -244,17 +251,17 @@ def transfers(
 
 
 def transfer(transfer_id: str) -> Call[Transfer]:
-    """Raises UnknownTransfer where it is not open."""
+    """Returns one transfer. Raises UnknownTransfer if it is not open."""
     return Call("GET", f"/v1/transfers/{quote(transfer_id, safe='')}", _reads(Transfer))
 
 
 def release_transfer(transfer_id: str) -> Call[None]:
-    """Gives a reservation back. Raises UnknownTransfer."""
+    """Releases a reservation. Raises UnknownTransfer."""
     return Call("DELETE", f"/v1/transfers/{quote(transfer_id, safe='')}", _nothing)
 
 
 def put_block_table(table: BlockTable, *, deadline: float | None = None) -> Call[None]:
-    """Hands decode's block table over, for prefill to fetch; again it is the same.
+    """Stores decode's block table for prefill to fetch; a repeated call changes nothing.
 
     Raises UnknownTransfer, TicketInvalid, BlockTableMismatch or BlockTableExists.
     """
@@ -265,7 +272,8 @@ def put_block_table(table: BlockTable, *, deadline: float | None = None) -> Call
 def block_table(
     transfer_id: str, *, wait_seconds: float = 0.0, deadline: float | None = None
 ) -> Call[BlockTable]:
-    """The block table of a transfer, for which the control plane waits at most so long (30 s).
+    """Returns the block table of a transfer. The control plane waits for it at most `wait_seconds`
+    (up to 30).
 
     Raises UnknownTransfer, also when the transfer ends meanwhile, and UnknownBlockTable.
     """
@@ -289,25 +297,25 @@ def announce_weight_update(request: AnnounceUpdate) -> Call[WeightUpdate]:
     Raises WeightUpdateExists, OldVersion, UnknownInstance or InvalidArgument.
     """
     body = msgspec.to_builtins(request)
-    # Without an id, the second one would be another update.
+    # Without an id, a repeated call would announce another update.
     again = request.update_id is not None
     return Call("POST", _UPDATES, _reads(WeightUpdate), body, repeatable=again)
 
 
 def weight_updates(*, model: str | None = None) -> Call[tuple[WeightUpdate, ...]]:
-    """The updates under way and the last ones that ended, the newest first."""
+    """Lists the updates under way and the last ones that ended, the newest first."""
     read, params = _reads(WeightUpdateList), _given(model=model)
     return Call("GET", _UPDATES, lambda c: read(c).updates, params=params)
 
 
 def weight_update(update_id: str) -> Call[WeightUpdate]:
-    """Raises UnknownWeightUpdate."""
+    """Returns one update. Raises UnknownWeightUpdate."""
     return Call("GET", _update(update_id), _reads(WeightUpdate))
 
 
 def report_weight_update(update_id: str, report: ReportUpdate) -> Call[WeightUpdate]:
-    """Renews the lease of an update and tells news. Raises UnknownWeightUpdate, or
-    WeightUpdateDecided where it did not end as the report says."""
+    """Renews the lease of an update and reports news. Raises UnknownWeightUpdate, or
+    WeightUpdateDecided if it did not end as the report says."""
     body = msgspec.to_builtins(report)
     return Call("PATCH", _update(update_id), _reads(WeightUpdate), body)
 
@@ -319,7 +327,7 @@ def decide_weight_update(
     instance_id: str | None = None,
     secret: str | None = None,
 ) -> Call[Decided]:
-    """Decides whether all instances apply an update; the answer is the first decision, which holds.
+    """Decides whether all instances apply an update; the first decision holds, and is the answer.
     An instance that takes part names itself. Raises UnknownWeightUpdate, or Forbidden."""
     path, body = f"{_update(update_id)}/decision", {"decision": decision.value}
     params = _given(instance_id=instance_id)
@@ -330,7 +338,8 @@ def decide_weight_update(
 
 
 def scale_plan() -> Call[ScalePlan]:
-    """What the autoscaler would do now. Raises ScalingFailed where its backend is away."""
+    """Returns what the autoscaler would do now. Raises ScalingFailed if its backend is not
+    available."""
     return Call("GET", "/v1/scale/plan", _reads(ScalePlan))
 
 
@@ -338,7 +347,7 @@ def scale_plan() -> Call[ScalePlan]:
 
 
 def overview(query: OverviewQuery | None = None) -> Call[Overview]:
-    """The fleet in one bounded look; of the instances that `query` asks for."""
+    """Returns a bounded summary of the fleet, with the instances that `query` asks for."""
     asked = OverviewQuery() if query is None else query
     params = _given(**msgspec.to_builtins(asked))
     return Call("GET", "/v1/overview", _reads(Overview), params=params)
@@ -348,7 +357,7 @@ def overview(query: OverviewQuery | None = None) -> Call[Overview]:
 
 
 def trace(request_id: str) -> Call[Trace]:
-    """What was sent about a request, or about a trace. Raises UnknownTrace."""
+    """Returns the spans that were sent about a request, or about a trace. Raises UnknownTrace."""
     return Call("GET", f"/v1/traces/{quote(request_id, safe='')}", _reads(Trace))
 
 
@@ -356,7 +365,7 @@ def trace(request_id: str) -> Call[Trace]:
 
 
 def ready() -> Call[None]:
-    """Returns where the control plane can serve; raises ControlPlaneUnavailable otherwise."""
+    """Returns if the control plane can serve; raises ControlPlaneUnavailable otherwise."""
     return Call("GET", "/readyz", _nothing)
 
 

@@ -29,8 +29,8 @@ from kvxfer.instances import Change, Snapshot
 from kvxfer.tracing.span import HEADER, current
 
 _LEAST_TIMEOUT: Final = 0.01
-# Of one client at a time. httpx2 looks at every connection for every call that waits for one: with
-# hundreds of calls at once that takes longer than the calls.
+# The calls of one client at once. For each call that waits, httpx2 looks at every connection: with
+# hundreds of calls that takes longer than the calls.
 MAX_CALLS: Final = 32
 # Calls that the control plane keeps waiting have separate connections, without a limit.
 _LIMITS: Final = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
@@ -40,10 +40,10 @@ T = TypeVar("T")
 
 
 class _Method(Generic[P, T]):
-    """A method of both clients, made of the function that describes its call.
+    """A method of both clients, made from the function that describes its call.
 
-    It has the arguments of that function, and returns what the call does: at once with the sync
-    client, to be awaited with the other.
+    It has the arguments of that function, and returns the call's value: at once with the sync
+    client, as an awaitable with the other.
     """
 
     def __init__(self, describe: Callable[P, Call[T]]) -> None:
@@ -69,7 +69,7 @@ class _Method(Generic[P, T]):
         return send
 
     def _unbound(self, owner: type) -> Callable[Concatenate[Any, P], Any]:
-        """As help() shows it."""
+        """Returns the method as help() shows it."""
 
         def send(client: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any:
             return client.send(self._describe(*args, **kwargs))
@@ -88,7 +88,7 @@ class _Method(Generic[P, T]):
 
 
 class _Attempts(Generic[T]):
-    """The attempts of one call. `timeout` bounds each, and all have to end before `give_up`."""
+    """The attempts of one call. `timeout` bounds each, and all must end before `give_up`."""
 
     def __init__(
         self, call: Call[T], *, timeout: float, give_up: float, addresses: Addresses, clock: Clock
@@ -103,7 +103,7 @@ class _Attempts(Generic[T]):
         self._refused: Failed | None = None
 
     def seconds(self) -> float:
-        """How long each step of an attempt that begins now may take."""
+        """Returns the seconds that each step of an attempt that begins now may take."""
         left = max(self._give_up - self._clock.monotonic(), _LEAST_TIMEOUT)
         if len(self._addresses.all) > 1 and not self.call.wait_seconds:
             left /= 2  # the rest is for another replica
@@ -111,12 +111,12 @@ class _Attempts(Generic[T]):
         return min(self._timeout, left)
 
     def url(self) -> str:
-        """What an attempt that begins now asks."""
+        """Returns the address for an attempt that begins now."""
         self._url = self._addresses.current
         return self._url
 
     def read(self, response: httpx2.Response) -> Answer[T]:
-        """Raises Failed."""
+        """Reads an answer. Raises Failed."""
         try:
             return read(response, self.call, self._url)
         except Failed as refused:
@@ -126,10 +126,10 @@ class _Attempts(Generic[T]):
             raise
 
     def unanswered(self, error: httpx2.RequestError) -> Failed:
-        """What an attempt without an answer comes to.
+        """Returns the failure of an attempt without an answer.
 
-        Where the deadline left it less than half of the timeout, silence says little: if the
-        attempt before was answered, that answer is the error.
+        If the deadline left it less than half of the timeout, silence says little: if the attempt
+        before was answered, that answer is the error.
         """
         if not isinstance(error, httpx2.PoolTimeout):
             self._addresses.turn_from(self._url)
@@ -141,7 +141,7 @@ class _Attempts(Generic[T]):
 
 
 class _Client:
-    """What both clients are, but for the sending."""
+    """The common part of both clients: all but the sending."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class _Client:
 
     @property
     def url(self) -> str:
-        """Of the replica that is asked now."""
+        """The address of the replica in use."""
         return self._addresses.current
 
     def _attempts(self, call: Call[T], seconds: float) -> _Attempts[T]:
@@ -235,7 +235,7 @@ class _Client:
 
 
 class ControlPlaneClient(_Client):
-    """A connection pool to one control plane, of one event loop. `kvxfer.client` says the rest."""
+    """A connection pool to one control plane, of one event loop. See `kvxfer.client`."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class ControlPlaneClient(_Client):
     ) -> None:
         super().__init__(url, credentials, timeout, deadline, transport, clock)
         self._http = httpx2.AsyncClient(**self._options)
-        # Their connections are not gone through for every other call.
+        # Calls that wait are apart, so that no other call looks at their connections.
         self._waiting = httpx2.AsyncClient(**self._options)
         self._turns = asyncio.Semaphore(MAX_CALLS)
 
@@ -273,14 +273,14 @@ class ControlPlaneClient(_Client):
         return (await self.ask(call)).value
 
     async def ask(self, call: Call[T]) -> Answer[T]:
-        """As `send`, with how stale the value is."""
+        """Makes a call as `send` does; the answer also says how stale the value is."""
         return whole([page async for page in self.pages(call)])
 
     async def pages(
         self, call: Call[T], known: Sequence[Answer[T]] = ()
     ) -> AsyncGenerator[Answer[T], None]:
-        """The answer page by page. `known`: the pages of an earlier answer; those that still hold
-        are not sent again."""
+        """Yields the answer page by page. `known`: the pages of an earlier answer; those that still
+        hold are not sent again."""
         for page in _pages_with(known):
             answer = await self._ask(_conditional(call, page))
             yield answer
@@ -325,10 +325,10 @@ class ControlPlaneClient(_Client):
     async def watch(
         self, last_event_id: int | None = None
     ) -> AsyncGenerator[Snapshot | Change, None]:
-        """The changes of the fleet, without end; a Snapshot replaces all that was known.
+        """Yields the changes of the fleet, without end; a Snapshot replaces all that was known.
 
-        Connects again by itself and goes on where it was cut off. Raises ControlPlaneUnavailable
-        only where the first connection fails.
+        Connects again by itself and resumes where it was cut off. Raises ControlPlaneUnavailable
+        only if the first connection fails.
         """
         reader = WatchReader(self.url, last_event_id)
         while True:
@@ -349,7 +349,7 @@ class ControlPlaneClient(_Client):
 
 
 class SyncControlPlaneClient(_Client):
-    """A connection pool to one control plane, for threads. `kvxfer.client` says the rest."""
+    """A connection pool to one control plane, for threads. See `kvxfer.client`."""
 
     def __init__(
         self,
@@ -383,13 +383,13 @@ class SyncControlPlaneClient(_Client):
         return self.ask(call).value
 
     def ask(self, call: Call[T]) -> Answer[T]:
-        """As `send`, with how stale the value is."""
+        """Makes a call as `send` does; the answer also says how stale the value is."""
         return whole(list(self.pages(call)))
 
     def pages(
         self, call: Call[T], known: Sequence[Answer[T]] = ()
     ) -> Generator[Answer[T], None, None]:
-        """The answer page by page, as `ControlPlaneClient.pages` has it."""
+        """Yields the answer page by page, as `ControlPlaneClient.pages` does."""
         for page in _pages_with(known):
             answer = self._ask(_conditional(call, page))
             yield answer
@@ -414,7 +414,7 @@ class SyncControlPlaneClient(_Client):
         return attempts.read(response)
 
     def watch(self, last_event_id: int | None = None) -> Generator[Snapshot | Change, None, None]:
-        """The changes of the fleet, as `ControlPlaneClient.watch` has them."""
+        """Yields the changes of the fleet, as `ControlPlaneClient.watch` does."""
         reader = WatchReader(self.url, last_event_id)
         while True:
             try:
@@ -433,7 +433,7 @@ class SyncControlPlaneClient(_Client):
 
 
 def _pages_with(known: Sequence[Answer[T]]) -> Iterator[Answer[T] | None]:
-    """The known page of each page, None of those beyond."""
+    """Yields the known pages, then None for ever."""
     return itertools.chain(known, itertools.repeat(None))
 
 

@@ -1,4 +1,4 @@
-"""A worker's place in the fleet: taken on entry, kept by heartbeats, given up on exit."""
+"""A worker's registration: made on entry, kept by heartbeats, ended on exit."""
 
 from __future__ import annotations
 
@@ -33,32 +33,33 @@ _log = logging.getLogger("kvxfer.registration")
 
 _RETRY_SECONDS: Final = 0.25
 _GOODBYE_SECONDS: Final = 2.0
-# The client's own attempts at one step, at most one heartbeat interval; after that the trouble is
-# told and the next step comes.
+# The time for the client's own attempts at one step, at most one heartbeat interval. Then the error
+# is logged and the next step begins.
 _STEP_SECONDS: Final = 2.0
-# Part of an interval by which heartbeats come sooner, so that a fleet does not beat in step.
+# The largest part of an interval by which a heartbeat comes early, so that a fleet's do not
+# coincide.
 _JITTER: Final = 0.1
 
 
 class Registration:
-    """Registers on entry, renews the lease in a task, deregisters on exit. One event loop.
+    """The registration of an instance: it begins on entry, a task renews its lease, and it ends on
+    exit. One event loop.
 
     `spec` names the instance as its KvEndpoint does, and says where its Engine listens.
     `load` is called before each heartbeat. `on_epoch` is called with the epoch of each
-    registration: the first one, and each later one after a lease was lost, which happens when this
-    process was frozen for longer than its lease or the control plane forgot it. It is the
-    `set_epoch` of the KvEndpoint, whose tickets name that epoch. `on_role` is called
-    with the role that an operator gives this instance; it keeps that role over a lost lease.
-    What `cached` has to tell is published after each heartbeat.
-    The secret of the lease is also in a file, where `kvxfer drain` of the same user finds it
-    (kvxfer.instance_secret).
+    registration: the first one, and each later one after a lease was lost, because this process was
+    frozen for longer than its lease or because the control plane forgot it. Pass the `set_epoch` of
+    the KvEndpoint, whose tickets name that epoch. `on_role` is called with the role that an
+    operator gives this instance; the role stays when a lease is lost. Updates of `cached` are
+    published after each heartbeat. The secret of the lease is also in a file, where `kvxfer drain`
+    of the same user finds it (kvxfer.instance_secret).
 
-    While the control plane is away the worker keeps working, and is back in the fleet within one
-    heartbeat interval of its return.
+    While the control plane is unavailable the worker keeps working; it is registered again within
+    one heartbeat interval of the control plane's return.
 
-    Entry raises ControlPlaneUnavailable without an answer for `patience` seconds, and
-    InstanceExists where another live process keeps the id. An id whose holder has just crashed is
-    waited for, at most until the lease of the crashed one ends.
+    Entry raises ControlPlaneUnavailable after `patience` seconds without an answer, and
+    InstanceExists if another live process holds the id. If the holder has just crashed, entry waits
+    for its lease to end.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Registration:
         self._clocks_differ = False
         self._drain_deadline: float | None = None
         self._drained = asyncio.Event()
-        # Whether drained() was called: else the worker stays until it is stopped.
+        # Set by drained(); otherwise the worker stays until it is stopped.
         self._leaves_drained = False
 
     @property
@@ -110,17 +111,17 @@ class Registration:
 
     @property
     def registered(self) -> bool:
-        """Whether the latest word of the control plane was that this instance has a lease."""
+        """Whether this instance has a lease, by the control plane's latest answer."""
         return self._lease is not None
 
     @property
     def secret(self) -> str | None:
-        """What calls as this instance show; None where the control plane gave none."""
+        """The secret that calls as this instance send; None if the control plane gave none."""
         return self._secret
 
     @property
     def state(self) -> InstanceState:
-        """The state as last asked for here, or a later one that the control plane set."""
+        """The state as last set here, or a later one that the control plane set."""
         return self._state if self._lease is None else self._state.advanced_to(self._lease.state)
 
     @property
@@ -129,10 +130,10 @@ class Registration:
         return self._spec.role
 
     async def drained(self) -> None:
-        """Returns when the control plane has drained this instance: it is time to leave.
+        """Waits until this instance is drained: it should leave then.
 
-        That is when no transfer and no request is left, as far as `load` counts them, or when the
-        deadline of the drain has passed. From then on the drain cannot be undone.
+        It is drained when no transfer and no request is left, as far as `load` counts them, or when
+        the deadline of the drain has passed. From then on the drain cannot be undone.
         """
         self._leaves_drained = True
         await self._drained.wait()
@@ -167,13 +168,13 @@ class Registration:
             self._lease = None
 
     async def advance(self, state: InstanceState) -> None:
-        """Moves on to `state` (joining → ready → draining) and tells the control plane now."""
+        """Moves on to `state` (joining → ready → draining) and reports it now."""
         self._state = self._state.advanced_to(state)
         await self.heartbeat()
 
     async def withdraw(self) -> bool:
-        """Registers again, as joining, so that nothing is sent here until advance(), unless it
-        drains; tickets so far end with their epoch. Whether it was ready. Raises nothing where that
+        """Registers a ready instance again, as joining, so that it gets no work until advance();
+        tickets so far end with their epoch. Returns whether it was ready. Does not raise if that
         fails: the next heartbeat tries again."""
         async with self._step:
             was_ready = self.state is InstanceState.READY
@@ -184,23 +185,23 @@ class Registration:
         return was_ready
 
     async def take_model(self, model: ModelIdentity) -> None:
-        """Registers again, with what the KV cache is of now: tickets for what it was of before end
-        with their epoch. Raises nothing where that fails: the next heartbeat tries again."""
+        """Registers again, with the model that the KV cache is of now; tickets for the earlier one
+        end with their epoch. Does not raise if that fails: the next heartbeat tries again."""
         async with self._step:
             self._spec = replace(self._spec, identity=model)
             self._lease = None
         await self.heartbeat()
 
     def load_changed(self) -> None:
-        """Has the next heartbeat come at once, for a worker that refuses what it has no blocks for:
-        until it is told that blocks are free, it gets nothing that needs them. Heartbeats keep a
-        quarter of a second between them."""
+        """Sends the next heartbeat at once, at least a quarter of a second after the last one. A
+        worker that refuses requests for lack of blocks gets none until the control plane knows that
+        blocks are free."""
         self._changed.set()
 
     async def heartbeat(self) -> None:
-        """Renews the lease now, or registers again where it was lost.
+        """Renews the lease now, or registers again if it was lost.
 
-        Raises nothing where that fails: the next heartbeat tries again.
+        Does not raise if that fails: the next heartbeat tries again.
         """
         async with self._step:
             try:
@@ -244,9 +245,9 @@ class Registration:
                 await asyncio.sleep(remaining + _RETRY_SECONDS)
 
     async def _heard_of_holder(self) -> tuple[int, float] | None:
-        """The epoch that has this id, and its last heartbeat; None where that cannot be told.
+        """Returns the epoch that holds this id, and its last heartbeat; None if unknown.
 
-        A lease that lasts is no sign of life: all do while the control plane stands still.
+        A lease that lasts is no sign of life: all leases last while the control plane is stopped.
         """
         with suppress(KvxferError):
             held = await self._client.instance(self.instance_id)
@@ -257,7 +258,7 @@ class Registration:
         clock = self._clock.monotonic
         began = clock()
         while True:
-            # From the beginning of the last one: one that hung must not put off the next.
+            # Counted from the beginning of the last one: one that hung must not delay the next.
             due = began + self._interval * (1 - random.uniform(0, _JITTER))  # noqa: S311
             with suppress(TimeoutError):
                 async with asyncio.timeout(due - clock()):
@@ -269,7 +270,7 @@ class Registration:
                 await self.heartbeat()
                 await self._look_at_drain()
             except Exception:
-                # What a callback of the worker raises must not cost it its lease.
+                # An error in a callback of the worker must not cost it its lease.
                 _log.exception("a heartbeat of instance %s failed", self.instance_id)
 
     async def _renew(self) -> None:
@@ -308,7 +309,7 @@ class Registration:
         if self._drain_deadline is not None:
             # The control plane forgets the drain with the registration.
             self._state = InstanceState.DRAINING
-        # A lease begins as joining or ready; what comes after is said by a heartbeat.
+        # A lease begins as joining or ready; a heartbeat reports a later state.
         begin = min(self._state, InstanceState.READY, key=list(InstanceState).index)
         call = calls.register(
             self._spec, state=begin, incarnation=self._incarnation, takes_secret=True
@@ -354,8 +355,8 @@ class Registration:
                 self._on_role(lease.role)
 
     def _compare_clocks(self, asked_at: float) -> None:
-        """Tells once where this host's clock and the control plane's differ by more than tickets
-        allow, whenever within the call the control plane looked at its clock."""
+        """Warns once if this host's clock and the control plane's differ by more than tickets
+        allow, at whatever moment of the call the control plane read its clock."""
         there = None if self._lease is None else self._lease.at
         if there is None:  # an older control plane
             return
@@ -384,7 +385,7 @@ class Registration:
 
     @property
     def _step_seconds(self) -> float:
-        # A pause that reached beyond the step would be cut off, and the next attempt put off.
+        # A pause beyond the end of the step would be cut off, and would delay the next attempt.
         return min(self._interval, _STEP_SECONDS)
 
     def _current_load(self) -> Load | None:
@@ -393,7 +394,7 @@ class Registration:
         try:
             return self._load()
         except Exception:
-            # A worker that cannot count its load is alive all the same.
+            # A worker that cannot count its load is alive nevertheless.
             _log.exception("the load of instance %s could not be read", self.instance_id)
             return None
 

@@ -1,4 +1,4 @@
-"""When a request is sent again: with jitter, not before it is welcome, and inside a deadline."""
+"""The retries of a request: with jitter, not before Retry-After, and within a deadline."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _BACKOFF: Final = wait_random_exponential(multiplier=0.1, max=2.0)
 
 
 def policy(deadline: float, clock: Clock) -> dict[str, Any]:
-    """The arguments of tenacity's `Retrying` and `AsyncRetrying`, but for how they sleep.
+    """Returns the arguments of tenacity's `Retrying` and `AsyncRetrying`, except how they sleep.
 
-    No pause begins that would end after `deadline` seconds from now; then the last failure is
+    No pause begins that would end later than `deadline` seconds from now; the last failure is then
     raised.
     """
     began = clock.monotonic()

@@ -28,7 +28,7 @@ _STATES: Final = {
 class ControlPlaneRegistrar:
     """A `Registrar` (kvxfer.weights.transfer): pass it to the Trainer of rank 0.
 
-    Instances are known by their ids at the control plane, so inference ranks join with these.
+    Inference ranks join with the ids that their instances have at the control plane.
     """
 
     def __init__(
@@ -40,10 +40,11 @@ class ControlPlaneRegistrar:
         policy: UpdatePolicy = UpdatePolicy.DRAIN,
         required: bool = False,
     ) -> None:
-        """model: the name that the instances registered with. policy: as it is announced.
+        """Announces nothing yet.
 
-        required: no update without the control plane, which has the decision. Otherwise an update
-        goes on where it does not answer.
+        model: the name that the instances registered with. policy: the one to announce.
+        required: there is no update without the control plane, which keeps the decision. Otherwise
+        an update goes on if it does not answer.
         """
         self._model = model
         self._url, self._credentials = url, credentials
@@ -53,7 +54,7 @@ class ControlPlaneRegistrar:
     async def announce(
         self, update_id: str, version: int, instances: Sequence[str]
     ) -> AsyncIterator[Announced]:
-        """Raises as WeightUpdateReport does."""
+        """Announces an update. Raises as WeightUpdateReport does."""
         async with (
             ControlPlaneClient(self._url, credentials=self._credentials) as client,
             WeightUpdateReport(
@@ -79,7 +80,8 @@ class _Announced:
         )
 
     async def decide(self) -> bool:
-        """Asks again where there is no answer: the decision may have been recorded."""
+        """Decides to commit; returns whether that holds. Asks again if there is no answer: the
+        decision may have been recorded."""
         for _ in range(_ASKS):
             try:
                 return await self._report.decide(Decision.COMMIT) is Decision.COMMIT

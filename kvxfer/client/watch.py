@@ -1,4 +1,4 @@
-"""The fleet's changes, read from a stream that may be cut off and goes on."""
+"""The fleet's changes, read from a stream that may be cut off and resumed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvxfer.record import lenient
 from kvxfer.unreadable import UNREADABLE
 
 PATH: Final = "/v1/instances/watch"
-# A watch says something at least every 15 s; silence for this long is a dead connection.
+# A watch sends something at least every 15 s; silence for this long is a dead connection.
 SILENCE_SECONDS: Final = 45.0
 _RETRY_SECONDS: Final = 1.0
 
 
 class WatchReader:
-    """Where a watch stands: over all of its connections, one after the other."""
+    """The position of a watch, over all of its connections, one after the other."""
 
     def __init__(self, url: str, last_event_id: int | None) -> None:
         self._url = url
@@ -30,7 +30,7 @@ class WatchReader:
         """Whether there ever was a connection."""
 
     def connect(self) -> dict[str, str]:
-        """The headers of a new connection."""
+        """Returns the headers of a new connection."""
         self._parser = EventParser()
         return {} if self._last_event_id is None else {"Last-Event-ID": str(self._last_event_id)}
 
@@ -47,14 +47,15 @@ class WatchReader:
                 yield item
 
     def pause_seconds(self) -> float:
-        """Before the next connection; watchers that were cut off together come back apart."""
+        """Returns the seconds before the next connection; watchers that were cut off together come
+        back apart."""
         return _RETRY_SECONDS * random.uniform(0.5, 1.5)  # noqa: S311 (no secret)
 
     def _item(self, event: ServerSentEvent) -> Snapshot | Change | None:
         kinds: dict[str, type[Snapshot] | type[Change]] = {"snapshot": Snapshot, "change": Change}
         kind = kinds.get(event.event)
         if kind is None:
-            return None  # one that a later control plane sends
+            return None  # a kind that a later control plane sends
         try:
             return lenient(event.data.encode(), kind)
         except UNREADABLE as error:

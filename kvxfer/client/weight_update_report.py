@@ -1,4 +1,4 @@
-"""What the coordinator of a weight update tells the control plane, without waiting for it."""
+"""The coordinator's report of a weight update to the control plane, without waiting for it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from kvxfer.weight_updates import (
 _log = logging.getLogger("kvxfer.weights")
 
 _PAUSE_SECONDS: Final = 0.5
-# How often a lease is renewed in the time that it lasts.
+# Renewals in the time that a lease lasts.
 _RENEWALS: Final = 3
 _REFUSALS: Final = (InvalidArgument, OldVersion, UnknownInstance, WeightUpdateExists)
 
@@ -46,17 +46,18 @@ T = TypeVar("T")
 
 
 class WeightUpdateReport:
-    """Announces one update on entry, and reports it until it is left. One event loop.
+    """The report of one update, which is announced on entry and reported until exit. One event
+    loop.
 
-    Entry, `decide` and `end` take at most `patience` seconds each. News go out in a task, the last
-    of each instance, so an update never waits for them; the task also renews the lease, and
-    announces the update later if the control plane was unavailable on entry.
+    Entry, `decide` and `end` take at most `patience` seconds each. A task sends the last news of
+    each instance, so an update never waits for them; the task also renews the lease, and announces
+    the update later if the control plane was unavailable on entry.
 
     `required`: without the control plane there is no update. Entry and `decide` then raise
-    ControlPlaneUnavailable. Otherwise the update goes on, and the decision is the coordinator's.
+    ControlPlaneUnavailable. Otherwise the update goes on, and the coordinator decides.
 
-    `instances` are those that take part; none are all live instances of the model. Entry raises
-    WeightUpdateExists, OldVersion, UnknownInstance or InvalidArgument where the update is refused.
+    `instances` take part; if empty, all live instances of the model do. Entry raises
+    WeightUpdateExists, OldVersion, UnknownInstance or InvalidArgument if the update is refused.
     """
 
     def __init__(
@@ -97,8 +98,8 @@ class WeightUpdateReport:
 
     @property
     def decision(self) -> Decision | None:
-        """The one that the control plane told last: an operator or an instance may have decided to
-        abort. None as long as there is none."""
+        """The decision that the control plane last reported: an operator or an instance may have
+        decided to abort. None if there is none yet."""
         return self._decision
 
     async def __aenter__(self) -> Self:
@@ -118,14 +119,14 @@ class WeightUpdateReport:
         traceback: TracebackType | None,
     ) -> None:
         if self._decision is Decision.COMMIT:
-            await self._stop()  # it lasts; the lease ends it where nothing more is told
+            await self._stop()  # the decision lasts; the lease ends an update without reports
         elif not self._ended:
             told = str(exc) if isinstance(exc, KvxferError) else "its coordinator left it"
             code = exc.code if isinstance(exc, KvxferError) else WeightUpdateAborted.code
             await self.end("aborted", UpdateError(code=code, message=told[:2048]))
 
     def progress(self, *news: PartReport, sent_bytes: int | None = None) -> None:
-        """News of instances, and how much was sent to all of them together. Returns at once."""
+        """Reports news of instances, and the bytes sent to all of them. Returns at once."""
         for each in news:
             before = self._news.get(each.instance_id)
             self._news[each.instance_id] = each if before is None else _merged(before, each)
@@ -133,11 +134,11 @@ class WeightUpdateReport:
         self._told.set()
 
     async def decide(self, decision: Decision) -> Decision:
-        """The decision that holds: this one, or another one that came first.
+        """Returns the decision that holds: this one, or another one that came first.
 
         Without an answer it is this one, unless the control plane is `required`: then this raises.
-        The control plane may have heard it all the same, so that an instance that asks is told
-        `decision`. Ask again; until there is an answer, tell no instance otherwise.
+        The control plane may have recorded `decision` nevertheless, and answer an instance with it.
+        Ask again; until there is an answer, tell no instance otherwise.
         """
         try:
             if self._known is None:
@@ -154,7 +155,7 @@ class WeightUpdateReport:
     async def end(
         self, state: Literal["committed", "aborted"], error: UpdateError | None = None
     ) -> None:
-        """The last report. Raises nothing where it does not arrive: the lease ends the update."""
+        """Sends the last report. Does not raise if it is lost: the lease ends the update."""
         self._ended = True
         await self._stop()
         if self._known is None:
@@ -181,7 +182,7 @@ class WeightUpdateReport:
                     await self._announce()
                 await self._report()
             except UnknownWeightUpdate as error:
-                # A control plane that began anew. What was decided there before is not known.
+                # The control plane lost its memory, and with it any decision.
                 self._note(error)
                 if self._decision is not None:
                     return
@@ -222,7 +223,7 @@ class WeightUpdateReport:
                 after = self._news.get(each.instance_id)
                 self._news[each.instance_id] = each if after is None else _merged(each, after)
             raise
-        # An answer from before the decision may come after the decision's.
+        # An answer from before the decision may arrive after the decision's.
         self._known, self._decision = update, update.decision or self._decision
 
     async def _send(self, call: Call[T]) -> T:
@@ -231,8 +232,8 @@ class WeightUpdateReport:
                 return await self._client.send(call.within(self._patience))
         except TimeoutError as error:
             raise ControlPlaneUnavailable(
-                f"no answer from {self._client.url} in {self._patience:g} s; look whether the "
-                "control plane is there"
+                f"no answer from {self._client.url} in {self._patience:g} s; check that the "
+                "control plane runs"
             ) from error
 
     def _note(self, error: KvxferError | None) -> None:
@@ -240,7 +241,7 @@ class WeightUpdateReport:
         if trouble != self._trouble:
             self._trouble = trouble
             level = logging.INFO if error is None else logging.WARNING
-            _log.log(level, "weight update %s: %s", self.update_id, trouble or "is told again")
+            _log.log(level, "weight update %s: %s", self.update_id, trouble or "is reported again")
 
 
 def _merged(before: PartReport, after: PartReport) -> PartReport:

@@ -1,4 +1,4 @@
-"""What only the API process of an engine knows: its latencies, and the names that it serves."""
+"""The latencies of an engine and the names that it serves, which only its API process knows."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 _EVERY_SECONDS: Final = 5.0
 _WINDOW_SECONDS: Final = 60.0
 _TIMEOUT_SECONDS: Final = 2.0
-# In a row.
+# Consecutive failures before a warning.
 _FAILURES_TOLD: Final = 12
 _TTFT: Final = "time_to_first_token_seconds"
 _ITL: Final = "inter_token_latency_seconds"
 
 _Histogram = dict[float, float]
-"""How many were at most so many seconds."""
+"""The number of observations of at most each bound, in seconds."""
 
 
 EngineName: TypeAlias = Literal["vllm", "sglang"]
@@ -35,7 +35,7 @@ EngineName: TypeAlias = Literal["vllm", "sglang"]
 def engine_api(
     http_address: str, engine: EngineName, *, transport: httpx2.AsyncBaseTransport | None = None
 ) -> httpx2.AsyncClient:
-    """For requests to the API of the own engine, with the key that the environment has for it."""
+    """Returns a client of the own engine's API, with its API key if the environment has one."""
     key = os.environ.get(_key_variable(engine))
     return httpx2.AsyncClient(
         base_url=http_address,
@@ -51,7 +51,7 @@ def _key_variable(engine: EngineName) -> str:
 
 
 class ApiWatch:
-    """Asks the API of an instance every five seconds. One event loop."""
+    """A watcher that asks the API of an instance every five seconds. One event loop."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class ApiWatch:
         clock: Clock,
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
-        """`model` is the name of the instance itself. Where the API asks for a key it is that of
-        VLLM_API_KEY or SGLANG_API_KEY."""
+        """`model` is the name of the instance's model. If the API requires a key, VLLM_API_KEY or
+        SGLANG_API_KEY has it."""
         self.models: tuple[str, ...] = ()
-        """What it serves beside its model: aliases, and adapters that are loaded."""
+        """Names that the instance serves beside `model`: aliases and loaded adapters."""
         self._model = model
         self._clock = clock
         self._seen: deque[tuple[float, Mapping[str, _Histogram]]] = deque()
@@ -79,16 +79,16 @@ class ApiWatch:
 
     @property
     def ttft_p90(self) -> float | None:
-        """Seconds to the first token, over the last minute."""
+        """The 90th percentile of the seconds to the first token, over the last minute."""
         return self._p90(_TTFT)
 
     @property
     def itl_p90(self) -> float | None:
-        """Seconds between two tokens, over the last minute."""
+        """The 90th percentile of the seconds between two tokens, over the last minute."""
         return self._p90(_ITL)
 
     async def run(self) -> None:
-        """Asks until it is cancelled."""
+        """Asks the API until cancelled."""
         async with self._http:
             while True:
                 try:
@@ -110,18 +110,18 @@ class ApiWatch:
         elif not self._told:
             self._told = True
             logger.warning(
-                "adapters and aliases of this instance are not known, as /v1/models answers %d; "
-                "set %s to the key that it asks for",
+                "adapters and aliases of this instance are unknown: /v1/models answers %d; "
+                "set %s to the API key",
                 models.status_code,
                 self._key,
             )
 
     def _failed(self, error: Exception) -> None:
-        """Tells of an API that does not answer for a minute; it may take as long to start."""
+        """Warns once the API has not answered for a minute; it may take as long to start."""
         self._failures += 1
         if self._failures == _FAILURES_TOLD:
             logger.warning(
-                "latencies and adapters of this instance are not known, as its API at %s does not "
+                "latencies and adapters of this instance are unknown: its API at %s does not "
                 "answer (%r); is http_address right?",
                 self._http.base_url,
                 error,
@@ -137,14 +137,14 @@ class ApiWatch:
         found: dict[str, _Histogram] = {}
         for name, bound, count in self._buckets.findall(text):
             histogram = found.setdefault(name, {})
-            # Over all engines of the process.
+            # Summed over all engines of the process.
             histogram[float(bound)] = histogram.get(float(bound), 0.0) + float(count)
         self._seen.append((now, found))
         while len(self._seen) > 2 and self._seen[1][0] <= now - _WINDOW_SECONDS:
             self._seen.popleft()
 
     def _p90(self, name: str) -> float | None:
-        """As histogram_quantile() of Prometheus has it."""
+        """Computes the quantile as Prometheus' histogram_quantile() does."""
         if len(self._seen) < 2:
             return None
         before, now = self._seen[0][1].get(name, {}), self._seen[-1][1].get(name, {})
@@ -152,8 +152,9 @@ class ApiWatch:
 
 
 def quantile(share: float, histogram: _Histogram) -> float | None:
-    """The value that this share does not exceed, interpolated within its bucket; None without any
-    observation. What is beyond the last finite bound counts as that."""
+    """Returns the value that this share of the observations does not exceed, interpolated within
+    its bucket; None without observations. Those beyond the last finite bound count as that bound.
+    """
     bounds = sorted(histogram)
     total = histogram[bounds[-1]] if bounds else 0.0
     if total <= 0:

@@ -1,4 +1,4 @@
-"""What the connectors tell of an engine's model: its weights and the settings of its config."""
+"""The identity of an engine's model: its weights, adapters and rotary embedding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvxfer.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)
 
-# What of an adapter's config decides on K and V; the rest is about its training.
+# The settings of an adapter that affect K and V; the others concern its training.
 _LORA: Final = ("r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern")
 _ADAPTERS_KNOWN: Final = 4096
 _WEIGHTS: Final = "*.safetensors"
@@ -23,16 +23,16 @@ _ROPE: Final = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary
 
 
 def checkpoint_digest(model: str, revision: str | None, setting: str) -> str:
-    """The digest of the weights of a model that the engine has loaded: a folder, or a name on
-    Hugging Face's hub.
+    """Returns the digest of the weights of the loaded model: a folder, or a name on Hugging Face's
+    hub.
 
-    Empty where it cannot be taken: a warning names the `setting` that takes its place.
+    Returns "" if it cannot be computed, and logs a warning that names the `setting` to use instead.
     """
     try:
         return digest_of_folder(_folder_of(model, revision, _WEIGHTS))
     except (OSError, ValueError, InvalidArgument) as error:
         logger.warning(
-            "which weights this instance has cannot be told: %s; set %s to a name for them, which "
+            "the digest of this instance's weights cannot be computed: %s; set %s to a name that "
             "no other weights have",
             error,
             setting,
@@ -41,13 +41,13 @@ def checkpoint_digest(model: str, revision: str | None, setting: str) -> str:
 
 
 def adapter_of(name: str, model: str) -> str:
-    """What names the LoRA adapter of a request: a digest of its weights and what scales them, or
-    its name where that cannot be taken. `model` is a folder, or a name on Hugging Face's hub."""
+    """Returns the identity of a request's LoRA adapter: a digest of its weights and their scaling,
+    or its name if that cannot be computed. `model` is a folder, or a name on Hugging Face's hub."""
     try:
         folder = _folder_of(model, None, _WEIGHTS, _ADAPTER_CONFIG)
         return _adapter_digest(folder, max(file.stat().st_mtime for file in folder.iterdir()))
     except (OSError, ValueError, InvalidArgument) as error:
-        logger.warning("adapter %s goes by its name: %s", name, error)
+        logger.warning("adapter %s is identified by its name: %s", name, error)
         return f"name:{name}"
 
 
@@ -60,18 +60,18 @@ def _adapter_digest(folder: Path, _modified: float) -> str:
 
 
 def rope_of(config: Any) -> str:
-    """The settings of the rotary embedding of a Hugging Face config; empty where it has none."""
+    """Returns the rotary embedding's settings of a Hugging Face config as JSON; "" without any."""
     rope = {name: value for name in _ROPE if (value := getattr(config, name, None)) is not None}
     return canonical(rope) if rope else ""
 
 
 def canonical(value: Any) -> str:
-    """JSON that is equal where the values are."""
+    """Returns JSON that is equal for equal values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know: sets, and enums of a config."""
+    """Converts values that JSON lacks: sets, and enums of a config."""
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Blocks of the engine's own allocator, in the place of those of a BlockPool."""
+"""Blocks from the inference engine's own allocator, instead of a BlockPool."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from kvxfer.kv.blocks import ABSENT
 
 
 class EngineBlocks:
-    """Blocks of one request, by id, for a session of either side: a list of them, or a row for
+    """The block ids of one request, for a session of either side: a list of them, or a row for
     each KV cache group.
 
-    The engine keeps them until the session has ended: it is told by `wait()` or `finish()` of the
-    session, which return or raise when nothing can land in the blocks any more and nothing reads
-    them any more. So nothing is given back here.
+    The inference engine keeps the blocks until the session's `wait()` or `finish()` returns or
+    raises: from then on nothing lands in the blocks or reads them. So this class frees nothing.
     """
 
     def __init__(self, ids: Sequence[int] | BlockIds | int, groups: int = 1) -> None:
-        """Blocks that are known, or room for as many in each group as a prompt needs that is
-        computed in chunks."""
+        """Takes the known block ids, or the number of blocks in each group to reserve for a prompt
+        that is computed in chunks."""
         self._ids: BlockIds = (
             np.full((groups, ids), ABSENT, dtype=np.int32)
             if isinstance(ids, int)
@@ -39,8 +38,8 @@ class EngineBlocks:
         return self._ids.shape[-1]
 
     def fill(self, ids: Sequence[int] | BlockIds) -> None:
-        """Takes the first blocks of the prompt, as far as they are allocated. Any thread, before
-        they are written."""
+        """Sets the ids of the prompt's first blocks, as far as they are allocated. Any thread,
+        before the blocks are written."""
         known = np.asarray(ids, dtype=np.int32)[..., : len(self)]
         self._ids[..., : known.shape[-1]] = known
 

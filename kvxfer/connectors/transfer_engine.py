@@ -1,5 +1,5 @@
-"""The transfer engine and the KV endpoint of one worker, as the settings of its connector say, and
-its place in the fleet."""
+"""The transfer engine and the KV endpoint of one worker, from its connector's settings, and its
+registration."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_LEASE_SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.25
-# A server may take so long from its registration until it answers, without a word of it.
+# Seconds from the registration during which a server may not answer without a warning.
 _QUIET_SECONDS: Final = 30.0
-# In a row: no server listens there.
+# Consecutive refused connections that show that no server listens.
 _REFUSALS: Final = 4
 
 MakeCache = Callable[[Engine], KvCache]
@@ -47,16 +47,16 @@ MakeCache = Callable[[Engine], KvCache]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What an operator sets in every connector."""
+    """The settings that every connector has."""
 
     cluster_key: bytes = field(repr=False)
     ticket_keys: WatchedFile[TicketKeys] | None = field(default=None, repr=False)
     options: OperatorOptions = field(default_factory=OperatorOptions)
-    """Of the transfer engine of each rank."""
+    """Options of the transfer engine of each rank."""
     lease_seconds: float = DEFAULT_LEASE_SECONDS
-    """How long a side waits for the other."""
+    """Seconds that a side waits for the other."""
     checksums: bool = False
-    """Every transfer is checked by a checksum of its blocks, whatever the other side's setting."""
+    """Whether every transfer's blocks are checked by a checksum, whatever the other side sets."""
 
     @property
     def host(self) -> str:
@@ -70,20 +70,20 @@ class EngineSettings:
 
     @property
     def keys(self) -> TicketKeys:
-        """The keys of tickets as they are now."""
+        """The current ticket keys."""
         if self.ticket_keys is None:
             return as_ticket_keys(self.cluster_key)
         return self.ticket_keys.current
 
 
 def pci_address(kind: str, index: int | None) -> str | None:
-    """Where the GPU of a `torch.device` sits, as sysfs writes it and whatever CUDA_VISIBLE_DEVICES
-    hides; None for other devices, and where torch does not say."""
+    """Returns the PCI address of a `torch.device`'s GPU as sysfs writes it, independent of
+    CUDA_VISIBLE_DEVICES; None for other devices, and if torch does not report it."""
     if kind != "cuda":
         return None
     import torch
 
-    gpu: Any = torch.cuda.get_device_properties(index)  # its type stubs lack these
+    gpu: Any = torch.cuda.get_device_properties(index)  # the type stubs lack these
     try:
         return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     except AttributeError:  # an older torch
@@ -105,10 +105,12 @@ async def transfer_engine(
     tracer: Tracer | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> AsyncIterator[tuple[Engine, KvCache, KvEndpoint]]:
-    """They belong to the loop that enters this, and end when it is left.
+    """Yields an engine, its cache and its endpoint. They belong to the loop that enters this, and
+    end when it is left.
 
-    gpu: the PCI address of the one whose memory is moved; None for host memory.
-    root: where sys/, proc/ and dev/ are, for the NICs beside it; `log` is told of them.
+    gpu: the PCI address of the GPU whose memory is moved; None for host memory.
+    root: the folder of sys/, proc/ and dev/, from which the nearest NICs are chosen.
+    log: receives which NICs are used.
     """
     options = engine_options(settings.options, gpu, log, root=root)
     options["name"] = instance_id
@@ -146,7 +148,7 @@ async def fleet_place(
     cached: CachedBlocks | None = None,
 ) -> AsyncIterator[Registration]:
     """Registers the instance as joining, and as ready while its HTTP API answers and it is not
-    `asleep`; meanwhile `api` is asked. Raises what Registration does."""
+    `asleep`. Runs `api` meanwhile. Raises what Registration raises."""
     _mute_requests()
     async with (
         ControlPlaneClient(control_plane) as client,
@@ -169,8 +171,7 @@ async def fleet_place(
 
 
 def _mute_requests() -> None:
-    """httpx2 tells of every request at info, which is what engines log: each heartbeat would be a
-    line. A level that was set on purpose stays."""
+    """Silences httpx2's info log, with a line for every heartbeat, unless its level was set."""
     requests = logging.getLogger("httpx2")
     if requests.level == logging.NOTSET:
         requests.setLevel(logging.WARNING)
@@ -179,8 +180,8 @@ def _mute_requests() -> None:
 async def _announce(
     registration: Registration, http_address: str, asleep: Callable[[], bool]
 ) -> None:
-    """Says that the instance is ready while its API answers. A server that is killed may leave its
-    engine, and this task in it, behind."""
+    """Keeps the instance ready while its API answers. A server that is killed may leave its engine
+    running, and this task in it."""
     while True:
         await _until_it_answers(registration.instance_id, http_address, asleep)
         await registration.advance(InstanceState.READY)
@@ -198,7 +199,8 @@ async def _announce(
 async def _until_it_answers(
     instance_id: str, http_address: str, asleep: Callable[[], bool]
 ) -> None:
-    """Tells each reason that keeps the instance from being ready once, when it has waited long."""
+    """Waits until the API answers and the instance is awake. After a quiet period, warns once of
+    each reason why it is not ready."""
     url, told = f"{http_address}/health", set[str]()
     clock = asyncio.get_running_loop().time
     quiet_until = clock() + _QUIET_SECONDS
@@ -215,22 +217,22 @@ async def _until_it_answers(
             if why and why not in told and clock() > quiet_until:
                 told.add(why)
                 logger.warning(
-                    "instance %s is not ready and gets no requests: %s %s; does its server still "
-                    "start, and is http_address where others reach it?",
+                    "instance %s is not ready and gets no requests: %s %s; is its server still "
+                    "starting, and can others reach it at http_address?",
                     *(instance_id, url, why),
                 )
             await asyncio.sleep(_POLL_SECONDS)
 
 
 async def _until_nothing_listens(http_address: str) -> None:
-    """Busy servers are slow to answer; none refuses a connection."""
+    """Waits until connections are refused. A busy server is slow to answer, but refuses none."""
     url = urlsplit(http_address)
     port = url.port or (443 if url.scheme == "https" else 80)
     refusals = 0
     while refusals < _REFUSALS:
         await asyncio.sleep(_POLL_SECONDS)
         try:
-            # Of a name with several addresses, asyncio's own does not tell that all refuse.
+            # asyncio's own function does not report that all addresses of a name refuse.
             (await asyncio.to_thread(socket.create_connection, (url.hostname, port), 2.0)).close()
         except ConnectionRefusedError:
             refusals += 1

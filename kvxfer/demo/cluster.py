@@ -15,9 +15,9 @@ from kvxfer.cluster_key import ENVIRONMENT as CLUSTER_KEY
 
 # A large checkpoint takes minutes to read from a slow disk.
 _START_SECONDS: Final = 300.0
-# All share this machine, which may be a busy laptop.
+# All processes share this machine, which may be a busy laptop.
 _PEER_TIMEOUT: Final = "5"
-# How long a process that broke something takes to be seen dead.
+# The time until the exit of a process that caused an error is seen.
 _BLAME_SECONDS: Final = 2.0
 _TRUST_VARIABLES: Final = tuple(
     f"KVXFER_{name}"
@@ -35,9 +35,9 @@ class Cluster:
     children: Sequence[Child]
 
     async def run(self, work: Awaitable[T]) -> T:
-        """The result of `work`, which needs every process of the cluster.
+        """Returns the result of `work`, which needs every process of the cluster.
 
-        Raises ProcessFailed as soon as one exits, also where that shows as another error first.
+        Raises ProcessFailed as soon as one exits, even if that first shows as another error.
         """
         working = asyncio.ensure_future(work)
         exits = [asyncio.create_task(child.fail_on_exit()) for child in self.children]
@@ -66,12 +66,12 @@ async def start_cluster(
     blocks: int,
     threads: int,
 ) -> AsyncIterator[Cluster]:
-    """A cluster whose workers are registered and take requests, over all fabrics this host has
-    unless some are named.
+    """Starts a cluster, and yields it when its workers are registered and accept requests. It uses
+    all fabrics of this host unless some are named.
 
-    Raises ProcessFailed where a process does not get that far.
+    Raises ProcessFailed if a process ends before.
     """
-    # A separate cluster, whatever keys the environment has for another one.
+    # The keys in the environment are those of another cluster.
     environment = {CLUSTER_KEY: secrets.token_hex(32)} | dict.fromkeys(_TRUST_VARIABLES, "")
     async with contextlib.AsyncExitStack() as stack:
         control_plane = await stack.enter_async_context(
@@ -93,7 +93,7 @@ async def start_cluster(
             )
             for role in ("prefill", "decode")
         ]
-        # On the way out all workers are told before the first is waited for.
+        # All workers are told to stop before the first is waited for.
         for worker in workers:
             stack.callback(worker.terminate)
         cluster = Cluster(url, [control_plane, *workers])

@@ -1,4 +1,4 @@
-"""What the demo asks the model: pieces of a text, cut where a reader would cut it."""
+"""The prompts of the demo: pieces of a text, cut where a reader would cut it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _WORD_END = re.compile(r"\s+")
 
 
 def project_readme() -> str:
-    """The project's README: of the checkout, or as it was packaged.
+    """Returns the project's README, from the checkout or from the package.
 
-    Raises InvalidArgument where there is neither.
+    Raises InvalidArgument if there is neither.
     """
     if (_CHECKOUT / "pyproject.toml").is_file() and (_CHECKOUT / "README.md").is_file():
         return read_prompt_file(_CHECKOUT / "README.md")
@@ -34,7 +34,7 @@ def project_readme() -> str:
 
 
 def read_prompt_file(path: Path) -> str:
-    """The text of a file. Raises InvalidArgument where it cannot be read as UTF-8."""
+    """Returns the text of a file. Raises InvalidArgument if it cannot be read as UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -44,11 +44,11 @@ def read_prompt_file(path: Path) -> str:
 
 
 def split_text(text: str, count: int) -> list[str]:
-    """`text` in `count` pieces of about equal length, which together are all of it.
+    """Splits all of `text` into `count` pieces of about equal length.
 
-    Cuts lie at the end of a paragraph where one is near, else between words, else anywhere, at
-    most a quarter of a piece from where equal pieces would have them. White space around pieces
-    is dropped.
+    Cuts lie at the end of a paragraph if one is near, otherwise between words, otherwise anywhere,
+    at most a quarter of a piece from the cuts of equal pieces. White space around pieces is
+    dropped.
 
     Raises:
         InvalidArgument: there are not `count` pieces with something in them.

@@ -1,4 +1,4 @@
-"""What a demo run amounts to: figures, a table, a verdict."""
+"""The result of a demo run: figures, a table, a verdict."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class PromptRun:
     pages: int
     writes: int
     transfer_seconds: float
-    """While at least one byte was under way."""
+    """The time in which at least one byte was under way."""
     prefill_seconds: float
     visible_transfer_seconds: float
-    """From the end of prefill's computation until decode had the whole cache."""
+    """The time from the end of prefill's computation until decode had the whole cache."""
     first_token_seconds: float
-    """From the router's first call until decode had the first token."""
+    """The time from the router's first call until decode had the first token."""
 
     @property
     def equal_tokens(self) -> int:
-        """Tokens at the places where both runs have the same."""
+        """The number of places at which both runs have the same token."""
         pairs = zip(self.tokens, self.single_process_tokens, strict=False)
         return sum(ours == theirs for ours, theirs in pairs)
 
@@ -45,7 +45,7 @@ class DemoReport:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the single process gave."""
+        """The number of tokens that the single process computed."""
         return sum(len(run.single_process_tokens) for run in self.runs)
 
     @property
@@ -58,13 +58,13 @@ class DemoReport:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Bytes over the time in which some were under way."""
+        """The rate over the time in which bytes were under way."""
         seconds = sum(run.transfer_seconds for run in self.runs)
         return sum(run.bytes for run in self.runs) / max(seconds, 1e-9) / 1e9
 
     @property
     def difference(self) -> str | None:
-        """The first place where the two runs differ; None where all tokens are equal."""
+        """The first place at which the two runs differ; None if all tokens are equal."""
         for number, run in enumerate(self.runs, 1):
             if run.tokens == run.single_process_tokens:
                 continue
@@ -85,7 +85,7 @@ class DemoReport:
         return None
 
     def as_json(self) -> dict[str, Any]:
-        """Every figure of the table, and those of each prompt."""
+        """Returns every figure of the table, and those of each prompt."""
         return {
             "model": self.model,
             "prompts": len(self.runs),

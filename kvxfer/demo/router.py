@@ -1,4 +1,4 @@
-"""The router of the demo: one attempt per prompt, and all that both workers say of it."""
+"""The router of the demo: one attempt per prompt, and the answers of both workers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Routed:
     prefill: PrefillCompletion
     decode: DecodeCompletion
     pairing_seconds: float
-    """Getting a pair and a ticket from the control plane."""
+    """The time to get a pair and a ticket from the control plane."""
 
 
 class Router:
-    """Routes completions over one control plane. Loop only; use it inside `async with`.
+    """A router of completions over one control plane. Loop only; use it inside `async with`.
 
-    `transport` carries the requests, to the control plane and to workers; TCP without it.
+    `transport` carries the requests to the control plane and to workers; the default is TCP.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Router:
         await self._control_plane.close()
 
     async def complete(self, tokens: Sequence[int], *, model: str, max_tokens: int) -> Routed:
-        """One completion of exactly `max_tokens` tokens.
+        """Gets one completion of exactly `max_tokens` tokens.
 
-        Raises what the control plane or a worker answers, PeerLost where a worker does not.
+        Raises the error that the control plane or a worker answers, PeerLost if a worker does not.
         """
         started = self._clock.monotonic()
         transfer = await self._control_plane.open_transfer(model=model, prompt_tokens=len(tokens))
@@ -74,7 +74,7 @@ class Router:
             "ignore_eos": True,
         }
         try:
-            # The transfer's lease bounds how long this takes.
+            # The transfer's lease bounds the time.
             asked = read_request(
                 COMPLETIONS, json.dumps(body).encode(), request_id=transfer.request_id
             )

@@ -28,21 +28,21 @@ Phase = Literal["start", "cluster", "single"]
 class DemoSettings:
     prompts: Sequence[str]
     tokens: int
-    """Of output per prompt."""
+    """The output tokens per prompt."""
     model: Path | None
     fabrics: Sequence[str] | None
-    """None takes all that this host has."""
+    """The fabrics to use; None takes all that this host has."""
     gpu: int | None
-    """Whose memory the caches are that KV moves between; None for host memory."""
+    """The GPU whose memory holds both caches; None for host memory."""
 
 
 async def run_demo(settings: DemoSettings, progress: Callable[[Phase, int], None]) -> DemoReport:
     """Starts a cluster, routes the prompts through it one after another, stops it, and computes
-    the same prompts in this process. `progress` hears how many prompts a phase has done.
+    the same prompts in this process. `progress` gets the number of prompts that a phase has done.
 
-    Raises InvalidArgument, NotBuilt or PromptTooLong where model and prompts do not fit,
-    ProcessFailed where a process of the cluster ends, and what control plane and workers answer.
-    Whatever happens, no process is left behind.
+    Raises InvalidArgument, NotBuilt or PromptTooLong if model and prompts do not fit, ProcessFailed
+    if a process of the cluster ends, and the errors that control plane and workers answer. No
+    process is left behind in any case.
     """
     progress("start", 0)
     threads = _threads()
@@ -73,8 +73,8 @@ async def run_demo(settings: DemoSettings, progress: Callable[[Phase, int], None
 
 
 def _prepare(settings: DemoSettings) -> tuple[ModelRunner, list[list[int]]]:
-    """The model of the single process, where that of the workers is, its cache as large as the
-    longest prompt needs, and the token ids of every prompt."""
+    """Returns the model of the single process, on the workers' device and with a cache for the
+    longest prompt, and the token ids of every prompt."""
     device = device_of(settings.gpu)
     model, tokenizer = load_model(settings.model, device)
     longest = max(len(tokenizer.encode(prompt)) for prompt in settings.prompts)
@@ -88,9 +88,9 @@ def _prepare(settings: DemoSettings) -> tuple[ModelRunner, list[list[int]]]:
 
 
 def _threads() -> int:
-    """Threads of torch in each worker and in the single process: the same everywhere, because how
-    a sum is cut into parts decides its last bits, and half the cores, because two workers share
-    them."""
+    """Returns the number of torch's threads in each worker and in the single process: the same
+    everywhere, because the parts of a sum decide its last bits, and half the cores, because two
+    workers share them."""
     return max(1, len(os.sched_getaffinity(0)) // 2)
 
 

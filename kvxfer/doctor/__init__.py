@@ -1,1 +1,1 @@
-"""`kvxfer doctor`: what this host has, and what is missing for what."""
+"""`kvxfer doctor`: what this host has, and what it lacks."""

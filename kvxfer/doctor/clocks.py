@@ -1,4 +1,4 @@
-"""Whether this host's clock is that of the control plane: tickets are compared with it."""
+"""The clock of this host, compared with the control plane's: tickets depend on it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     import httpx2
 
 _TIMEOUT_SECONDS: Final = 2.0
-_DATE_SECONDS: Final = 1.0  # as exact as the header `Date` is
+_DATE_SECONDS: Final = 1.0  # the resolution of the header `Date`
 
 
 def clock(
     host: Host, *, transport: httpx2.BaseTransport | None = None, clock: Clock = SYSTEM_CLOCK
 ) -> list[Finding]:
-    """Asks the control plane that KVXFER_CONTROL_PLANE names; without it there is no finding."""
+    """Asks the control plane that KVXFER_CONTROL_PLANE names; without one there is no finding."""
     url = host.environment.get("KVXFER_CONTROL_PLANE")
     if not url:
         return []
-    # Only where it is asked: the import takes a while.
+    # Imported only if needed: that takes a while.
     import httpx2
 
     try:
@@ -39,7 +39,7 @@ def clock(
         return [
             Finding(
                 *(Area.SETTINGS, "clock", Status.INFO),
-                f"not compared: the control plane does not tell its time ({type(error).__name__})",
+                f"not compared: the control plane does not say its time ({type(error).__name__})",
                 "start `kvxfer serve`, or correct KVXFER_CONTROL_PLANE (and KVXFER_CA_FILE)",
             )
         ]

@@ -19,7 +19,7 @@ _WAYS = "its memory goes over local, tcp and the NICs of verbs that reach it"
 
 
 def nics(host: Host) -> list[Finding]:
-    """Network interfaces that tcp may go through; the loopback is left out."""
+    """Reports the network interfaces that tcp may go through; the loopback is left out."""
     found = []
     for interface in host.entries("sys/class/net"):
         if interface.name == "lo" or not interface.is_dir():
@@ -47,7 +47,7 @@ def nics(host: Host) -> list[Finding]:
 
 
 def rdma_nics(host: Host) -> list[Finding]:
-    """RDMA devices, the fabric that each is for, and why no rank uses it by itself."""
+    """Reports RDMA devices, the fabric of each, and why no rank uses it by default."""
     found = []
     topology = read_topology(Sysfs.below(host.root))
     out = left_out(topology)
@@ -59,7 +59,7 @@ def rdma_nics(host: Host) -> list[Finding]:
         ]
         facts = [*(ports or ["no ports"]), nic.driver, nic.netdev, f"for {nic.fabric}"]
         if nic.active and nic.name in out:
-            facts.append(f"only where nics names it: {out[nic.name]}")
+            facts.append(f"used only if nics names it: {out[nic.name]}")
         found.append(Finding(Area.NICS, nic.name, Status.INFO, "; ".join(filter(None, facts))))
     return found or [Finding(Area.NICS, "RDMA", Status.ABSENT, "no RDMA NIC")]
 
@@ -67,7 +67,7 @@ def rdma_nics(host: Host) -> list[Finding]:
 def gpus(
     query: Callable[[], list[str]] | None = None, count: Callable[[], int] | None = None
 ) -> list[Finding]:
-    """NVIDIA GPUs. `query` returns nvidia-smi's lines and raises OSError where there is none;
+    """Reports NVIDIA GPUs. `query` returns nvidia-smi's lines and raises OSError if there is none;
     `count` asks libcuda and raises OSError likewise."""
     try:
         lines = (query or _nvidia_smi)()
@@ -112,7 +112,7 @@ def _nvidia_smi() -> list[str]:
 
 
 def cuda_device_count() -> int:
-    """What this process sees of them. Raises OSError where libcuda cannot say."""
+    """Returns the number of GPUs that this process sees. Raises OSError if libcuda cannot say."""
     cuda = ctypes.CDLL("libcuda.so.1")
     devices = ctypes.c_int()
     status = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(devices))

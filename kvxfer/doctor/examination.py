@@ -29,7 +29,7 @@ from kvxfer.version import __version__
 
 
 def examine(host: Host) -> list[Finding]:
-    """Every finding about this process and `host`."""
+    """Returns every finding about this process and `host`."""
     return [
         python_packages.native_module(),
         fabrics.tcp(),
@@ -59,7 +59,7 @@ def examine(host: Host) -> list[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a report of a problem with NICs has to hold. `gpus` are only counted."""
+    """The hardware in a report of a problem with NICs. `gpus` is only a count."""
 
     nics: tuple[NicDetails, ...]
     iommu: Iommu
@@ -88,8 +88,8 @@ def send_loopbacks(
     gpus: int = 0,
     send: Callable[[str, str | None, int | None], Loopback] = loopback.loopback,
 ) -> list[Loopback]:
-    """Through each NIC alone, over the fabrics that need none, and by all of these from and to each
-    of so many GPUs, one after the other."""
+    """Sends through each NIC alone, over the fabrics that need none, and by all of these from and
+    to each of `gpus` GPUs, one after the other."""
     ways: list[tuple[str, str | None, int | None]] = []
     for gpu in (None, *range(gpus)):
         ways += [(nic.fabric, nic.name, gpu) for nic in nics]
@@ -100,13 +100,13 @@ def send_loopbacks(
 def loopback_findings(found: Sequence[Loopback]) -> list[Finding]:
     rows = [loopback.finding(each) for each in found]
     if all(each.nic is None for each in found):
-        none = "no RDMA NIC on this host: tcp and local alone are tried"
+        none = "no RDMA NIC on this host: only tcp and local are tried"
         rows.insert(0, Finding(Area.LOOPBACK, "RDMA", Status.ABSENT, none))
     return rows
 
 
 def software() -> dict[str, str]:
-    """The versions that a report begins with."""
+    """Returns the versions that a report begins with."""
     return {
         "kvxfer": __version__,
         "kernel": platform.release(),
@@ -116,5 +116,5 @@ def software() -> dict[str, str]:
 
 
 def core_works(findings: list[Finding]) -> bool:
-    """False where pages cannot be moved at all."""
+    """True if pages can be moved at all."""
     return not any(finding.status is Status.BROKEN for finding in findings)

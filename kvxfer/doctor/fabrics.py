@@ -12,7 +12,7 @@ from kvxfer.doctor.host import Host
 
 
 def tcp(listen: Callable[[], None] | None = None) -> Finding:
-    """`listen` opens and closes a listener, and raises OSError where that is not possible."""
+    """Checks tcp. `listen` opens and closes a listener, and raises OSError if it cannot."""
     try:
         (listen or _listen_on_loopback)()
     except OSError as error:
@@ -27,7 +27,7 @@ def tcp(listen: Callable[[], None] | None = None) -> Finding:
 
 
 def local_shared(create: Callable[[], None] | None = None) -> Finding:
-    """The local fabric from memory that the engine allocated: shared mappings of a memfd."""
+    """Checks the local fabric from memory that the engine allocated: shared mappings of a memfd."""
     try:
         (create or _create_memfd)()
     except OSError as error:
@@ -47,7 +47,7 @@ def local_shared(create: Callable[[], None] | None = None) -> Finding:
 
 
 def local_cma(host: Host, read: Callable[[], None] | None = None) -> Finding:
-    """The local fabric from registered memory: process_vm_readv, which Yama and seccomp may
+    """Checks the local fabric from registered memory: process_vm_readv, which Yama and seccomp may
     refuse."""
     name = "local, process_vm_readv"
     falls_back = "registered memory goes to peers on this host over tcp"
@@ -83,7 +83,7 @@ def local_cma(host: Host, read: Callable[[], None] | None = None) -> Finding:
 
 
 def pidfd(open_own: Callable[[], None] | None = None) -> Finding:
-    """Lets an engine see at once that a process on this host is gone."""
+    """Checks pidfd_open, by which an engine sees at once that a process on this host has ended."""
     try:
         (open_own or _open_own_pidfd)()
     except OSError as error:
@@ -98,7 +98,7 @@ def pidfd(open_own: Callable[[], None] | None = None) -> Finding:
 
 
 def namespaces(host: Host) -> Finding:
-    """Processes can only use local with each other inside the same PID and user namespace."""
+    """Reports the PID and user namespace: local works only between processes with the same ones."""
     spaces = []
     for kind in ("pid", "user"):
         try:

@@ -1,4 +1,4 @@
-"""What a check found out."""
+"""The findings of the checks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Area(StrEnum):
     LIMITS = "limits"
     PYTHON = "Python"
     SETTINGS = "settings"
-    HARDWARE = "hardware"  # only where asked for
+    HARDWARE = "hardware"  # only with --probe
     LOOPBACK = "loopback"  # likewise
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `remedy` says what to do where there is something to do."""
+    """One line of the report. `remedy` says what to do, if anything."""
 
     area: Area
     name: str

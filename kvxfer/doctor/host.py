@@ -1,4 +1,4 @@
-"""Where the checks look, so that a test can put another host in its place."""
+"""The host that the checks examine; a test can put another one in its place."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class Host:
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def text(self, path: str) -> str | None:
-        """A file of /proc or /sys, stripped; None where it is missing or cannot be read."""
+        """Reads a file of /proc or /sys, stripped; None if it is missing or cannot be read."""
         try:
             return (self.root / path).read_text().strip()
         except (OSError, UnicodeDecodeError):
             return None
 
     def entries(self, path: str) -> list[Path]:
-        """What a folder holds, by name; nothing where it is missing."""
+        """Lists a folder, ordered by name; empty if it is missing."""
         try:
             return sorted((self.root / path).iterdir())
         except OSError:
             return []
 
     def library(self, soname: str) -> Path | None:
-        """Where the dynamic linker would look for a library. It is not loaded: some libraries
-        change the process that loads them."""
+        """Returns the path at which the dynamic linker would find a library. It is not loaded: some
+        libraries change the process that loads them."""
         extra = self.environment.get("LD_LIBRARY_PATH", "").split(":")
         folders = [Path(each) for each in extra if each]
         folders += [self.root / each for each in _LIBRARY_FOLDERS]

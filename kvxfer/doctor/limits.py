@@ -18,7 +18,7 @@ _THP = "sys/kernel/mm/transparent_hugepage"
 
 
 def open_files(limits: tuple[int, int] | None = None) -> Finding:
-    """`limits` are the soft and the hard limit."""
+    """Checks the limit of open files. `limits` are the soft and the hard limit."""
     soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
     detail = f"{_amount(soft)} (hard limit {_amount(hard)})"
     if soft != resource.RLIM_INFINITY and soft < _ENOUGH_FILES:
@@ -33,7 +33,7 @@ def open_files(limits: tuple[int, int] | None = None) -> Finding:
 
 
 def locked_memory(limits: tuple[int, int] | None = None) -> Finding:
-    """`limits` are the soft and the hard limit in bytes."""
+    """Reports the limit of locked memory. `limits` are the soft and the hard limit in bytes."""
     soft, _ = limits or resource.getrlimit(resource.RLIMIT_MEMLOCK)
     amount = _amount(soft) if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
     return Finding(
@@ -45,8 +45,8 @@ def locked_memory(limits: tuple[int, int] | None = None) -> Finding:
 
 
 def lockable_memory(host: Host, limits: tuple[int, int] | None = None) -> int | None:
-    """How many bytes this process may lock; None where nothing bounds it. `limits` are the soft
-    and the hard limit."""
+    """Returns how many bytes this process may lock; None if nothing bounds it. `limits` are the
+    soft and the hard limit."""
     soft, _ = limits or resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return None
@@ -58,7 +58,7 @@ def lockable_memory(host: Host, limits: tuple[int, int] | None = None) -> int | 
 
 
 def huge_pages(host: Host) -> Finding:
-    """Transparent huge pages of memory that was registered."""
+    """Checks the transparent huge pages of registered memory."""
     return _thp(
         host,
         "huge pages",
@@ -70,8 +70,8 @@ def huge_pages(host: Host) -> Finding:
 
 
 def shared_huge_pages(host: Host) -> Finding:
-    """Transparent huge pages of memory from engine.alloc(), which asks for them by itself where the
-    kernel can collapse shared memory (MADV_COLLAPSE)."""
+    """Checks the transparent huge pages of memory from engine.alloc(), which asks for them itself
+    if the kernel can collapse shared memory (MADV_COLLAPSE)."""
     name = "huge pages, shared memory"
     setting = host.text(f"{_THP}/shmem_enabled")
     if setting is not None and "[deny]" not in setting and _kernel(host) >= (6, 1):
@@ -116,7 +116,7 @@ def _thp(
 
 
 def socket_buffers(host: Host) -> list[Finding]:
-    """Largest buffers that TCP may grow to by itself."""
+    """Checks the largest buffers that TCP may grow to by itself."""
     findings = []
     for name, file in (("TCP receive buffer", "tcp_rmem"), ("TCP send buffer", "tcp_wmem")):
         fields = (host.text(f"proc/sys/net/ipv4/{file}") or "").split()
@@ -140,7 +140,7 @@ def socket_buffers(host: Host) -> list[Finding]:
 
 
 def shared_memory(host: Host) -> Finding:
-    """Size of /dev/shm, which other software on the host may need."""
+    """Reports the size of /dev/shm, which other software on the host may need."""
     name = "shared memory file system"
     try:
         space = os.statvfs(host.root / "dev/shm")
@@ -158,7 +158,7 @@ def shared_memory(host: Host) -> Finding:
 
 
 def memory(host: Host) -> Finding:
-    """What pools can be made of: free memory, and the control group's bound."""
+    """Reports the memory for pools: free memory, and the control group's bound."""
     fields = dict(
         line.split(":", 1) for line in (host.text("proc/meminfo") or "").splitlines() if ":" in line
     )
@@ -173,7 +173,7 @@ def memory(host: Host) -> Finding:
 
 
 def cores(count: int | None = None) -> Finding:
-    """`count` are the cores that this process may use."""
+    """Checks the number of cores. `count` are the cores that this process may use."""
     available = len(os.sched_getaffinity(0)) if count is None else count
     if available < 2:
         return Finding(

@@ -41,7 +41,7 @@ class Verdict(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Sent:
     """A write whose bytes have arrived. `seconds` run from its submission until it is counted.
-    `way`: between which memories, where a GPU is tried."""
+    `way` names the direction if a GPU is tried."""
 
     nbytes: int
     writes: int
@@ -51,9 +51,9 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Loopback:
-    """How it went. `nic` is None for a fabric without NICs, `gpu` for host memory; `code` and
-    `error` are those of a KvxferError, None where all is well. `gpu_by`: how the NIC reaches memory
-    of the GPU (`MemoryRegion.nics`)."""
+    """The result of a loopback. `nic` is None for a fabric without NICs, `gpu` for host memory;
+    `code` and `error` are those of a KvxferError, None if all is well. `gpu_by`: the means by which
+    the NIC reaches memory of the GPU (`MemoryRegion.nics`)."""
 
     fabric: str
     nic: str | None
@@ -72,7 +72,7 @@ class Loopback:
 
 @dataclass(slots=True)
 class _Attempt:
-    """One loopback while it runs: its thread writes, the thread that waits for it reads."""
+    """A loopback while it runs. Its thread writes to this, the thread that waits for it reads."""
 
     fabric: str
     nic: str | None
@@ -82,11 +82,11 @@ class _Attempt:
     stage: str = "loading the engine"
     sent: list[Sent] = field(default_factory=list)
     gpu_by: str | None = None
-    failed: KvxferError | None = None  # known while the engines are closed
+    failed: KvxferError | None = None  # set before the engines are closed
 
     @property
     def step_seconds(self) -> float:
-        """For connecting and for each write: their errors say more than that there was no end."""
+        """The limit for connecting and for each write: their errors say more than a deadline's."""
         writes = len(_WRITE_BYTES) * (1 if self.gpu is None else 3)
         return self.deadline_seconds / (writes + 1)
 
@@ -109,16 +109,16 @@ def loopback(
     deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Loopback:
-    """Two engines of this process send each other some KiB and some MiB over `fabric`, through
-    `nic` alone if that is given, and compare every byte. With `gpu` the bytes go from the host to
-    that GPU, between two places there, and back. Never raises a KvxferError.
+    """Sends some KiB and some MiB between two engines of this process over `fabric`, through `nic`
+    alone if that is given, and compares every byte. With `gpu` the bytes go from the host to that
+    GPU, between two places there, and back. Never raises a KvxferError.
 
-    A call into a driver that does not return costs a thread of this process and no more: after
-    twice `deadline_seconds` it is reported and left behind.
+    A call into a driver that does not return costs only a thread of this process: after twice
+    `deadline_seconds` it is reported and abandoned.
     """
     attempt = _Attempt(fabric, nic, gpu, deadline_seconds, clock)
     try:
-        # Before the deadline runs: on a busy host loading takes longer than any write.
+        # Loaded before the deadline runs: on a busy host that takes longer than any write.
         for module in ("kvxfer.engine", "numpy"):
             importlib.import_module(module)
     except KvxferError as error:
@@ -138,7 +138,8 @@ def loopback(
 
 
 def finding(found: Loopback) -> Finding:
-    """tcp is what every other fabric falls back to: without it the core does not work."""
+    """Makes the finding of a loopback. Every other fabric falls back to tcp: without it the core
+    does not work."""
     name = found.name
     if found.verdict is Verdict.OK:
         sent = ", ".join(
@@ -165,15 +166,15 @@ def _remedy(found: Loopback) -> str:
             return f"{over}, as with all NICs of {found.fabric}"
         return f"{over}; load nvidia-peermem, or use a kernel and a driver with dmabuf"
     if found.verdict is Verdict.REFUSED:
-        return f"the line of {found.fabric} above, among the fabrics, has the remedy"
+        return f"see the remedy in the line of {found.fabric} above, among the fabrics"
     if found.gpu is not None:
-        return "look at the lines of the GPUs above, and into the kernel's log: dmesg | grep NVRM"
+        return "check the lines of the GPUs above, and the kernel's log: dmesg | grep NVRM"
     if found.nic is not None:
         return (
-            f"look at the lines of {found.nic} above, at its cable and switch, and into the "
-            "kernel's log: dmesg"
+            f"check the lines of {found.nic} above, its cable and switch, and the kernel's log: "
+            "dmesg"
         )
-    return "look at the limits above, and at what the sandbox or firewall of this process forbids"
+    return "check the limits above, and what the sandbox or firewall of this process forbids"
 
 
 def _run(attempt: _Attempt, outcome: Future[Loopback]) -> None:
@@ -183,7 +184,7 @@ def _run(attempt: _Attempt, outcome: Future[Loopback]) -> None:
     except KvxferError as error:
         outcome.set_result(attempt.ended(error))
     except Exception as error:
-        # A defect, which must not cost the rest of the report.
+        # A defect must not cost the rest of the report.
         outcome.set_result(attempt.ended(EngineError(f"{type(error).__name__}: {error}")))
 
 
@@ -198,7 +199,7 @@ async def _exchange(attempt: _Attempt) -> None:
             name="doctor",
             fabrics=(attempt.fabric,),
             nics=() if attempt.nic is None else (attempt.nic,),
-            # Before the step's own end: a lost NIC is told by name.
+            # Shorter than a step, so that the error names a lost NIC.
             peer_timeout=attempt.step_seconds / 2,
         )
 
@@ -220,7 +221,7 @@ async def _send(attempt: _Attempt, sender: Engine, receiver: Engine) -> None:
     peer = await sender.connect(receiver.address, attempt.step_seconds)
     for nbytes in _WRITE_BYTES:
         sent, arrived = secrets.token_bytes(nbytes), bytearray(nbytes)
-        # Both kinds of memory: that of the engine, and such as others have allocated.
+        # Both kinds of memory: the engine's, and memory that others have allocated.
         source, destination = sender.alloc(nbytes), receiver.register(arrived)
         with memoryview(source) as view:
             view[:] = sent

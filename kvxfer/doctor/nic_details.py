@@ -1,4 +1,4 @@
-"""What /sys says of each RDMA NIC: what a report of a problem with one has to hold."""
+"""Details of each RDMA NIC in /sys, for a report of a problem with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROCE_HEADER_BYTES = 96
 _RDMA_MTUS = (4096, 2048, 1024, 512, 256)
 _ENOUGH_NETDEV_MTU = 4200
 _DEFAULT_PKEY = 0xFFFF
-_FULL_MEMBER = 0x8000  # of a P_Key's partition
+_FULL_MEMBER = 0x8000  # a bit of a P_Key
 _EFA_GENERATIONS = {"0xefa0": 1, "0xefa1": 2, "0xefa2": 3, "0xefa3": 4}
 
 
@@ -43,11 +43,11 @@ class PKey:
 
 @dataclass(frozen=True, slots=True)
 class Qos:
-    """What the driver shows of a port's marks without tools; None or empty where it does not.
+    """A port's packet marks that the driver shows without tools; None or empty if it does not.
 
-    traffic_class: forced upon all packets (MLNX_OFED). rdma_cm_tos: of connections made by
+    traffic_class: forced upon all packets (MLNX_OFED). rdma_cm_tos: the mark of connections made by
     rdma_cm. ecn_notifies, ecn_reacts: the priorities for which the NIC sends congestion
-    notifications, and heeds them (MLNX_OFED). Trust in DSCP or PCP, and PFC, are never shown.
+    notifications, and obeys them (MLNX_OFED). Trust in DSCP or PCP, and PFC, are never shown.
     """
 
     traffic_class: str | None
@@ -97,7 +97,7 @@ class NicDetails:
 
 
 def read_nics(host: Host) -> tuple[NicDetails, ...]:
-    """Every RDMA NIC of the host, in the order of the topology."""
+    """Reads every RDMA NIC of the host, in the order of the topology."""
     sysfs = Sysfs.below(host.root)
     return tuple(_nic(sysfs, nic) for nic in read_topology(sysfs).nics)
 
@@ -106,7 +106,7 @@ def read_nics(host: Host) -> tuple[NicDetails, ...]:
 
 
 def findings(nic: NicDetails) -> list[Finding]:
-    """The rows of a NIC: itself, its ports with their GIDs, its PCIe link."""
+    """Returns the rows of a NIC: itself, its ports with their GIDs, its PCIe link."""
     rows = [_identity(nic)]
     for port in nic.ports:
         rows.append(_port_finding(nic, port))
@@ -165,7 +165,8 @@ def _port_finding(nic: NicDetails, port: PortDetails) -> Finding:
 
 
 def _judge_pkey(pkeys: Sequence[PKey], facts: list[str | None], remedies: list[str]) -> None:
-    """The engine takes the first partition in which the port is a full member, else the first."""
+    """Judges the partition that the engine takes: the first one in which the port is a full member,
+    otherwise the first."""
     if not pkeys:
         return
     keys = [int(pkey.value, 16) for pkey in pkeys]

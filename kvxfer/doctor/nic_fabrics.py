@@ -47,8 +47,9 @@ def verbs(
     locked: tuple[int, int] | None = None,
     may_open: Callable[[Path], bool] | None = None,
 ) -> Finding:
-    """InfiniBand and RoCE. `built` are the fabrics of the native module, `locked` the soft and the
-    hard limit of locked memory, `may_open` says whether a device file may be read and written."""
+    """Checks InfiniBand and RoCE. `built` are the fabrics of the native module, `locked` the soft
+    and the hard limit of locked memory; `may_open` says whether a device file may be read and
+    written."""
     return _examine(_VERBS, host, built, locked, may_open)
 
 
@@ -58,12 +59,12 @@ def ofi(
     locked: tuple[int, int] | None = None,
     may_open: Callable[[Path], bool] | None = None,
 ) -> Finding:
-    """EFA by way of libfabric; the parameters are those of `verbs`."""
+    """Checks EFA by way of libfabric; the parameters are those of `verbs`."""
     return _examine(_OFI, host, built, locked, may_open)
 
 
 def built_fabrics(name: str = "kvxfer._native") -> tuple[str, ...]:
-    """The fabrics that the native module was built with; none where it cannot be imported."""
+    """Returns the fabrics that the native module was built with; none if it cannot be imported."""
     try:
         module = importlib.import_module(name)
     except ImportError:
@@ -73,7 +74,7 @@ def built_fabrics(name: str = "kvxfer._native") -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """An installed library. `version` is None where it cannot be found out."""
+    """An installed library. `version` is None if unknown."""
 
     soname: str
     path: str
@@ -83,10 +84,10 @@ class Library:
 def libraries(
     host: Host, libfabric_version: Callable[[Path], str | None] | None = None
 ) -> tuple[Library, ...]:
-    """Those that the fabrics use. `libfabric_version` asks a libfabric for its version."""
+    """Finds the libraries of the fabrics. `libfabric_version` asks a libfabric for its version."""
     found = []
     if (path := host.library(_VERBS.soname)) is not None:
-        # rdma-core names its files so: libibverbs.so.1.14.50.0 is of version 50.0.
+        # rdma-core puts its version into file names: libibverbs.so.1.14.50.0 is of version 50.0.
         numbers = path.resolve().name.partition(".so.")[2].split(".")
         version = f"rdma-core {'.'.join(numbers[2:])}" if len(numbers) > 2 else None
         found.append(Library(_VERBS.soname, str(path), version))
@@ -104,7 +105,7 @@ def libraries_finding(found: Sequence[Library]) -> Finding:
 
 
 def _libfabric_version(path: Path) -> str | None:
-    # As the engine does it: Omni-Path's library would take over the signals of a crash.
+    # The engine does the same: Omni-Path's library would take over the signals of a crash.
     os.environ.setdefault("IPATH_NO_BACKTRACE", "1")
     os.environ.setdefault("HFI_NO_BACKTRACE", "1")
     try:
@@ -156,7 +157,7 @@ def _examine_device_files(
     facts: list[str],
     remedies: list[str],
 ) -> None:
-    """A container may be given the device files of some NICs only, so one is enough."""
+    """Checks the device files. A container may have those of only some NICs, so one is enough."""
     names = {nic.name for nic in nics}
     files = [
         host.root / "dev/infiniband" / entry.name
@@ -180,7 +181,7 @@ def _examine_locked_memory(
 ) -> None:
     lockable = lockable_memory(host, locked)
     if lockable is not None:
-        facts.append(f"only {lockable >> 10} KiB of memory may be locked, registering needs all")
+        facts.append(f"only {lockable >> 10} KiB of memory may be locked; registering locks all")
         remedies.append(
             "ulimit -l unlimited, LimitMEMLOCK=infinity of the service, --ulimit memlock=-1 of the "
             "container"

@@ -1,7 +1,7 @@
-"""How a NIC sits on PCIe: its link, its settings, and what redirects its traffic to GPUs.
+"""A NIC's place on PCIe: its link, its settings, and bridges that redirect its traffic to GPUs.
 
-Reads /sys only. What is beyond the first 64 bytes of a device's configuration space is readable to
-root alone; what cannot be read is None, or says so.
+Reads /sys only. Only root can read more than the first 64 bytes of a device's configuration space;
+a value that cannot be read is None, or says so.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kvxfer.doctor.host import Host
 from kvxfer.topology import Sysfs
 
 _DEVICES = "bus/pci/devices"
-_PLAIN_SPACE_BYTES = 256  # of a device without extended capabilities
+_PLAIN_SPACE_BYTES = 256  # a device with this much has no extended capabilities
 _PCI_EXPRESS = 0x10
 _ACS = 0x0D
-_ACS_REDIRECTS = 0b1100  # of peer-to-peer requests, and of their completions
+_ACS_REDIRECTS = 0b1100  # peer-to-peer requests, and their completions
 _IOMMU_OPTIONS = ("iommu", "intel_iommu", "amd_iommu", "arm-smmu", "pci")
 
 
 @dataclass(frozen=True, slots=True)
 class PcieLink:
-    """The current link, and the best that the device could have. None: the device does not say, as
-    virtual functions do not."""
+    """The current link, and the best that the device could have. None if the device does not say,
+    as virtual functions do not."""
 
     speed: str | None
     width: int | None
@@ -49,7 +49,7 @@ class PcieLink:
 
 
 class Acs(StrEnum):
-    """What a bridge's Access Control Services do with traffic between two devices below it."""
+    """The effect of a bridge's Access Control Services on traffic between two devices below it."""
 
     REDIRECT = "redirect"  # up to the root complex
     OFF = "off"
@@ -86,8 +86,8 @@ class PcieDevice:
 
 @dataclass(frozen=True, slots=True)
 class Iommu:
-    """`units` are the IOMMUs that are in use, `groups` counts groups of devices by type, `options`
-    are those of the kernel's command line that are about IOMMU and PCI."""
+    """The host's IOMMUs. `units` are those in use, `groups` counts groups of devices by type,
+    `options` are the kernel's command-line options about IOMMU and PCI."""
 
     units: tuple[str, ...]
     groups: dict[str, int]
@@ -95,7 +95,7 @@ class Iommu:
 
 
 def read_pcie(sysfs: Sysfs, pci_path: Sequence[str]) -> PcieDevice | None:
-    """The device at the end of `pci_path` (`Location.pci_path`); None where that is empty."""
+    """Reads the device at the end of `pci_path` (`Location.pci_path`); None if that is empty."""
     if not pci_path:
         return None
     above, address = pci_path[1:-1], pci_path[-1]
@@ -133,7 +133,7 @@ def read_iommu(host: Host) -> Iommu:
 
 
 def link(nic: str, device: PcieDevice) -> Finding:
-    """The link with its settings; a degraded one limits the NIC."""
+    """Reports the link with its settings; a degraded one limits the NIC."""
     facts = [_link_text(device.link)]
     if device.relaxed_ordering is None:
         facts.append("relaxed ordering, payload and read request sizes are readable to root alone")
@@ -154,14 +154,14 @@ def link(nic: str, device: PcieDevice) -> Finding:
         remedy = f"move the NIC at {device.address} to a faster slot"
     else:
         remedy = (
-            f"reseat the NIC at {device.address}, look at slot, riser and the firmware's PCIe "
+            f"reseat the NIC at {device.address}, check slot, riser and the firmware's PCIe "
             f"settings; lspci -vv -s {device.address}"
         )
     return Finding(Area.HARDWARE, name, Status.LIMITED, ", ".join(facts), remedy)
 
 
 def acs(devices: Sequence[PcieDevice], gpus: int) -> Finding:
-    """Whether a bridge above a NIC sends what NIC and GPU say to each other through the CPU."""
+    """Reports bridges above NICs that send the traffic between NIC and GPU through the CPU."""
     bridges = {bridge.address: bridge for device in devices for bridge in device.bridges}
     redirecting = [each.address for each in bridges.values() if each.acs is Acs.REDIRECT]
     unreadable = [each.address for each in bridges.values() if each.acs is Acs.UNREADABLE]
@@ -237,7 +237,7 @@ def _link(sysfs: Sysfs, device: str) -> PcieLink:
 
 
 def _gigatransfers(speed: str | None) -> float:
-    """Of "32.0 GT/s"; 0 for what is not a speed."""
+    """Returns the number of "32.0 GT/s"; 0 if it is no speed."""
     number, _, unit = (speed or "").partition(" ")
     with suppress(ValueError):
         return float(number) if unit == "GT/s" else 0.0
@@ -260,8 +260,8 @@ def _bridge(sysfs: Sysfs, address: str) -> Bridge:
 
 
 def _device_control(config: Path) -> int | None:
-    """The Device Control register of the PCI Express capability; None where it has none, or may
-    not be read."""
+    """Reads the Device Control register of the PCI Express capability; None if there is none, or if
+    it may not be read."""
     try:
         with config.open("rb", buffering=0) as file:
             at = _find(_capabilities(file), _PCI_EXPRESS)
@@ -275,7 +275,7 @@ def _find(capabilities: Iterator[tuple[int, int]], wanted: int) -> int | None:
 
 
 def _capabilities(file: BinaryIO) -> Iterator[tuple[int, int]]:
-    """The id and offset of each. Raises OSError where they may not be read."""
+    """Yields the id and offset of each. Raises OSError if they may not be read."""
     if not _word(file, 4) >> 20 & 1:  # the status register says that there is a list
         return
     at, seen = _word(file, 0x34) & 0xFC, set[int]()
@@ -287,7 +287,7 @@ def _capabilities(file: BinaryIO) -> Iterator[tuple[int, int]]:
 
 
 def _extended_capabilities(file: BinaryIO) -> Iterator[tuple[int, int]]:
-    """The id and offset of each. Raises OSError where they may not be read."""
+    """Yields the id and offset of each. Raises OSError if they may not be read."""
     at, seen = 0x100, set[int]()
     while at >= 0x100 and at not in seen:
         seen.add(at)
@@ -301,6 +301,6 @@ def _extended_capabilities(file: BinaryIO) -> Iterator[tuple[int, int]]:
 def _word(file: BinaryIO, offset: int) -> int:
     file.seek(offset)
     data = file.read(4)
-    if len(data) < 4:  # to other users than root the space ends after 64 bytes
+    if len(data) < 4:  # for users other than root the space ends after 64 bytes
         raise PermissionError(f"{file.name}: nothing at {offset:#x}")
     return int.from_bytes(data, "little")

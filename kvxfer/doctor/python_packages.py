@@ -1,4 +1,4 @@
-"""What of kvxfer is installed: the native engine, and which extras."""
+"""The installed parts of kvxfer: the native engine, and extras."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from kvxfer.doctor.finding import Area, Finding, Status
 
-# Extra, its packages, and what they are for.
+# Each extra, its packages, and their purpose.
 EXTRAS = (
     ("server", ("fastapi", "prometheus-client", "structlog", "uvicorn"), "kvxfer serve"),
     ("torch", ("safetensors", "torch"), "kvxfer demo and torch tensors"),
@@ -18,7 +18,7 @@ EXTRAS = (
 
 
 def native_module(name: str = "kvxfer._native") -> Finding:
-    """The compiled engine: without it nothing moves."""
+    """Checks the compiled engine: without it nothing moves."""
     try:
         module = importlib.import_module(name)
     except ImportError as error:
@@ -43,8 +43,8 @@ def interpreter() -> Finding:
 
 
 def extras(installed: Callable[[str], str] = version) -> list[Finding]:
-    """`installed` returns a package's version or raises PackageNotFoundError. Nothing is
-    imported."""
+    """Checks the packages of each extra. `installed` returns a package's version or raises
+    PackageNotFoundError. Nothing is imported."""
     findings = []
     for extra, packages, purpose in EXTRAS:
         present, missing = [], []

@@ -20,7 +20,7 @@ _VARIABLES = (
 
 
 def variables(host: Host) -> list[Finding]:
-    """Whether they are set; the values stay out of the report."""
+    """Reports whether each is set; the values stay out of the report."""
     return [
         Finding(Area.SETTINGS, name, Status.OK, "set")
         if host.environment.get(name)

@@ -1,8 +1,8 @@
 """The transfer engine in Python.
 
-`Engine` is for asyncio programs: submitting, sending and counters may be used from any thread; what
-is awaited belongs to the event loop in which the engine was entered. `PolledEngine` is for programs
-that poll.
+`Engine` is for asyncio programs: submitting, sending and counters may be used from any thread;
+everything that is awaited belongs to the event loop in which the engine was entered. `PolledEngine`
+is for programs that poll.
 """
 
 from kvxfer.engine.core import EngineHandler

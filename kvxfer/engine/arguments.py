@@ -1,9 +1,9 @@
-"""What the arguments of the engine's calls may be.
+"""The kinds of arguments of the engine's calls.
 
-Each kind of argument is a named type, which the signatures say. A call checks nothing
-beforehand, for the native engine does. Where that or Python refuses, the call raises what refused()
-returns: the first argument that is not of its kind is named there, with its value and what to pass.
-So arguments that are right cost nothing.
+Each kind of argument is a named type in the signatures. A call checks nothing beforehand, as the
+native engine does. If that or Python refuses, the call raises the error of refused(), which names
+the first argument that is not of its kind, its value and what to pass. Valid arguments therefore
+cost nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ __all__ = [
 REFUSALS: Final = (
     native.Error, TypeError, ValueError, AttributeError, OverflowError, BufferError
 )  # fmt: skip
-"""What the native engine and Python raise about arguments."""
+"""The errors that the native engine and Python raise for arguments."""
 
 _OF_ARGUMENTS: Final = ("invalid-argument", "out-of-bounds", "fabric-unavailable")
 
@@ -76,7 +76,7 @@ _MOST: Final = 2**64 - 1
 
 class _Kind(NamedTuple):
     takes: str
-    fits: Callable[[Any], object]  # false, or raises, for what is not of the kind
+    fits: Callable[[Any], object]  # false, or raises, for a value of another kind
     beyond: type[KvxferError] = InvalidArgument  # for an int that is out of range
 
 
@@ -90,7 +90,7 @@ def _whole(first: int, last: int, beyond: type[KvxferError] = InvalidArgument) -
 
 
 def _named(*classes: str, takes: str) -> _Kind:
-    """By name: the modules of the classes import this one."""
+    """Returns the kind of classes with these names: the modules of the classes import this one."""
     return _Kind(takes, lambda value: any(each.__name__ in classes for each in type(value).__mro__))
 
 
@@ -170,7 +170,8 @@ _KINDS: Final[Mapping[str, _Kind]] = {
 def refused(
     error: Exception, call: Callable[..., object], given: Mapping[str, object]
 ) -> Exception:
-    """What a call raises in place of one of REFUSALS. `given` are its locals()."""
+    """Returns the error that a call raises in place of one of REFUSALS. `given` are its
+    locals()."""
     if isinstance(error, native.Error) and error.args[0] not in _OF_ARGUMENTS:
         code, text = error.args
         return error_of(code, text)
@@ -184,26 +185,27 @@ def refused(
 
 
 def require_callable(name: str, value: object) -> None:
-    """Raises InvalidArgument naming the argument: it would only be missed when it is called."""
+    """Raises InvalidArgument that names the argument, before it would fail when it is called."""
     if not callable(value):
         raise _refusal(name, value, "something that can be called")
 
 
 def require_seconds(timeout: Seconds) -> None:
-    """Raises InvalidArgument for what a clock would take, and never or always reach."""
+    """Raises InvalidArgument unless `timeout` is from 0 to 1e9: not NaN, not infinity."""
     if not _seconds(timeout):
         raise _refusal("timeout", timeout, _KINDS["Seconds"].takes)
 
 
 def deadline(timeout: Seconds | None) -> asyncio.Timeout:
-    """asyncio.timeout(). Raises InvalidArgument as require_seconds() does."""
+    """Returns asyncio.timeout(). Raises InvalidArgument as require_seconds() does."""
     if timeout is not None:
         require_seconds(timeout)
     return asyncio.timeout(timeout)
 
 
 def _wrong(name: str, value: Any, annotation: str) -> KvxferError | None:
-    """Says what an argument should be; None if it is of its kind, or there is no such kind."""
+    """Returns an error that says what to pass; None if the value is of its kind, or the kind is
+    unknown."""
     kind, _, optional = annotation.partition(" | None")
     if value is None and (optional or annotation.endswith(" | None")):
         return None
@@ -219,7 +221,7 @@ def _wrong(name: str, value: Any, annotation: str) -> KvxferError | None:
         if described.fits(value):
             return None
         error = described.beyond
-    except Exception:  # of whatever the caller passed
+    except Exception:  # raised by any object that the caller passed
         error = InvalidArgument
     return _refusal(name, value, described.takes, error)
 

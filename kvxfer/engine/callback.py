@@ -1,4 +1,4 @@
-"""Calling back into the program that uses the engine."""
+"""Calls back into the program that uses the engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ logger = logging.getLogger("kvxfer.engine")
 
 
 def tell(callback: Callable[..., object], *arguments: object) -> None:
-    """Calls; what it raises is logged, for it must not cost anybody else his completion."""
+    """Calls the callback. Its errors are logged, so that no other completion is lost."""
     try:
         callback(*arguments)
     except Exception:

@@ -1,4 +1,4 @@
-"""What engines have in common: memory, peers, counters, and the completions of all of them."""
+"""The common part of all engines: memory, peers, counters, and completions."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from kvxfer.errors import (
 OperationT = TypeVar("OperationT", bound=Operation)
 _Failed = Sequence[tuple[int, str, str]]
 NativeCompletion: TypeAlias = tuple[str, int, int, str, str, bytes, str, int, _Failed]
-"""As `_native.TransferEngine.drain()` gives it."""
+"""A completion from `_native.TransferEngine.drain()`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """A NIC of an engine. network: NICs reach each other where this is equal."""
+    """A NIC of an engine. network: NICs reach each other if this is equal."""
 
     name: str
     network: str
@@ -43,19 +43,19 @@ class Nic:
 
 
 class EngineHandler(Protocol):
-    """Told of peers and messages once it is `engine.handler`, which is to be set before any peer
-    connects: on the event loop, or within PolledEngine.poll(). It must not block; what it raises
-    is logged. Messages go to it alone: Peer.receive() then gets none."""
+    """A handler of peers and messages. Set it as `engine.handler` before any peer connects. It is
+    called on the event loop, or within PolledEngine.poll(). It must not block; its errors are
+    logged. Messages go only to the handler: Peer.receive() then gets none."""
 
     def peer_up(self, peer: Peer) -> None:
-        """A peer is connected, whichever side has connected."""
+        """Takes a peer that is connected, whichever side has connected."""
 
     def message(self, peer: Peer, data: bytes) -> None:
-        """A message of `Peer.send()`, in the order in which the peer sent them."""
+        """Takes a message of `Peer.send()`, in the order in which the peer sent them."""
 
     def peer_lost(self, peer: Peer, error: EngineError) -> None:
-        """The connection has ended: a PeerError, or EngineClosed if this engine was closed. No
-        write of the peer lands any more. The last call about it."""
+        """Takes the error that ended a connection: a PeerError, or EngineClosed if this engine was
+        closed. No write of the peer lands any more. It is the last call for the peer."""
 
 
 class EngineCore(ABC):
@@ -86,29 +86,29 @@ class EngineCore(ABC):
         self._finished_early: dict[int, tuple[Exception | None, _Failed]] = {}
 
     def on_close(self, callback: Callable[[], object]) -> None:
-        """Calls at the end of close(), with no peer left. Event loop only."""
+        """Calls back at the end of close(), with no peer left. Event loop only."""
         require_callable("callback", callback)
         self._on_close.append(callback)
 
     def forget_on_close(self, callback: Callable[[], object]) -> None:
-        """Takes one on_close() back."""
+        """Removes a callback of on_close()."""
         require_callable("callback", callback)
         if callback in self._on_close:
             self._on_close.remove(callback)
 
     @property
     def address(self) -> str:
-        """kvx://HOST:PORT/ENGINE_ID, for the peers' connect()."""
+        """The address for the peers' connect(): kvx://HOST:PORT/ENGINE_ID."""
         return self.native.address
 
     @property
     def engine_id(self) -> str:
-        """32 hex digits, random at every start."""
+        """The id of the engine: 32 hex digits, random at every start."""
         return self.native.engine_id
 
     @property
     def fabrics(self) -> tuple[str, ...]:
-        """Those in use, the preferred first."""
+        """The fabrics in use, the preferred first."""
         return tuple(self.native.fabrics)
 
     @property
@@ -118,27 +118,28 @@ class EngineCore(ABC):
 
     @property
     def peers(self) -> list[Peer]:
-        """Those that are connected."""
+        """The connected peers."""
         return list(self._peers.values())
 
     def stats(self) -> dict[str, int]:
-        """Totals since the start: bytes and writes sent, received, refused; bytes that went out of
-        a GPU by way of host memory (bytes_staged, a part of bytes_sent); handshakes refused; peers
-        cut off; and the number of connected peers."""
+        """Returns totals since the start: bytes and writes sent, received, refused; bytes sent from
+        a GPU through host memory (bytes_staged, a part of bytes_sent); refused handshakes; peers
+        that were disconnected; and the number of connected peers."""
         return self.native.stats()
 
     def refusals(self) -> dict[str, dict[str, int]]:
-        """What was refused since the start, by error code: "handshake" (connections that were not
-        let in), "peer" (peers cut off for what they did) and "write" (writes of peers)."""
+        """Returns the number of refusals since the start, by kind and error code: "handshake"
+        (connections that were not accepted), "peer" (peers that were disconnected for what they
+        did) and "write" (writes of peers)."""
         return self.native.refusals()
 
     @property
     def _is_parents(self) -> bool:
-        """Whether this process was forked from the engine's: close() leaves it alone then."""
+        """Whether this process was forked from the engine's: close() then does nothing."""
         return os.getpid() != self._process
 
     def _forget_all(self) -> None:
-        """Nothing comes any more: every waiter is told."""
+        """Ends all waits, as nothing comes any more."""
         for counter in list(self._counters.values()):
             counter._resolve(EngineClosed("the engine was closed"), 0)
         for callback in list(self._on_close):
@@ -148,13 +149,13 @@ class EngineCore(ABC):
     # --- memory and counters
 
     def alloc(self, nbytes: Bytes, gpu: Gpu | None = None, *, require_nics: bool = False) -> Memory:
-        """Zeroed memory that peers on this host can map; the fastest source.
+        """Allocates zeroed memory that peers on this host can map; the fastest source.
 
         gpu: CUDA's number, in this process, of the GPU whose memory it is; None for host memory.
         require_nics: see register().
 
-        Raises OutOfMemory, EngineClosed; of a GPU, FabricUnavailable where there is no CUDA driver,
-        InvalidArgument where there is no such GPU, and GpuLost.
+        Raises OutOfMemory, EngineClosed; for a GPU, FabricUnavailable if there is no CUDA driver,
+        InvalidArgument if there is no such GPU, and GpuLost.
         """
         try:
             handle = self.native.allocate(nbytes, gpu, require_nics)
@@ -170,18 +171,18 @@ class EngineCore(ABC):
         owner: object = None,
         require_nics: bool = False,
     ) -> MemoryRegion:
-        """Registers memory of the caller's: a numpy array, a torch tensor on the CPU
-        or a CUDA GPU, a writable buffer, an object with `__cuda_array_interface__` or DLPack on a
-        CUDA GPU, or an address with `nbytes`. It must be contiguous, and stay valid until close().
+        """Registers the caller's memory: a numpy array, a torch tensor on the CPU or a CUDA GPU, a
+        writable buffer, an object with `__cuda_array_interface__` or DLPack on a CUDA GPU, or an
+        address with `nbytes`. It must be contiguous, and stay valid until close().
 
-        owner: of an address, what keeps the memory; it lives until close().
-        require_nics: FabricUnavailable is raised, with the reason, where one of this engine's NICs
-        does not reach the memory itself, or there is none; NicLost where all are down. Otherwise
-        such memory takes other NICs or tcp; a notice says so once, `MemoryRegion.nics` at any time.
-        tcp still takes over where no path of a NIC is left, or the other end's memory needs it.
+        owner: for an address, the object that keeps the memory; it lives until close().
+        require_nics: raises FabricUnavailable, with the reason, if one of this engine's NICs does
+        not reach the memory itself or there is no NIC; NicLost if all are down. Without it, such
+        memory uses other NICs or tcp; a notice says so once, `MemoryRegion.nics` at any time. tcp
+        still takes over if no path of a NIC is left, or the other end's memory needs it.
 
         CUDA's driver says whether an address is memory of a GPU: `MemoryRegion.gpu`. Raises
-        InvalidArgument, OutOfBounds where memory of a GPU is less than was passed, EngineClosed,
+        InvalidArgument, OutOfBounds if memory of a GPU is smaller than was passed, EngineClosed,
         and GpuLost.
         """
         try:
@@ -194,7 +195,7 @@ class EngineCore(ABC):
         return region
 
     def counter(self, writer: Peer | None = None) -> Counter:
-        """A new counter at zero. Raises OutOfMemory while 65,536 are in use.
+        """Returns a new counter at zero. Raises OutOfMemory while 65,536 are in use.
 
         writer: the only peer that will be told of it, so that release() waits for no other.
         """
@@ -216,19 +217,19 @@ class EngineCore(ABC):
 
     @abstractmethod
     def _end_wait(self, counter: Counter, error: Exception) -> None:
-        """Of the task that waits for the counter, if any. Any thread."""
+        """Ends the wait of the task that waits for the counter, if any. Any thread."""
 
     def _counter_revoked(self, imm: int, then: Callable[[], object] | None) -> None:
-        """Keeps what is to be called when its writers have answered; None: they need not."""
+        """Keeps the callback until the writers have answered; None removes it."""
         if then is None:
             del self._revoking[imm]
         else:
             self._revoking[imm] = then
 
     def watcher(self, *, gpu: Gpu | None = None) -> Watcher:
-        """A new word at zero that holds writes back until compute has added to it: the processor,
-        or with `gpu` streams of that GPU, by `Watcher.add_on()`. Raises InvalidArgument if there is
-        no such GPU."""
+        """Returns a new word at zero that holds writes back until compute has added to it: the
+        processor, or with `gpu` streams of that GPU through `Watcher.add_on()`. Raises
+        InvalidArgument if there is no such GPU."""
         if gpu is None:
             return Watcher(self.native)
         try:
@@ -239,7 +240,7 @@ class EngineCore(ABC):
     # --- operations
 
     def _track(self, operation: OperationT) -> OperationT:
-        """Tells an operation that the native engine has taken when it has ended. Any thread."""
+        """Registers an accepted operation, so that it learns of its end. Any thread."""
         with self._lock:
             early = self._finished_early.pop(operation.id, None)
             if early is None:
@@ -284,12 +285,12 @@ class EngineCore(ABC):
 
     @abstractmethod
     def _connect_ended(self, ident: int, peer_id: int, error: Exception | None) -> None:
-        """The native engine's report."""
+        """Takes the native engine's report of a connect()."""
 
     def _finish(self, ident: int, error: Exception | None, failed: _Failed) -> None:
         with self._lock:
             operation = self._operations.pop(ident, None)
-            if operation is None:  # its submit() has not returned yet
+            if operation is None:  # the submit() has not returned yet
                 self._finished_early[ident] = (error, failed)
                 return
         operation._finish(error, failed)

@@ -1,4 +1,4 @@
-"""ImmCounters: how many immediates have arrived."""
+"""Counters of arrived immediates (ImmCounters)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Ranges: TypeAlias = Sequence[tuple[Region, Offset, Length]]
 
 
 class Counter:
-    """Counts how often its immediate arrives, from its creation on: with a write, or with the last
+    """A count of the arrivals of its immediate since its creation: with a write, or with the last
     of a group of writes.
 
     imm: 32 bits (slot and generation), for the writer. completed_at_ns: CLOCK_MONOTONIC time of
@@ -66,15 +66,16 @@ class Counter:
 
     @property
     def value(self) -> int:
-        """How often it has arrived; 0 after release(). Any thread."""
+        """The number of arrivals; 0 after release(). Any thread."""
         return self._engine.counter_value(self.imm)
 
     def grant(self, ranges: Ranges) -> list[bytes]:
-        """Descriptors of (region, offset, bytes) ranges, in order, for the counter's writer.
+        """Returns descriptors of (region, offset, bytes) ranges, in order, for the counter's
+        writer.
 
-        It may write there with `imm=`, this counter's immediate, and until the counter is released;
-        they are of no use to it otherwise. A counter without a writer, or a range that is empty or
-        leaves its region, raises InvalidArgument or OutOfBounds. Any thread.
+        They permit it to write there with this counter's immediate (`imm=`), until the counter is
+        released. A counter without a writer, or a range that is empty or leaves its region, raises
+        InvalidArgument or OutOfBounds. Any thread.
         """
         try:
             return self._engine.grant(
@@ -88,13 +89,13 @@ class Counter:
 
         Raises DeadlineExceeded after `timeout` seconds, StaleCounter if the counter is released
         meanwhile, EngineClosed, and ProtocolError if more arrived than `total`. One wait at a
-        time. Any number of them may follow each other.
+        time, any number one after the other.
         """
         await self._wait(total, timeout, at_least=False)
 
     async def wait_at_least(self, total: Count, timeout: Seconds | None = None) -> None:
-        """Returns once `total` or more have arrived: for a counter that runs freely, and
-        is waited for again and again. The count is never taken back. Raises as wait() does."""
+        """Returns once `total` or more have arrived: for a counter that runs freely and has many
+        waits. The count never decreases. Raises as wait() does."""
         await self._wait(total, timeout, at_least=True)
 
     def wait_on(
@@ -106,9 +107,9 @@ class Counter:
         gpu: Gpu = 0,
         at_least: bool = False,
     ) -> StreamWait:
-        """Queues on a CUDA stream of a GPU that what follows in it waits until `total` immediates
-        have arrived. No thread waits, and the stream is let go on in any case: so call
-        `StreamWait.reached()` before any result of it is used.
+        """Makes later work in a CUDA stream of a GPU wait until `total` immediates have arrived. No
+        thread waits. The stream continues in any case, so call `StreamWait.reached()` before any
+        result of it is used.
 
         stream: a torch.cuda.Stream, an object with `__cuda_stream__`, or a CUstream as an int.
         timeout: seconds; operation_timeout by default. at_least: more may have arrived. Raises
@@ -129,8 +130,8 @@ class Counter:
             raise refused(error, Counter.wait_on, locals()) from None
 
     def mirror(self, gpu: Gpu = 0) -> CounterMirror:
-        """A word of pinned host memory that follows the counter, for kernels of a GPU that wait for
-        a count which only they know. Any thread.
+        """Returns a word of pinned host memory that follows the counter, for kernels of a GPU that
+        wait for a count that only they know. Any thread.
         """
         try:
             return CounterMirror(self._engine.mirror_counter(gpu, self.imm))
@@ -138,11 +139,11 @@ class Counter:
             raise refused(error, Counter.mirror, locals()) from None
 
     def on_arrival(self, callback: Callable[[int], object]) -> None:
-        """Calls with the value, on the event loop, whenever it has grown since the last call.
+        """Calls back with the value, on the event loop, whenever it has grown since the last call.
 
-        Arrivals in between are one call: the value counts, not the number of calls. The first
-        call covers what arrived before. What the callback raises is logged. In place of an
-        earlier callback. Event loop only. Raises StaleCounter.
+        Several arrivals may cause one call: use the value, not the number of calls. The first call
+        covers earlier arrivals. Errors of the callback are logged. It replaces an earlier callback.
+        Event loop only. Raises StaleCounter.
         """
         require_callable("callback", callback)
         with translated():
@@ -172,7 +173,7 @@ class Counter:
             self._future = None
 
     def release(self) -> None:
-        """Revokes: after this no write with the counter's immediate lands. Any thread; blocks
+        """Revokes the counter: afterwards no write with its immediate lands. Any thread; blocks
         briefly; idempotent."""
         if not self._released:
             self._released = True
@@ -180,10 +181,10 @@ class Counter:
             self._on_release(self.imm)
 
     def revoke(self, then: Callable[[], object]) -> None:
-        """release() without blocking: calls `then` once no write with the counter's immediate
-        lands any more. That is at once where the receiver places the bytes; where NICs do, when
-        the writers have answered, or after 150 ms their queue pairs were reset. Event loop
-        only; nothing happens, and `then` is called at once, after an earlier release()."""
+        """Releases without blocking, and calls `then` once no write with the counter's immediate
+        lands any more. That is at once if the receiver places the bytes. If NICs do, it is when the
+        writers have answered, or when their queue pairs have been reset after 150 ms. Event loop
+        only. After an earlier release() it only calls `then`, at once."""
         require_callable("then", then)
         if self._released:
             then()
@@ -196,7 +197,7 @@ class Counter:
         self._on_release(self.imm)
 
     def _resolve(self, error: Exception | None, timestamp_ns: int) -> None:
-        """The engine's report. Event loop only."""
+        """Takes the engine's report. Event loop only."""
         if self._future is None or self._future.done():
             return
         if error is None:
@@ -205,7 +206,7 @@ class Counter:
             self._future.set_exception(error)
 
     def _arrived(self) -> None:
-        """The engine's report of arrivals. Event loop only."""
+        """Takes the engine's report of arrivals. Event loop only."""
         value = self._engine.take_arrivals(self.imm)
         if self._on_arrival is not None and value > self._told:
             self._told = value

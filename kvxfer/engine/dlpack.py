@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 CUDA: Final = 2
-"""The type of a device that is a GPU of CUDA."""
+"""The device type of CUDA GPUs."""
 
 _NEWEST: Final = (1, 0)
 _READ_ONLY: Final = 1
@@ -53,7 +53,7 @@ class _Versioned(ctypes.Structure):
 class Exported:
     """A tensor; `capsule` keeps it valid.
 
-    `strides` are counted in items; None where the tensor is contiguous.
+    `strides` are counted in items; None if the tensor is contiguous.
     """
 
     capsule: object
@@ -65,7 +65,7 @@ class Exported:
 
 
 def device_of(target: Any) -> tuple[int, int] | None:
-    """Type and number of the device that an object is on; None where it knows no DLPack."""
+    """Returns the type and number of an object's device; None if it does not support DLPack."""
     if not hasattr(target, "__dlpack_device__"):
         return None
     kind, number = target.__dlpack_device__()
@@ -73,13 +73,13 @@ def device_of(target: Any) -> tuple[int, int] | None:
 
 
 def export(target: Any) -> Exported:
-    """The tensor of an object on a GPU; what its streams do is not waited for.
+    """Returns the tensor of an object on a GPU, without waiting for its streams.
 
-    Raises BufferError where the object does not export it.
+    Raises BufferError if the object does not export it.
     """
     try:
         capsule = target.__dlpack__(stream=-1, max_version=_NEWEST)
-    except TypeError:  # of DLPack before version 1
+    except TypeError:  # DLPack before version 1
         capsule = target.__dlpack__(stream=-1)
     read_only = False
     if _is_named(capsule, b"dltensor_versioned"):

@@ -17,7 +17,7 @@ from kvxfer.own_thread import in_own_thread
 class Engine(EngineCore):
     """One transfer engine: enter it with `async with`.
 
-    cluster_key: shared by all engines that may talk to each other, at least 16 bytes.
+    cluster_key: shared by all engines that may connect to each other, at least 16 bytes.
     options: see EngineOptions; one that is left out has its default.
 
     Raises InvalidArgument, AddressInUse, PermissionDenied or FabricUnavailable.
@@ -58,8 +58,8 @@ class Engine(EngineCore):
         self._forget_all()
 
     async def connect(self, address: Address, timeout: Seconds = 2.0) -> Peer:
-        """Connects and authenticates; the existing Peer if that engine is connected. An address
-        with an id of zeros means whichever engine listens there.
+        """Connects, authenticates and returns the Peer; the existing one if that engine is already
+        connected. An address with an id of zeros means any engine that listens there.
 
         Raises ConnectFailed, AuthenticationFailed, PeerRestarted or EngineClosed.
         """
@@ -80,9 +80,9 @@ class Engine(EngineCore):
         return peer
 
     async def accept(self, timeout: Seconds | None = None) -> Peer:
-        """The next peer that connects to this engine. Each is returned once, in their order, also
-        one that connected before the call, unless it is lost by then. `peers` has all of them, and
-        those that this engine has connected to.
+        """Returns the next peer that connects to this engine. Each is returned once, in their
+        order, also one that connected before the call, unless it is already lost. `peers` has all
+        of them, and those that this engine has connected to.
 
         Raises DeadlineExceeded after `timeout` seconds, and EngineClosed.
         """
@@ -98,7 +98,7 @@ class Engine(EngineCore):
         return self._to_accept.pop(next(iter(self._to_accept)))
 
     def _entered(self) -> asyncio.AbstractEventLoop:
-        """The loop that the engine belongs to."""
+        """Returns the loop that the engine belongs to."""
         if self._closed:
             raise EngineClosed("this engine was closed")
         if self._loop is None:

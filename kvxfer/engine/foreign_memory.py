@@ -1,5 +1,5 @@
-"""Memory of the caller's: where the object lies that was passed, and on which GPU, as
-it says itself. Arrays and tensors are known by what they offer; no library of theirs is imported.
+"""The caller's memory: the address of a passed object, and the GPU that the object reports. Arrays
+and tensors are recognised by their attributes; their libraries are not imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvxfer.errors import InvalidArgument
 class ForeignMemory:
     """A contiguous range that may be written; `owner` keeps it valid, `what` names it in errors.
 
-    `on_gpu` and `gpu`: whether the object says that it is memory of a GPU, and which number.
+    `on_gpu` and `gpu`: whether the object reports memory of a GPU, and the number of the GPU.
     """
 
     what: str
@@ -28,7 +28,7 @@ class ForeignMemory:
     gpu: int | None = None
 
     def check_gpu(self, gpu: int | None) -> None:
-        """Compares with the GPU that CUDA says. Raises InvalidArgument where they differ."""
+        """Compares with the GPU that CUDA reports. Raises InvalidArgument if they differ."""
         if not self.on_gpu:
             return
         if gpu is None:
@@ -45,10 +45,11 @@ class ForeignMemory:
 
 
 def foreign_memory(target: Any, nbytes: int | None) -> ForeignMemory:
-    """The memory of a numpy array, a torch tensor on the CPU or a GPU, a writable buffer, an object
-    with `__cuda_array_interface__` or DLPack on a GPU, or of an address and a length in bytes.
+    """Returns the memory of a numpy array, a torch tensor on the CPU or a GPU, a writable buffer,
+    an object with `__cuda_array_interface__` or DLPack on a GPU, or of an address and a length in
+    bytes.
 
-    Raises InvalidArgument naming what was passed, also where it is not contiguous.
+    Raises InvalidArgument that names what was passed, also if it is not contiguous.
     """
     if isinstance(target, int):
         if nbytes is None:
@@ -123,8 +124,8 @@ def _require_plain(
     *,
     read_only: bool,
 ) -> None:
-    """Raises InvalidArgument where an array is read-only, empty, or not contiguous in the order of
-    C; `item` is an item's size in the unit of the strides."""
+    """Raises InvalidArgument if an array is read-only, empty, or not contiguous in C order; `item`
+    is an item's size in the unit of the strides."""
     if read_only:
         raise InvalidArgument(f"the {what} is read-only; register one that peers may write into")
     if 0 in shape:

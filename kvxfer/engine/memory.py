@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 class MemoryRegion:
     """A registered range of memory. Any thread.
 
-    `descriptor` is what a peer needs to write into the region, and the permission to do so: give
-    it to peers only. A region of foreign memory keeps its owner alive until it is
-    closed, or its engine is.
+    `descriptor` permits a peer to write into the region: give it only to peers. A region of foreign
+    memory keeps its owner alive until it is closed, or its engine is.
     """
 
     __slots__ = ("_engine", "_on_close", "_open", "_owner", "_require_nics", "handle")
@@ -43,34 +42,34 @@ class MemoryRegion:
 
     @property
     def address(self) -> int:
-        """Of its first byte, in this process."""
+        """The address of its first byte in this process."""
         return self.handle.address
 
     @property
     def gpu(self) -> int | None:
-        """CUDA's number, in this process, of the GPU whose memory it is; None for host memory."""
+        """The GPU of the memory, by CUDA's number in this process; None for host memory."""
         return self.handle.gpu
 
     @property
     def nics(self) -> tuple[str | None, ...]:
-        """How each of `Engine.nics`, in their order, reaches it: "host" for host memory, "dmabuf"
-        or "peermem" (by its address: nvidia-peermem, or what libfabric takes) for memory of a GPU;
-        None where it does not, and writes take other NICs or tcp."""
+        """The way in which each of `Engine.nics`, in their order, reaches the memory: "host" for
+        host memory, "dmabuf" or "peermem" (by its address, with nvidia-peermem or libfabric) for
+        memory of a GPU; None if it does not, so that writes use other NICs or tcp."""
         return self.handle.nics
 
     @property
     def nbytes(self) -> int:
-        """Its length in bytes."""
+        """The length in bytes."""
         return self.handle.nbytes
 
     @property
     def descriptor(self) -> bytes:
-        """What peers pass as the destination of their writes: 44 opaque bytes, safe to send on."""
+        """The destination that peers pass to their writes: 44 opaque bytes, safe to send."""
         return self.handle.descriptor
 
     def read(self, into: Writable, offset: Offset = 0) -> None:
-        """Copies bytes of the region, of the host or a GPU, into a writable contiguous buffer: as
-        many as it holds, from byte `offset` on. Waits for that copy, without the GIL.
+        """Copies bytes of the region, on the host or a GPU, into a writable contiguous buffer: as
+        many as it holds, from byte `offset` on. Waits for the copy, without the GIL.
 
         Raises OutOfBounds, UnknownRegion once the region is closed, GpuLost, and InvalidArgument
         for a buffer that is not contiguous or not writable.
@@ -82,7 +81,7 @@ class MemoryRegion:
             raise refused(error, MemoryRegion.read, locals()) from None
 
     def write(self, data: Readable, offset: Offset = 0) -> None:
-        """The other way round: the buffer's bytes come to the region, from byte `offset` on."""
+        """Copies the buffer's bytes into the region, from byte `offset` on; otherwise as read()."""
         self._check_open()
         try:
             self.handle.write(data, offset)
@@ -90,13 +89,13 @@ class MemoryRegion:
             raise refused(error, MemoryRegion.write, locals()) from None
 
     def _check_open(self) -> None:
-        """Memory of the caller's may be gone afterwards."""
+        """Raises UnknownRegion after close(), as the caller's memory may then be gone."""
         if not self._open:
             raise UnknownRegion("the region was closed; its memory is no longer registered")
 
     def checksum(self, offsets: Integers, numbers: Integers, length: Length) -> int:
-        """The sum, modulo 2**64, of XXH3 of each run of `length` bytes at `offsets[i]`, seeded with
-        `numbers[i]`: the same wherever the runs lie, and in whatever order they are given.
+        """Returns the sum, modulo 2**64, of XXH3 of each run of `length` bytes at `offsets[i]`,
+        seeded with `numbers[i]`. It does not depend on the place or the order of the runs.
 
         Raises OutOfBounds, and InvalidArgument for memory of a GPU. Runs without the GIL.
         """
@@ -106,11 +105,11 @@ class MemoryRegion:
             raise refused(error, MemoryRegion.checksum, locals()) from None
 
     def close(self) -> None:
-        """Deregisters. Operations that read the region end with `Cancelled` first; afterwards no
+        """Deregisters the region. Operations that read it end with `Cancelled` first; afterwards no
         write of any peer lands in it. Blocks briefly; idempotent.
 
-        Raises NicLost where a NIC does not let go of the memory, and DeadlineExceeded where a peer
-        on this host has kept memory of a GPU open for `peer_timeout`: it must not be freed then,
+        Raises NicLost if a NIC does not release the memory, and DeadlineExceeded if a peer on this
+        host has kept memory of a GPU open for `peer_timeout`. Then the memory must not be freed,
         and `close` may be called again."""
         if self._open:
             with translated():
@@ -121,8 +120,8 @@ class MemoryRegion:
                 self._on_close(self)
 
     def reopen(self) -> None:
-        """Registers the same range again after close(), as for memory of a GPU that was unmapped
-        and has come back: under a new descriptor. The caller keeps its owner alive. Raises as
+        """Registers the same range again after close(), under a new descriptor: for example memory
+        of a GPU that was unmapped and is mapped again. The caller keeps its owner alive. Raises as
         Engine.register() does; idempotent."""
         if not self._open:
             with translated():
@@ -137,14 +136,14 @@ class MemoryRegion:
 
 
 class Memory(native.MemoryRegion):
-    """Zeroed shareable memory, already registered: bytes of the host or of a GPU.
+    """Zeroed shareable memory on the host or a GPU, already registered.
 
     Host memory is a writable buffer: use it as `memoryview(memory)`, `numpy.frombuffer(memory,
     dtype)`, or through DLPack (`numpy.from_dlpack`, `torch.from_dlpack`; uint8, one dimension).
     Memory of a GPU offers DLPack (`torch.from_dlpack`, `cupy.from_dlpack`) and
     `__cuda_array_interface__`. The memory stays allocated for as long as any of these views lives.
 
-    Calls that take a region take the memory itself, too. `region` is its MemoryRegion.
+    Calls that take a region also take the memory itself. `region` is its MemoryRegion.
     """
 
     def __init__(self, region: MemoryRegion) -> None:
@@ -153,31 +152,31 @@ class Memory(native.MemoryRegion):
 
     @property
     def handle(self) -> native.MemoryRegion:
-        """As of the region."""
+        """The handle of the region."""
         return self.region.handle
 
     @property
     def descriptor(self) -> bytes:
-        """As of the region."""
+        """The descriptor of the region."""
         return self.region.descriptor
 
     def read(self, into: Writable, offset: Offset = 0) -> None:
-        """As MemoryRegion.read()."""
+        """Reads as MemoryRegion.read()."""
         self.region.read(into, offset)
 
     def write(self, data: Readable, offset: Offset = 0) -> None:
-        """As MemoryRegion.write()."""
+        """Writes as MemoryRegion.write()."""
         self.region.write(data, offset)
 
     def checksum(self, offsets: Integers, numbers: Integers, length: Length) -> int:
-        """As MemoryRegion.checksum()."""
+        """Returns the checksum of MemoryRegion.checksum()."""
         return self.region.checksum(offsets, numbers, length)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
-        """As Numba's documentation describes it, version 3; only of memory of a GPU."""
+        """The interface of Numba's documentation, version 3; only for memory of a GPU."""
         if self.gpu is None:
-            raise AttributeError("__cuda_array_interface__ is of memory of a GPU only")
+            raise AttributeError("only memory of a GPU has __cuda_array_interface__")
         return {
             "shape": (self.nbytes,),
             "typestr": "|u1",
@@ -198,11 +197,12 @@ Region: TypeAlias = MemoryRegion | Memory
 
 
 def alloc_shared(nbytes: Bytes) -> Buffer:
-    """Zeroed host memory that belongs to no engine: a writable buffer, for numpy.frombuffer() and
-    torch.frombuffer(). What an engine registers of it, in whole or in parts, is as fast a source as
-    `Engine.alloc` is. It stays allocated for as long as any view or region of it lives.
+    """Allocates zeroed host memory that belongs to no engine: a writable buffer, for
+    numpy.frombuffer() and torch.frombuffer(). If an engine registers it, in whole or in parts, it
+    is as fast a source as `Engine.alloc`. It stays allocated as long as any view or region of it
+    lives.
 
-    Raises InvalidArgument, and OutOfMemory where the host has less memory available.
+    Raises InvalidArgument, and OutOfMemory if the host has less memory available.
     """
     try:
         return native.SharedMemory(nbytes)
@@ -218,11 +218,11 @@ def register(
     require_nics: bool,
     on_close: Callable[[MemoryRegion], None],
 ) -> MemoryRegion:
-    """Registers memory of the caller's (kvxfer.engine.foreign_memory says what can be
-    passed), all of it or its first `nbytes`.
+    """Registers the caller's memory (kvxfer.engine.foreign_memory says what can be passed), all of
+    it or its first `nbytes`.
 
-    CUDA's driver says whether it is memory of a GPU. Raises InvalidArgument naming what was passed,
-    also where the driver and the object disagree.
+    CUDA's driver says whether it is memory of a GPU. Raises InvalidArgument that names what was
+    passed, also if the driver and the object disagree.
     """
     memory = foreign_memory(target, nbytes)
     handle = engine.register_memory(memory.address, memory.nbytes, require_nics)

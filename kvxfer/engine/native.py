@@ -20,13 +20,14 @@ __all__ = ["error_of", "native", "translated"]
 
 
 def error_of(code: str, message: str) -> KvxferError:
-    """The public error of a native code and text."""
+    """Returns the public error of a native code and text."""
     error_class = by_code(code)
     return (EngineError if error_class is KvxferError else error_class)(message)
 
 
 class _Translated:
-    """Without state: one for all uses, as it is around every step of a MoE group."""
+    """A context that translates native errors. It has no state, so one instance serves all uses,
+    also around every step of a MoE group."""
 
     def __enter__(self) -> None:
         pass
@@ -46,5 +47,5 @@ _TRANSLATED: Final = _Translated()
 
 
 def translated() -> _Translated:
-    """Runs native calls; native errors leave as the public classes."""
+    """Returns a context for native calls, which raises native errors as the public classes."""
     return _TRANSLATED

@@ -1,4 +1,4 @@
-"""Writes on their way."""
+"""Writes under way."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ class Operation:
 
     `await` it: it returns when every byte is delivered (placed in the receiver's memory), or
     raises an EngineError. Either way the source memory is no longer read. That also holds for a
-    wait that is cancelled, by a timeout say: it cancels the operation, and ends once the engine is
-    done with the source. `await asyncio.shield(operation)` leaves the operation as it is.
+    wait that is cancelled, for example by a timeout: it cancels the operation, and ends once the
+    engine no longer reads the source. `await asyncio.shield(operation)` leaves the operation as it
+    is.
 
-    writes: on the wire (neighbouring pages have been joined). immediates: what the receiver's
-        counter grows by in all, known at once: one may count for several writes. nbytes: payload.
-        error: why it failed, once it has.
+    writes: writes on the wire (neighbouring pages are joined). immediates: the number by which the
+        receiver's counter grows in all, known at once: one may count for several writes. nbytes:
+        bytes of payload. error: the error, once it has failed.
     """
 
     __slots__ = (
@@ -54,7 +55,7 @@ class Operation:
         self._failed: Sequence[tuple[int, str, str]] = ()
         self.error: Exception | None = None
         self._callbacks: list[Callable[[], object]] = []
-        # One per waiting task: one that stops waiting disturbs neither the operation nor others.
+        # One per waiting task: a task that stops waiting affects neither the operation nor others.
         self._waiters: list[asyncio.Future[None]] = []
 
     def __await__(self) -> Generator[object, None, None]:
@@ -69,7 +70,7 @@ class Operation:
             yield from waiter
 
     def on_end(self, callback: Callable[[], object]) -> None:
-        """Calls when it has ended, or now if it has. Event loop only."""
+        """Calls back when it has ended, or now if it has. Event loop only."""
         require_callable("callback", callback)
         if self._done:
             tell(callback)
@@ -81,14 +82,14 @@ class Operation:
         return self._done
 
     def cancel(self) -> None:
-        """Stops posting; what is posted is waited for. The operation then raises `Cancelled`, or
-        returns if it was faster. A peer that takes nothing of what is posted for its
-        `peer_timeout` is given up, so the wait is bounded. Does not wait itself: the source is
-        free once the operation has ended. Any thread."""
+        """Stops posting, and does not wait. The operation ends when its posted writes have: it then
+        raises `Cancelled`, or returns if it was faster. A peer that takes none of the posted writes
+        for its `peer_timeout` is disconnected, so that time is bounded. The source is free once the
+        operation has ended. Any thread."""
         self._engine.cancel(self.id)
 
     def _finish(self, error: Exception | None, failed: Sequence[tuple[int, str, str]] = ()) -> None:
-        """The engine's report: on its event loop, or before anybody has the operation.
+        """Takes the engine's report, on its event loop or before any caller has the operation.
 
         failed: the parts that failed: (part, code, text).
         """
@@ -105,8 +106,8 @@ class Operation:
 
 
 def until_ended(operations: Sequence[Operation]) -> Generator[object, None, None]:
-    """Waits until all have ended, well or not. If the wait is cancelled, cancels them and waits on,
-    whatever cancels it again: their sources are free when it has ended."""
+    """Waits until all have ended, successfully or not. If the wait is cancelled, cancels them and
+    continues to wait, even if it is cancelled again: their sources are free when it has ended."""
     try:
         for operation in operations:
             yield from operation._until_ended()
@@ -123,7 +124,7 @@ def until_ended(operations: Sequence[Operation]) -> Generator[object, None, None
 class Scattered(Operation):
     """One operation to several peers. Its error is that of the first peer whose part failed.
 
-    by_peer: what the counter of each peer grows by.
+    by_peer: the number by which the counter of each peer grows.
     """
 
     __slots__ = ("by_peer",)
@@ -141,7 +142,8 @@ class Scattered(Operation):
 
     @property
     def errors(self) -> tuple[Exception | None, ...]:
-        """Once it has ended, for each peer why its part failed; None for one that did not."""
+        """The error of each peer's part, once the operation has ended; None for one that did not
+        fail."""
         errors: list[Exception | None] = [None] * len(self.by_peer)
         for part, code, text in self._failed:
             errors[part] = error_of(code, text)

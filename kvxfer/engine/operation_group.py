@@ -9,15 +9,15 @@ from kvxfer.engine.operation import Operation, until_ended
 
 
 class OperationGroup:
-    """`await` it: it returns when all operations have ended well. If any failed it raises the
-    first error in the order of the operations, once all have ended; `errors` has all of them. A
-    wait that is cancelled cancels all of them, as of `Operation`.
+    """Operations with one `await`. It returns when all operations have succeeded. If any failed it
+    raises the first error in the order of the operations, once all have ended; `errors` has all
+    errors. A wait that is cancelled cancels all operations, as for `Operation`.
     """
 
     __slots__ = ("nbytes", "operations")
 
     nbytes: int
-    """Payload of all of them."""
+    """Bytes of payload of all operations."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         try:
@@ -28,12 +28,12 @@ class OperationGroup:
 
     @property
     def immediates(self) -> tuple[int, ...]:
-        """For each operation what its receiver's counter grows by; known at once."""
+        """The number by which the receiver's counter grows, of each operation; known at once."""
         return tuple(operation.immediates for operation in self.operations)
 
     @property
     def errors(self) -> tuple[Exception | None, ...]:
-        """Why each failed; None for one that did not, or is under way."""
+        """The error of each operation; None for one that did not fail, or is under way."""
         return tuple(operation.error for operation in self.operations)
 
     def __await__(self) -> Generator[object, None, None]:

@@ -1,7 +1,7 @@
 """The options that an operator sets for the engine of each rank: read from JSON or from text, and
-completed by the NICs nearest to the rank's memory.
+completed with the NICs nearest to the rank's memory.
 
-`EngineOptions` declares them: one that it gains can be set everywhere without another line.
+`EngineOptions` declares them, so a new option can be set everywhere without another line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvxfer.topology import Sysfs, choose_nics, closed_nics, read_topology
 
 
 class OperatorOptions(EngineOptions, total=False):
-    """What an operator may set of an engine. In `nics`, too, a trailing * stands for any rest."""
+    """The options that an operator may set. Also in `nics`, a trailing * stands for any rest."""
 
     exclude_nics: Sequence[str]
     """Names of NICs never to use; a trailing * stands for any rest: "mlx5_8", "mlx5_bond*"."""
@@ -41,16 +41,16 @@ _NIC_FABRICS: Final = ("verbs", "ofi")
 
 
 def read_options(given: Mapping[str, object], setting: Callable[[str], str]) -> OperatorOptions:
-    """Those of OPERATOR_OPTIONS that are in `given`, values of JSON; None and what is empty count
-    as left out. `setting` names an option as its operator does. Raises InvalidArgument, which
-    names the setting."""
+    """Returns those of OPERATOR_OPTIONS that are in `given`, as JSON values; None and empty values
+    count as left out. `setting` returns the operator's name for an option. Raises InvalidArgument,
+    which names the setting."""
     return _options(given, setting, _of_json)
 
 
 def parse_options(
     given: Mapping[str, str | None], setting: Callable[[str], str]
 ) -> OperatorOptions:
-    """As `read_options`, of text: lists have commas between their items."""
+    """Returns the same as `read_options`, from text: lists have commas between their items."""
     return _options(given, setting, _of_text)
 
 
@@ -62,11 +62,11 @@ def engine_options(
     root: Path = Path("/"),
     running_on: Collection[int] | None = None,
 ) -> EngineOptions:
-    """What `Engine` takes, with the NICs nearest to the GPU at a PCI address, or for None to the
-    NUMA nodes that this process may run on (`kvxfer.topology.choose_nics`). `log` is told which
-    they are, and why the others are left out.
+    """Returns the options of `Engine`, with the NICs nearest to the GPU at a PCI address, or with
+    None to the NUMA nodes that this process may run on (`kvxfer.topology.choose_nics`). Logs their
+    names, and why the others are left out.
 
-    Raises InvalidArgument where `nics`, `exclude_nics` and `fabrics` contradict each other.
+    Raises InvalidArgument if `nics`, `exclude_nics` and `fabrics` contradict each other.
     """
     options = {name: value for name, value in given.items() if name != "exclude_nics"}
     fabrics = given.get("fabrics")
@@ -75,9 +75,9 @@ def engine_options(
         for name in _NIC_FABRICS
         if name in native.BUILT_FABRICS and (fabrics is None or name in fabrics)
     ]
-    if given.get("ofi_provider", "efa") != "efa":  # its NICs are not in /sys
+    if given.get("ofi_provider", "efa") != "efa":  # the provider's NICs are not in /sys
         return cast("EngineOptions", options)
-    # The main thread's: this one may have been let out of the cores that its rank has.
+    # The cores of the main thread, as this thread may not be bound to the cores of its rank.
     cpus = os.sched_getaffinity(os.getpid()) if running_on is None else running_on
     exclude = given.get("exclude_nics", ())
     choice = choose_nics(
@@ -143,7 +143,7 @@ def _of_text(value: str, scalar: Any, listed: bool) -> Any:
 
 
 def _check(name: str, value: Any) -> None:
-    """Raises InvalidArgument for what no engine could take. An engine looks at the rest."""
+    """Raises InvalidArgument for a value that no engine accepts. The engine checks the rest."""
     if name == "exclude_nics":
         return
     options = native_fabrics(value) if name == "fabrics" else {name: value}
@@ -152,7 +152,7 @@ def _check(name: str, value: Any) -> None:
 
 
 def _kind(hint: Any) -> tuple[Any, bool]:
-    """The type of an option, or of its items, and whether it is a list."""
+    """Returns the type of an option, or of its items, and whether it is a list."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _kind(arguments[0])

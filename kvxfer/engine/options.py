@@ -22,8 +22,8 @@ class EngineOptions(TypedDict, total=False):
     default. `Engine` raises InvalidArgument for an unknown one, and for a wrong value."""
 
     name: str
-    """Names the engine in the errors and the `peer.name` of its peers: up to 128 bytes, which need
-    not be unique. Empty by default."""
+    """Name of the engine in the errors and the `peer.name` of its peers: up to 128 bytes, which
+    need not be unique. Empty by default."""
 
     host: str
     """Numeric address to listen on; 127.0.0.1 by default."""
@@ -35,57 +35,57 @@ class EngineOptions(TypedDict, total=False):
     """TCP port to listen on; 0, the default, takes any free one."""
 
     fabrics: Sequence[str] | None
-    """Which may be used; with each peer the first in the order of FABRICS that both sides have.
-    Those that are named must be there: FabricUnavailable otherwise. None, the default, uses all
-    that this host has."""
+    """Fabrics that may be used. With each peer the engine uses the first in the order of FABRICS
+    that both sides have. Raises FabricUnavailable if a named one is not available. None, the
+    default, uses all that this host has."""
 
     nics: Sequence[str]
-    """Names of the NICs to use, such as "mlx5_0", or "mlx5_0:2" for a device's second port; one
-    that this host does not have is FabricUnavailable. Empty, the default, uses all, by their first
-    ports. Their order joins them with a peer's where names differ.
-    `kvxfer.topology.local_group()` chooses those beside a GPU."""
+    """Names of the NICs to use, such as "mlx5_0", or "mlx5_0:2" for a device's second port. Raises
+    FabricUnavailable for one that this host does not have. Empty, the default, uses all, by their
+    first ports. If the names differ from a peer's, the order matches NICs with the peer's.
+    `kvxfer.topology.local_group()` chooses those near a GPU."""
 
     cpus: Sequence[int]
-    """Where the engine's thread may run; empty, the default, is anywhere.
-    `kvxfer.topology.local_group()` chooses those beside a GPU."""
+    """Cores that the engine's thread may run on; empty, the default, allows all.
+    `kvxfer.topology.local_group()` chooses those near a GPU."""
 
     traffic_class: int
-    """Of the packets of verbs, 0 to 255, 0 by default: DSCP << 2 | ECN on RoCE. docs/operations.md
-    says what to set."""
+    """Traffic class of verbs packets, 0 to 255, 0 by default: DSCP << 2 | ECN on RoCE.
+    docs/nics.md says what to set."""
 
     service_level: int
-    """Of the packets of verbs, 0 to 7, 0 by default: the priority on RoCE."""
+    """Service level of verbs packets, 0 to 7, 0 by default: the priority on RoCE."""
 
     gid_index: int
-    """Which GID of a verbs port is used: 0 to 255; -1, the default, chooses by address: of this
-    network namespace, RoCE v2, IPv4."""
+    """Index of the GID that a verbs port uses: 0 to 255; -1, the default, chooses by address: of
+    this network namespace, RoCE v2, IPv4."""
 
     pkey: int
-    """Which partition of an InfiniBand port is used, with or without its membership bit, such as
-    0x8012; 0, the default, takes the first in which the port is a full member. NICs of other
-    partitions are not reached."""
+    """Partition of an InfiniBand port to use, with or without its membership bit, such as 0x8012;
+    0, the default, takes the first in which the port is a full member. NICs of other partitions are
+    not reached."""
 
     path_mtu: int
     """Bytes of a verbs packet: 256, 512, 1024, 2048 or 4096, at most the port's; 0, the default,
     takes the port's."""
 
     memory_windows: bool
-    """Whether verbs NICs hold a peer to the ranges that it was granted, by a memory window for each
-    range of up to 2 GiB and path. True by default; without, the peer is told the region's key and
-    the first write waits for nothing. docs/security.md has the difference."""
+    """Whether verbs NICs restrict a peer to the ranges that it was granted, by a memory window for
+    each path and range of up to 2 GiB. True by default. If False, the peer gets the region's key,
+    and its first write waits for nothing. docs/security.md explains the difference."""
 
     paths_per_nic_pair: int
     """Queue pairs between two NICs: 1 to 8, 1 by default. Each is a separate flow, which ECMP and
-    LAG send another way."""
+    LAG may route differently."""
 
     ofi_provider: str
     """libfabric's name of the provider; "efa" by default."""
 
     ofi_endpoints: int
-    """How many NICs each libfabric domain stands for: 1 to 64, 1 by default."""
+    """NICs that each libfabric domain stands for: 1 to 64, 1 by default."""
 
     ofi_strict: bool
-    """Holds any provider to EFA's limits and disorder, for tests; False by default."""
+    """Whether any provider is held to EFA's limits and disorder, for tests; False by default."""
 
     lanes: int
     """TCP connections per peer: 1 to 64, 2 by default."""
@@ -94,18 +94,18 @@ class EngineOptions(TypedDict, total=False):
     """Unacknowledged bytes per peer over tcp: at least 1 MiB, 16 MiB by default."""
 
     heartbeat_interval: float
-    """Seconds, 0.001 to 60; 0.1 by default."""
+    """Seconds between heartbeats, 0.001 to 60; 0.1 by default."""
 
     peer_timeout: float
-    """A peer that was silent for this many seconds is lost: at least twice `heartbeat_interval`,
-    0.7 by default."""
+    """Seconds of silence after which a peer is lost: at least twice `heartbeat_interval`, 0.7 by
+    default."""
 
     path_timeout: float
-    """A NIC's path that delivered nothing for this many seconds, while writes were under way, is
-    closed, and they go another way: at least `heartbeat_interval`, 1 by default."""
+    """Seconds without a delivery, while writes are under way, after which a NIC's path is closed
+    and they take another path: at least `heartbeat_interval`, 1 by default."""
 
     operation_timeout: float
-    """Deadline in seconds of operations that are given none: above 0, 30 by default."""
+    """Deadline in seconds of operations without one: above 0, 30 by default."""
 
     spin: float
     """Seconds of busy polling after the last progress, before the thread sleeps; 200e-6 by
@@ -113,7 +113,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 def _described() -> str:
-    """What help() shows: the texts of the members, too, which Python does not keep."""
+    """Returns the text of help(), with the texts of the members, which Python does not keep."""
     texts = (f"{name}: {text}" for name, text in docstrings(EngineOptions).items())
     return "\n\n".join(
         [
@@ -127,8 +127,8 @@ EngineOptions.__doc__ = _described()
 
 
 def native_options(given: EngineOptions) -> dict[str, object]:
-    """What the native engine takes for them. Raises InvalidArgument for an option that there is
-    not, naming one like it."""
+    """Returns the native engine's options. Raises InvalidArgument for an unknown option, and names
+    a similar one."""
     for name in given.keys() - EngineOptions.__optional_keys__:
         near = difflib.get_close_matches(name, EngineOptions.__optional_keys__, n=1)
         meant = f"did you mean {near[0]!r}?" if near else "help(kvxfer.EngineOptions) lists them"
@@ -140,7 +140,7 @@ def native_options(given: EngineOptions) -> dict[str, object]:
 
 
 def native_fabrics(fabrics: Sequence[str] | None) -> dict[str, bool | str]:
-    """The native options that `fabrics` stands for. Raises InvalidArgument."""
+    """Returns the native options that `fabrics` stands for. Raises InvalidArgument."""
     named = FABRICS if fabrics is None else fabrics
     if isinstance(named, str | bytes) or not isinstance(named, Sequence):
         raise InvalidArgument(f"fabrics is {named!r}; pass a list of names, such as ['tcp']")

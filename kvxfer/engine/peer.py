@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class PeerEngine(Protocol):
-    """What peers, and what is made of them, ask of the Engine that they are connected to."""
+    """The part of an Engine that its peers use, and the objects made from them."""
 
     native: TransferEngine
 
     def _track(self, operation: Operation) -> Operation:
-        """Tells an operation that the native engine has taken when it has ended. Any thread."""
+        """Registers an accepted operation, so that it learns of its end. Any thread."""
 
     def alloc(self, nbytes: int) -> Memory: ...
 
@@ -47,9 +47,9 @@ class PeerEngine(Protocol):
 class Peer:
     """One connection to one peer engine.
 
-    id: of this connection, never reused. engine_id: 32 hex digits, new at every start of the
-    peer. fabric: one of FABRICS. A lost peer stays lost: connecting again gives a new Peer.
-    Everything but receive() and the on_lost() pair may be called from any thread.
+    id: the number of this connection, never reused. engine_id: 32 hex digits, new at every start of
+    the peer. fabric: one of FABRICS. A lost peer stays lost: connecting again gives a new Peer.
+    Everything except receive(), on_lost() and forget_on_lost() may be called from any thread.
     """
 
     __slots__ = ("_inbox", "_on_lost", "engine", "engine_id", "error", "fabric", "id", "name")
@@ -68,7 +68,7 @@ class Peer:
 
     @property
     def alive(self) -> bool:
-        """Whether the connection stands; where not, `error` says why."""
+        """Whether the connection is up; if not, `error` says why."""
         return self.error is None
 
     def write(
@@ -86,12 +86,11 @@ class Peer:
     ) -> Operation:
         """Writes `length` contiguous bytes into the peer's region `dst` (a descriptor).
 
-        imm: counts at the receiver, `immediates` times in all; a grant needs that of its counter.
-        timeout: seconds until the operation fails with DeadlineExceeded; the engine's
-        operation_timeout by default. nic: only over this one of engine.nics. after:
-        watcher.at(value), to hold the write back until the watcher has reached the value.
-        Raises OutOfBounds, UnknownRegion, Backpressure, EngineClosed, or the reason why the peer
-        is lost.
+        imm: the immediate that the receiver counts, `immediates` times in all; a grant needs that
+        of its counter. timeout: seconds until the operation fails with DeadlineExceeded; the
+        engine's operation_timeout by default. nic: the only one of engine.nics to use. after:
+        watcher.at(value), to hold the write back until the watcher has reached the value. Raises
+        OutOfBounds, UnknownRegion, Backpressure, EngineClosed, or the error of a lost peer.
         """
         self._require_connected()
         try:
@@ -133,8 +132,8 @@ class Peer:
 
         src_pages, dst_pages: equally many integers, as a sequence, or as a one-dimensional array
         or tensor; an array of int64 is not copied. src_stride, dst_stride: page_length by default.
-        One call for all pages of a layer: 100,000 pages are one native crossing. See write() for
-        the rest.
+        Use one call for all pages of a layer: it enters native code once, even for 100,000 pages.
+        See write() for the rest.
         """
         self._require_connected()
         try:
@@ -171,11 +170,11 @@ class Peer:
         nic: Nic | None = None,
         after: WatchFor | None = None,
     ) -> Operation:
-        """Many writes as one operation with one total: lengths[i] bytes from src_offsets[i] of the
-        region src[i] to dst_offsets[i] of the region dst[i] (a descriptor).
+        """Submits many writes as one operation with one total: lengths[i] bytes from src_offsets[i]
+        of the region src[i] to dst_offsets[i] of the region dst[i] (a descriptor).
 
-        src_offsets, dst_offsets, lengths: as many integers as there are regions, given as those
-        of write_pages(). All are submitted, or none. See write() for the rest.
+        src_offsets, dst_offsets, lengths: as many integers as there are regions, in the forms of
+        write_pages(). All are submitted, or none. See write() for the rest.
         """
         self._require_connected()
         try:
@@ -214,8 +213,8 @@ class Peer:
         return self.engine._track(Operation(self.engine.native, *submitted))
 
     def send(self, data: Buffer) -> None:
-        """Sends a message of at most 1 MiB: ordered among messages, not among writes. That it was
-        lost shows as the peer being lost. Raises Backpressure while 16 MiB wait."""
+        """Sends a message of at most 1 MiB: ordered among messages, not among writes. A message is
+        lost only if the peer is lost. Raises Backpressure while 16 MiB wait."""
         self._require_connected()
         try:
             self.engine.native.send(
@@ -225,7 +224,7 @@ class Peer:
             raise refused(error, Peer.send, locals()) from None
 
     async def receive(self, timeout: Seconds | None = None) -> bytes:
-        """The next message. If the engine has a handler, messages go there, and none comes here.
+        """Returns the next message. If the engine has a handler, messages go only there.
 
         Raises the peer's error once it is lost, DeadlineExceeded after `timeout` seconds.
         """
@@ -244,8 +243,8 @@ class Peer:
         return item
 
     def on_lost(self, callback: Callable[[Peer], object]) -> None:
-        """Calls with this peer when it is lost, or now if it is; `error` says why. Before the
-        engine's handler hears of it."""
+        """Calls back with this peer when it is lost, or now if it is; `error` says why. The call
+        comes before that of the engine's handler."""
         require_callable("callback", callback)
         if self.error is not None:
             tell(callback, self)
@@ -253,13 +252,14 @@ class Peer:
             self._on_lost.append(callback)
 
     def forget_on_lost(self, callback: Callable[[Peer], object]) -> None:
-        """Takes one on_lost() back."""
+        """Removes a callback of on_lost()."""
         require_callable("callback", callback)
         if callback in self._on_lost:
             self._on_lost.remove(callback)
 
     def fence(self) -> None:
-        """After this no write of the peer lands here. The peer is lost to this engine."""
+        """Ends the connection: afterwards no write of the peer lands here. The peer is lost to this
+        engine."""
         with translated():
             self.engine.native.fence(self.id)
 
@@ -268,11 +268,11 @@ class Peer:
         self.engine.native.disconnect(self.id)
 
     def _deliver(self, data: bytes) -> None:
-        """The engine's report of a message. Event loop only."""
+        """Takes the engine's report of a message. Event loop only."""
         self._inbox.put_nowait(data)
 
     def _lose(self, error: EngineError) -> None:
-        """The engine's report that the peer is lost. Event loop only."""
+        """Takes the engine's report that the peer is lost. Event loop only."""
         self.error = error
         self._inbox.put_nowait(error)
         callbacks, self._on_lost = self._on_lost, []
@@ -280,7 +280,7 @@ class Peer:
             tell(callback, self)
 
     def _require_connected(self) -> None:
-        """Raises the reason why the peer is lost, if it is."""
+        """Raises the error of a lost peer."""
         # Until the loss is reported, the native engine knows no more than PeerLost.
         if self.error is not None:
             raise type(self.error)(str(self.error))

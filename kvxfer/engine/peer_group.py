@@ -1,4 +1,4 @@
-"""Several peers, written to in one call."""
+"""Writes to several peers in one call."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class PeerGroup:
     """Peers of one engine, in an order that every call keeps. Any thread.
 
-    Each call is one operation, and all of it is submitted or nothing: it raises what
-    Peer.write raises, also the loss of any of the peers.
+    Each call is one operation, which is submitted as a whole or not at all. It raises as Peer.write
+    does, also if any of the peers is lost.
     """
 
     __slots__ = ("_engine", "peers")
@@ -51,8 +51,8 @@ class PeerGroup:
         """Writes to each peer its part of `src`: lengths[i] bytes from src_offsets[i] to
         dst_offsets[i] of the region dst[i] (a descriptor) of peers[i].
 
-        A length of 0 sends the immediate alone. imm, timeout, after: as of Peer.write, the same
-        for all.
+        A length of 0 sends only the immediate. imm, timeout, after: as for Peer.write, the same for
+        all peers.
         """
         ids = self._connected()
         try:
@@ -74,8 +74,8 @@ class PeerGroup:
     def barrier(
         self, imm: Imm, *, timeout: Seconds | None = None, after: WatchFor | None = None
     ) -> Scattered:
-        """Counts one at every peer, without any bytes: its part of a barrier in which each waits
-        for as many as there are others."""
+        """Counts one at every peer, without any bytes: this engine's part of a barrier in which
+        each engine waits for one count of every other."""
         ids = self._connected()
         try:
             submitted = self._engine.native.barrier(ids, imm, timeout=timeout, after=after)

@@ -21,20 +21,20 @@ from kvxfer.engine.options import EngineOptions
 from kvxfer.engine.peer import Peer
 from kvxfer.errors import DeadlineExceeded, EngineClosed, PeerLost, ProtocolError, StaleCounter
 
-# In native code between two looks at the clock, and at Ctrl-C.
+# The time in native code between two checks of the clock and of Ctrl-C.
 _TURN_SECONDS: Final = 0.01
 
 
 class PolledEngine(EngineCore):
     """A transfer engine that its caller drives: enter it with `with`.
 
-    For a loop that has a core to itself and counts microseconds; other programs take `Engine`. The
-    engine does its work in poll(), and in methods that wait, and belongs to the thread that made
-    it: everything is called there. Peers take one that does not poll for their `peer_timeout`
-    (0.7 s) for dead. What is awaited, `Counter.on_arrival()` and `Peer.receive()` are for
-    asyncio programs; messages go to `handler`.
+    It is for a loop that has a core to itself and counts microseconds; other programs use `Engine`.
+    The engine works in poll() and in methods that wait. It belongs to the thread that made it:
+    everything is called there. If it does not poll for the `peer_timeout` of its peers (0.7 s),
+    they consider it lost. Everything that is awaited, `Counter.on_arrival()` and `Peer.receive()`
+    are for asyncio programs; messages go to `handler`.
 
-    cluster_key, options: as of Engine, without `cpus`. Raises as Engine does.
+    cluster_key, options: as for Engine, without `cpus`. Raises as Engine does.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class PolledEngine(EngineCore):
         self._forget_all()
 
     def poll(self) -> bool:
-        """Does what there is to do, and never sleeps. Whether anything moved."""
+        """Does the pending work, and never sleeps. Returns whether anything moved."""
         moved = self.native.poll()
         self._drain()
         return moved
 
     def connect(self, address: Address, timeout: Seconds = 2.0) -> Peer:
-        """As Engine.connect(), polling meanwhile."""
+        """Connects as Engine.connect() does, polling meanwhile."""
         if self._closed:
             raise EngineClosed("this engine was closed")
         try:
@@ -88,14 +88,14 @@ class PolledEngine(EngineCore):
         return peer
 
     def accept(self, timeout: Seconds) -> Peer:
-        """As Engine.accept(), polling meanwhile."""
+        """Accepts as Engine.accept() does, polling meanwhile."""
         self._poll_until(
             lambda: bool(self._to_accept), timeout, "no peer has connected within {} s"
         )
         return self._to_accept.pop(next(iter(self._to_accept)))
 
     def poll_until(self, done: Callable[[], bool], timeout: Seconds) -> None:
-        """Polls until `done()` is true, as with `operation.done`. Raises DeadlineExceeded after
+        """Polls until `done()` is true, for example `operation.done`. Raises DeadlineExceeded after
         `timeout` seconds, and EngineClosed."""
         require_callable("done", done)
         self._poll_until(done, timeout, "nothing to show for {} s of polling")
@@ -111,7 +111,7 @@ class PolledEngine(EngineCore):
             self.poll()
 
     def poll_counter(self, counter: Counter, total: Count, timeout: Seconds) -> None:
-        """Polls in native code, faster than poll_until(), until exactly `total` writes have
+        """Polls in native code, faster than poll_until(), until exactly `total` immediates have
         arrived. Raises as Counter.wait() does."""
         require_seconds(timeout)
         deadline = self._clock.monotonic() + timeout
@@ -141,4 +141,4 @@ class PolledEngine(EngineCore):
         self._connected[ident] = peer_id if error is None else error
 
     def _end_wait(self, counter: Counter, error: Exception) -> None:
-        pass  # its waiter polls, and sees it
+        pass  # the waiter polls, and notices

@@ -1,8 +1,8 @@
-"""What the two sides of a receive pool tell each other: offers, and headers of messages.
+"""The wire format of a receive pool: offers, and headers of messages.
 
-A slot is a header, then the payload. Both come by one-sided writes with an immediate of their
-own, in any order. One header is one write, so its counter alone says that it is there; it says
-how many immediates the payload takes, which the sender alone knows.
+A slot is a header, then the payload. Both come by one-sided writes, with different immediates and
+in any order. A header is one write, so its counter alone shows that it has arrived. The header says
+how many immediates the payload takes, which only the sender knows.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _HEADER: Final = struct.Struct("<QII")
 
 
 class Header(NamedTuple):
-    """length: of the payload, in bytes. immediates: that it takes. credit: the immediate that gives
-    the slot back to the sender."""
+    """The header of a message. length: bytes of the payload. immediates: immediates of the payload.
+    credit: the immediate that gives the slot back to the sender."""
 
     length: int
     immediates: int
@@ -40,7 +40,7 @@ _Imm: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class SlotOffer(msgspec.Struct, frozen=True, array_like=True):
-    """offset: of the slot in the region. The immediates: of its header and of its payload."""
+    """A lent slot: its offset in the region, and the immediates of its header and its payload."""
 
     offset: _Size
     header_imm: _Imm

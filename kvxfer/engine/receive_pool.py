@@ -1,4 +1,4 @@
-"""Receiving into registered slots: the receiving side. The sending side is RemotePool."""
+"""The receiving side of messages into registered slots. The sending side is RemotePool."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Received:
         self.data = data
 
     def release(self) -> None:
-        """Idempotent. Also right where the peer is lost meanwhile."""
+        """Gives the slot back. Idempotent; also allowed after the loss of the peer."""
         if self._give_back is not None:
             self._give_back()
             self._give_back = None
-            with contextlib.suppress(BufferError):  # views of it are the caller's to drop
+            with contextlib.suppress(BufferError):  # the caller still has views of it
                 self.data.release()
 
     def __enter__(self) -> Self:
@@ -56,12 +56,12 @@ class _Loan:
     peer: Peer
     header: Counter
     payload: Counter
-    messages: int = 0  # that have arrived whole
-    immediates: int = 0  # of their payloads
-    credit: int = 0  # immediate of the last one's header
+    messages: int = 0  # messages that have arrived whole
+    immediates: int = 0  # immediates of their payloads
+    credit: int = 0  # credit in the last one's header
     held: bool = False  # a message is in it, and was not released yet
     withdrawn: bool = False
-    revoked: bool = False  # the slot is not written any more
+    revoked: bool = False  # no write lands in the slot any more
 
 
 class ReceivePool:
@@ -73,7 +73,7 @@ class ReceivePool:
             with received:
                 consume(received.data)
 
-    An offer is bytes that you send in a message. Slots come back to the sender as immediates. So a
+    An offer is bytes that you send in a message. Slots go back to the sender as immediates, so a
     pool sends no messages, and does not interfere with message handlers or receive().
     Messages of one peer may overtake each other. Slots of a lost peer come back to the pool;
     messages that had arrived whole are still yielded. Event loop only.
@@ -103,10 +103,9 @@ class ReceivePool:
         return len(self._free)
 
     def offer(self, peer: Peer, slots: Slots) -> bytes:
-        """Lends slots to a peer, until it is lost or withdraw(). Send it the bytes.
+        """Lends slots to a peer until it is lost or withdraw() is called. Send it the bytes.
 
-        Raises OutOfMemory where fewer slots are free, EngineClosed, and the reason why the peer is
-        lost.
+        Raises OutOfMemory if fewer slots are free, EngineClosed, and the error of a lost peer.
         """
         if self._engine_closed:
             raise EngineClosed("the engine was closed")
@@ -152,8 +151,8 @@ class ReceivePool:
         )
 
     def withdraw(self, peer: Peer) -> None:
-        """Takes back what a peer was lent: its offers are void, and nothing of it is yielded.
-        A slot comes back once the peer has answered, and its message, if any, is released."""
+        """Takes back the slots of a peer: its offers are void, and no more messages come from it.
+        A slot is free once the peer has answered and its message, if any, is released."""
         try:
             peer.forget_on_lost(self.withdraw)
         except AttributeError as error:
@@ -163,8 +162,8 @@ class ReceivePool:
             loan.header.revoke(partial(loan.payload.revoke, partial(self._revoked, loan)))
 
     def close(self) -> None:
-        """Withdraws all slots, deregisters the memory and ends the iteration. What has arrived
-        is still yielded, and stays readable. Blocks briefly; idempotent."""
+        """Withdraws all slots, deregisters the memory and ends the iteration. Messages that have
+        arrived are still yielded, and stay readable. Blocks briefly; idempotent."""
         self._engine.forget_on_close(self._end)
         if not self._closed:
             self._closed = True
@@ -183,7 +182,7 @@ class ReceivePool:
         return self
 
     async def __anext__(self) -> Received:
-        """The next message. Raises EngineClosed where that ended the pool."""
+        """Returns the next message. Raises EngineClosed if that ended the pool."""
         received = await self._arrived.get()
         if received is None:
             self._arrived.put_nowait(None)  # for the other waiters
@@ -197,7 +196,7 @@ class ReceivePool:
         self.close()
 
     def _look(self, loan: _Loan, _arrived: int) -> None:
-        # Either counter has grown; which of them is the last to do so is not known beforehand.
+        # One of the counters has grown; either may be the last to do so.
         headers = loan.header.value
         if loan.held or loan.withdrawn or headers == loan.messages:
             return
@@ -211,7 +210,7 @@ class ReceivePool:
             or (header.length == 0) != (header.immediates == 0)
             or arrived > due
         ):
-            logger.error("peer %r does not keep to its receive slots: disconnecting", loan.peer)
+            logger.error("peer %r breaks the rules of its receive slots: disconnecting", loan.peer)
             loan.peer.close()
             return
         if arrived < due:
@@ -234,7 +233,7 @@ class ReceivePool:
             if loan.revoked:
                 self._free.append(loan.index)
             return
-        # A peer whose loss is about to be reported: then the slot comes back, if it is not held.
+        # The peer may be lost: then the report of its loss frees the slot, as it is not held.
         with contextlib.suppress(PeerError, EngineClosed):
             loan.peer.write_imm(loan.credit)
         loan.held = False

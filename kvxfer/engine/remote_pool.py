@@ -1,4 +1,4 @@
-"""Sending into the slots that a peer has lent: the sending side of ReceivePool."""
+"""The sending side of ReceivePool: sends into the slots that a peer has lent."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A slot over there. It is free when the peer has given it back and nothing that we wrote into
-    it is under way any more: a write may be repeated on another NIC until it has ended."""
+    """A slot at the peer. It is free when the peer has given it back and no write into it is under
+    way any more: a write may be repeated on another NIC until it has ended."""
 
     there: SlotOffer
-    header_offset: int  # of its header in our memory
+    header_offset: int  # offset of its header in our memory
     credit: Counter  # counts how often the peer has given it back
     given_back: bool = True
     under_way: int = 0
@@ -40,8 +40,8 @@ class RemotePool:
     """The slots of one offer of a peer. The loss of the peer closes it. Event loop only."""
 
     def __init__(self, peer: Peer, offer: Offer) -> None:
-        """offer: what ReceivePool.offer() returned there. Raises InvalidArgument, or the reason
-        why the peer is lost, or OutOfMemory."""
+        """Takes `offer`, the bytes of the peer's ReceivePool.offer(). Raises InvalidArgument, the
+        error of a lost peer, or OutOfMemory."""
         try:
             said = decode(offer)
             peer._require_connected()
@@ -68,7 +68,7 @@ class RemotePool:
 
     @property
     def free(self) -> int:
-        """How many messages may be sent now."""
+        """The number of messages that may be sent now."""
         return len(self._free)
 
     def send(
@@ -80,11 +80,11 @@ class RemotePool:
         timeout: Seconds | None = None,
         after: WatchFor | None = None,
     ) -> OperationGroup:
-        """Sends `length` bytes of `src` into a free slot, as one message. Two operations:
-        the payload's and its header's.
+        """Sends `length` bytes of `src` into a free slot, as one message, in two operations: the
+        payload's and its header's.
 
-        Raises Backpressure while no slot is free, OutOfBounds for more than slot_bytes, and what
-        Peer.write raises. A send that fails later costs its slot, until the peer withdraws it.
+        Raises Backpressure while no slot is free, OutOfBounds for more than slot_bytes, and as
+        Peer.write does. A send that fails later costs its slot, until the peer withdraws it.
         """
         self._require_open()
         try:
@@ -162,7 +162,7 @@ class RemotePool:
         self._require_open()
 
     def close(self) -> None:
-        """Gives the counters and the memory of the headers back; what is under way is cancelled.
+        """Gives back the counters and the memory of the headers; sends under way are cancelled.
         The slots stay lent until the peer withdraws them. Blocks briefly; idempotent."""
         if self._closed:
             return
@@ -205,7 +205,7 @@ class RemotePool:
             self._changed.set()
 
     def _lose(self, slot: _Slot) -> None:
-        # How much of it arrives is not known, so its counters over there are of no use any more.
+        # An unknown part of the message arrives, so the slot's counters at the peer are useless.
         slot.lost = True
         if all(each.lost for each in self._slots):
             self._changed.set()

@@ -19,8 +19,8 @@ Connected: TypeAlias = Callable[[Peer | Exception], object]
 class SynchronousEngine(EngineCore):
     """A transfer engine whose completions its caller takes, on the thread that made it.
 
-    completions: where they come from; the native engine, or what drains it instead. Raises as
-    Engine does.
+    completions: the function that returns them: the native engine's, or another that drains it.
+    Raises as Engine does.
     """
 
     def __init__(self, *, cluster_key: bytes | str, **options: Unpack[EngineOptions]) -> None:
@@ -40,19 +40,19 @@ class SynchronousEngine(EngineCore):
         self._forget_all()
 
     def take(self) -> bool:
-        """Tells peers and the handler what has come. Whether anything had."""
+        """Passes completions to the peers and the handler. Returns whether there were any."""
         completions = self.completions()
         self._take(completions)
         return bool(completions)
 
     def wait(self, seconds: float) -> None:
-        """take(), after at most so many seconds in which nothing comes."""
+        """Waits for completions for at most `seconds`, and takes them."""
         if not self.take() and seconds > 0:
             self._readable.poll(seconds * 1000)
             self.take()
 
     def connect(self, address: Address, timeout: Seconds, then: Connected) -> None:
-        """Begins to connect; `then` is told of the peer, or of the error, in take()."""
+        """Begins to connect; take() calls `then` with the peer, or with the error."""
         try:
             self._connecting[self.native.connect(address, timeout)] = then
         except REFUSALS as error:

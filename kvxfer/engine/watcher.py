@@ -1,4 +1,4 @@
-"""Words that compute counts up, to start transfers, and waits of streams for transfers."""
+"""Words that compute adds to in order to start transfers, and waits of streams for transfers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from kvxfer.errors import InvalidArgument
 
 
 class WatchFor(NamedTuple):
-    """What a write waits for: that the word is at `value` or above it. `Watcher.at()` makes it; it
-    keeps the word alive."""
+    """A condition that a write waits for: the word is at `value` or above it. `Watcher.at()` makes
+    it; it keeps the word alive."""
 
     word: native.WatchWord
     value: int
 
 
 def stream_handle(stream: Stream) -> int:
-    """Of a CUstream, a torch.cuda.Stream, or what has `__cuda_stream__`. Raises TypeError."""
+    """Returns the handle of a CUstream, a torch.cuda.Stream, or an object with `__cuda_stream__`.
+    Raises TypeError."""
     if isinstance(stream, int):
         return stream
     if hasattr(stream, "__cuda_stream__"):
@@ -31,19 +32,18 @@ def stream_handle(stream: Stream) -> int:
 
 
 class Watcher:
-    """A 64-bit word of host memory, at zero, that compute adds to.
+    """A 64-bit word of host memory, initially zero, that compute adds to.
 
     A write submitted with `after=watcher.at(n)` is checked and queued at once, and starts when
     the word has reached n: layer n of a transfer is submitted beforehand and leaves as soon as
     its kernel has counted. Its deadline runs from submission. add() starts it at once. After
-    count(), or a plain store of native or GPU code to `address`, it starts within 100 µs, or within
-    a sixteenth of the time that the engine has moved nothing for where that is longer, 1 ms at
-    most. One engine thread, the one that moves the bytes, serves all watchers of an engine.
+    count(), or a plain store of native or GPU code to `address`, it starts within 100 µs. If the
+    engine has moved nothing for a while, it starts within a sixteenth of that time, at most 1 ms.
+    The engine thread that moves the bytes also serves all watchers of an engine.
 
-    A watcher of a GPU is counted up by streams alone, with add_on().
+    Only streams add to a watcher of a GPU, with add_on().
 
-    Keep the watcher for as long as anybody adds to `address`, or runs a graph that does. Any
-    thread.
+    Keep the watcher as long as anything adds to `address`, or runs a graph that does. Any thread.
     """
 
     __slots__ = ("_engine", "_on_gpu", "_word")
@@ -57,16 +57,16 @@ class Watcher:
 
     @property
     def address(self) -> int:
-        """Of the word: 8 bytes, aligned, in this process. Add to it atomically."""
+        """The address of the word in this process: 8 bytes, aligned. Add to it atomically."""
         return self._word.address
 
     @property
     def value(self) -> int:
-        """What the word has been counted up to."""
+        """The current value of the word."""
         return self._word.value
 
     def count(self, by: Count = 1) -> int:
-        """Adds without a call that wakes the engine. Returns the new value."""
+        """Adds without waking the engine. Returns the new value."""
         if self._on_gpu is not None:
             raise InvalidArgument(
                 f"streams of a GPU count this watcher up; use add_on(stream, {by}), or a watcher "
@@ -78,17 +78,17 @@ class Watcher:
             raise refused(error, Watcher.count, locals()) from None
 
     def add(self, by: Count = 1) -> int:
-        """Adds, and starts what waited for that. Returns the new value."""
+        """Adds, and starts the writes that waited for it. Returns the new value."""
         value = self.count(by)
         self._engine.wake()
         return value
 
     def add_on(self, stream: Stream, by: Count = 1) -> None:
-        """Queues on a CUDA stream that the word grows by `by` once all that the stream has before
-        it has ended. No thread waits. A stream that is captured counts at each run of the graph.
+        """Makes a CUDA stream add `by` to the word once its earlier work has ended. No thread
+        waits. A stream that is captured adds at each run of the graph.
 
         stream: a torch.cuda.Stream, an object with `__cuda_stream__`, or a CUstream as an int, of
-        the watcher's GPU. To go on with another stream, let that wait for this one. Raises
+        the watcher's GPU. To continue with another stream, let that wait for this one. Raises
         InvalidArgument for a watcher of no GPU.
         """
         if self._on_gpu is None:
@@ -101,7 +101,7 @@ class Watcher:
             raise refused(error, Watcher.add_on, locals()) from None
 
     def at(self, value: Count) -> WatchFor:
-        """For the `after` of a write."""
+        """Returns the condition for the `after` of a write."""
         try:
             reached = operator.index(value)
         except TypeError as error:
@@ -123,30 +123,30 @@ class StreamWait:
         self._native = wait
 
     def reached(self) -> bool:
-        """False while the stream waits for the counter, then true.
+        """Returns False while the stream waits for the counter, then True.
 
-        Raises what has ended the wait instead: StaleCounter, DeadlineExceeded, EngineClosed, or
-        EngineError if more arrived than announced. Then the stream goes on without the bytes. So
-        call this once the stream has been synchronized, before any result of it is used.
+        Raises the error that ended the wait instead: StaleCounter, DeadlineExceeded, EngineClosed,
+        or EngineError if more arrived than announced. Then the stream continues without the bytes.
+        So call this once the stream has been synchronized, before any result of it is used.
         """
         with translated():
             return self._native.reached()
 
     @property
     def address(self) -> int:
-        """Where kernels read the same: 8 bytes, whose lowest is 1 once the counter got there, and
-        more if it failed."""
+        """The address of the same state for kernels: 8 bytes, whose lowest is 1 once the counter
+        has reached the total, and more if the wait failed."""
         return self._native.address
 
 
 class CounterMirror:
-    """A counter as kernels of a GPU read it: `Counter.mirror()` makes it.
+    """A counter for kernels of a GPU to read: `Counter.mirror()` makes it.
 
-    8 bytes at `address`. Bits 8 and up are the count, and what was counted over tcp or on one host
-    is in the GPU's memory for kernels that read it so (`ld.acquire.sys`). What a NIC has written
-    (GPUDirect) is there for work that begins later. The lowest byte is 0 while the counter is live,
-    and more once it was released, or its engine closed. A kernel that waits looks at both; nothing
-    else ends its wait. Keep the mirror until no kernel reads it.
+    8 bytes at `address`. Bits 8 and up are the count. A kernel that reads it with `ld.acquire.sys`
+    then finds the bytes that were counted over tcp or on one host in the GPU's memory. Bytes that a
+    NIC has written (GPUDirect) are there for work that begins later. The lowest byte is 0 while the
+    counter is live, and more once it was released, or its engine closed. A kernel that waits checks
+    both; nothing else ends its wait. Keep the mirror until no kernel reads it.
     """
 
     __slots__ = ("_native",)
@@ -156,10 +156,10 @@ class CounterMirror:
 
     @property
     def address(self) -> int:
-        """Of the word, on the host and on the GPU."""
+        """The address of the word, on the host and on the GPU."""
         return self._native.address
 
     @property
     def value(self) -> int:
-        """Of the word, now."""
+        """The current value of the word."""
         return self._native.value

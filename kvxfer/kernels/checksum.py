@@ -14,7 +14,7 @@ from kvxfer.errors import InvalidArgument
 from kvxfer.kernels.runs import require_bytes
 
 SHORTEST_RUN: Final = 248
-"""Bytes; XXH3 hashes what is no longer than 240 in other ways."""
+"""Bytes; XXH3 hashes runs of at most 240 bytes in other ways."""
 
 _RUNS: Final = 32
 
@@ -35,21 +35,21 @@ _FIRST: Final = (
 
 @triton.jit
 def _key(constants, seed, word):
-    """A word of the secret of a seed."""
+    """Returns words of the secret for a seed."""
     plain = tl.load(constants + word)[None, :]
     return tl.where((word % 2 == 0)[None, :], plain + seed, plain - seed)
 
 
 @triton.jit
 def _shifted_key(constants, seed, word, bits: tl.constexpr):
-    """A word that begins some bits behind the beginning of another."""
+    """Returns words of the secret that begin `bits` bits after the given words."""
     low = _key(constants, seed, word) >> bits
     return low | (_key(constants, seed, word + 1) << (64 - bits))
 
 
 @triton.jit
 def _accumulate(sums, stripe, lane, key, there):
-    """One stripe of 8 words into the 8 sums; each word goes into its neighbour's, too."""
+    """Adds a stripe of 8 words to the 8 sums; each word is also added to its neighbour's sum."""
     word = tl.load(stripe + lane[None, :], mask=there, other=0)
     neighbour = tl.load(stripe + (lane ^ 1)[None, :], mask=there, other=0)
     keyed = word ^ key
@@ -59,12 +59,12 @@ def _accumulate(sums, stripe, lane, key, there):
 @triton.jit
 def checksum_kernel(
     memory,  # pointer to bytes
-    places,  # [count], int64: the word that each run begins with
+    places,  # [count], int64: the index of each run's first word
     numbers,  # [count], int64
     constants,  # the words of the secret, then those of the first sums
     sums_out,  # [programs], uint64
     count,
-    words,  # of a run
+    words,  # per run
     runs_at_once: tl.constexpr,
 ):
     run = tl.program_id(0) * runs_at_once + tl.arange(0, runs_at_once)
@@ -110,8 +110,8 @@ def _constants(device: torch.device) -> torch.Tensor:
 def checksum_runs(
     memory: torch.Tensor, offsets: torch.Tensor, numbers: torch.Tensor, length: int
 ) -> torch.Tensor:
-    """The sum of the runs of `length` bytes that begin at `offsets` of `memory`, each seeded with
-    its number; a tensor [], int64, on the device of `memory`.
+    """Returns the checksum of the runs of `length` bytes that begin at `offsets` of `memory`, each
+    seeded with its number: a tensor [], int64, on the device of `memory`.
 
     `memory` is contiguous uint8; `offsets` and `numbers` are [runs], int64, on its device. Length
     and offsets are multiples of 8 bytes, the length at least 248. Raises InvalidArgument for other

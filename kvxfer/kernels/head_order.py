@@ -1,4 +1,4 @@
-"""Heads of blocks put into the cache's own order, in place."""
+"""Reorders the heads of blocks into the cache's own order, in place."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def permute_heads(
     """Swaps tokens and heads of blocks whose heads lie in the order `arrived`.
 
     `plane` is a contiguous uint8 tensor whose block `b` begins at `b * block_stride`; `ids` are
-    [blocks], int32, each of them once. `scratch` is another of at least one block
-    (`layout.part_bytes`): as many blocks as it holds go through it at a time. Raises
+    [blocks], int32, each of them once. `scratch` is another such tensor of at least one block
+    (`layout.part_bytes`): as many blocks as it holds are copied through it at a time. Raises
     InvalidArgument for a smaller one.
     """
     if arrived == layout.order:
@@ -50,7 +50,7 @@ def permute_heads(
 
 @lru_cache(maxsize=256)
 def _there_and_back(layout: KvLayout, arrived: HeadOrder, block_stride: int) -> tuple[Runs, Runs]:
-    """From blocks in one order to packed ones in the other, and from these back."""
+    """Returns the runs from blocks in one order to packed blocks in the other, and those back."""
     vector, part = layout.vector_bytes, layout.part_bytes
     tokens, heads = layout.block_size, layout.heads_per_rank
     outer, inner = (heads, tokens) if arrived == "HND" else (tokens, heads)

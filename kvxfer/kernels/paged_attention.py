@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache, read through a block table: of a prompt, or of one more token.
+"""Attention over a paged KV cache, read through a block table: for a prompt, or one more token.
 
 The softmax is computed online, tile by tile, as in FlashAttention-2 (Dao, 2023, arXiv:2307.08691,
 algorithm 1); keys and values are found by the table as in PagedAttention (Kwon et al., 2023,
@@ -17,23 +17,23 @@ import triton.language as tl
 from kvxfer.errors import InvalidArgument
 from kvxfer.kernels.planes import require_planes
 
-# Of one program. tl.dot takes no less than 16 of anything.
+# Limits of one program. tl.dot takes at least 16 in each dimension.
 _LEAST: Final = 16
 _MOST_ROWS: Final = 64
 _TILE_BYTES: Final = 16384
 
 
-# Compiled once, and not again for a count of 1 or one of whole tiles.
+# Compiled once, and not again if `count` or `first` is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["count", "first"])
 def paged_attention_kernel(
     queries,  # [count, kv_heads * group, head_size]
     keys,  # [blocks, block_size, kv_heads, head_size], by strides; values likewise
     values,
     table,  # [blocks of the sequence], int32 or int64
-    attended,  # as queries
+    attended,  # same shape as queries
     count,
     first,  # position of the first query
-    scale,  # of the scores, in powers of two
+    scale,  # the scores' scale times log2(e), for exp2
     block_size,
     block_stride,  # items from here on
     token_stride,
@@ -41,8 +41,8 @@ def paged_attention_kernel(
     group: tl.constexpr,  # query heads that share a KV head
     head_size: tl.constexpr,
     width: tl.constexpr,  # head_size as a power of two
-    rows: tl.constexpr,  # of a program: queries, each with the heads of the group
-    tokens: tl.constexpr,  # at a time
+    rows: tl.constexpr,  # per program: one for each head of the group, of each query
+    tokens: tl.constexpr,  # per tile
 ):
     kv_head = tl.program_id(1)
     row = tl.program_id(0) * rows + tl.arange(0, rows)
@@ -90,12 +90,12 @@ def paged_attention(
     blocks: torch.Tensor,
     length: int,
 ) -> torch.Tensor:
-    """What the last positions of a sequence attend to, [count, heads, head_size].
+    """Returns the attention of the last positions of a sequence, [count, heads, head_size].
 
     `queries` [count, heads, head_size] are those of the last `count` of `length` positions; each
     sees all positions up to its own, scores scaled by head_size**-0.5. `keys` and `values` are
-    planes [blocks of the cache, block_size, kv_heads, head_size]; each KV head serves as many query
-    heads as there are for it. `blocks` is the sequence's block table, [blocks], int32 or int64. All
+    planes [blocks of the cache, block_size, kv_heads, head_size]; each KV head serves heads /
+    kv_heads query heads. `blocks` is the sequence's block table, [blocks], int32 or int64. All are
     on one device; float32, bfloat16 or float16, summed in float32.
 
     Raises InvalidArgument for other shapes and types. A kernel cannot raise: the caller checks that

@@ -1,4 +1,4 @@
-"""What kernels take for the K and V planes of a layer."""
+"""The K and V planes of a layer that kernels accept."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _TYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def require_planes(keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Raises InvalidArgument for what is not two planes [blocks, block_size, kv_heads, head_size]
-    of one type and equal strides, each head contiguous."""
+    """Raises InvalidArgument unless both are planes [blocks, block_size, kv_heads, head_size] of
+    one type and equal strides, each head contiguous."""
     if keys.dtype not in _TYPES or keys.dim() != 4 or keys.stride(3) != 1:
         raise InvalidArgument(
             f"the K plane is {list(keys.shape)} of {keys.dtype} by strides {keys.stride()}; pass "

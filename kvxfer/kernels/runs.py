@@ -1,5 +1,5 @@
-"""Runs of bytes from the blocks of one pool to those of another: gather, scatter, other block
-sizes, other ranks of heads."""
+"""Copies runs of bytes from the blocks of one pool to those of another: gather, scatter, other
+block sizes, other heads per rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvxfer.errors import InvalidArgument
 if TYPE_CHECKING:
     from kvxfer.kv.plane_writes import Runs
 
-# What one program copies: as much as its registers hold.
+# Words that one program copies: as many as its registers hold.
 _TILE_WORDS: Final = 2048
 _MOST_RUNS: Final = 64
 _WORDS: Final = {8: tl.uint64, 4: tl.uint32, 2: tl.uint16, 1: tl.uint8}
@@ -35,17 +35,17 @@ def copy_runs_kernel(
     cycles,
     rows,
     first_block,
-    source_blocks,  # of a cycle
+    source_blocks,  # per cycle
     target_blocks,
     source_stride,  # bytes from here on
     target_stride,
     source_begin,
     target_begin,
-    units,  # of a run
+    units,  # per run
     word_bytes: tl.constexpr,  # bytes
     word_type: tl.constexpr,
     unit: tl.constexpr,  # words that every place and the length are multiples of
-    runs_at_once: tl.constexpr,  # of a program
+    runs_at_once: tl.constexpr,  # per program
     at_once: tl.constexpr,  # words of a run
 ):
     run = tl.program_id(0).to(tl.int64) * runs_at_once + tl.arange(0, runs_at_once)
@@ -71,7 +71,7 @@ def copy_runs_kernel(
 
 @lru_cache(maxsize=4096)
 def _of_cycle(runs: Runs, device: torch.device) -> torch.Tensor:
-    """Copied once: from pageable memory that waits for the device."""
+    """Copies the cycle to the device, once: a copy of pageable memory waits for the device."""
     return torch.from_numpy(runs.of_cycle).to(device)
 
 
@@ -149,7 +149,7 @@ def require_bytes(name: str, tensor: torch.Tensor) -> None:
 
 
 def _alignment(runs: Runs, source: Any, target: Any, source_begin: int, target_begin: int) -> int:
-    """Bytes, 16 at most, that all addresses and the length are multiples of."""
+    """Returns the most bytes, up to 16, that divide all addresses and the length."""
     return math.gcd(
         16,
         runs.length,

@@ -1,4 +1,4 @@
-"""Keys and values of new tokens into the slots of a paged KV cache."""
+"""Stores the keys and values of new tokens in the slots of a paged KV cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def store_tokens_kernel(
     new_value_stride,
     head_size: tl.constexpr,
     width: tl.constexpr,  # head_size as a power of two
-    tokens: tl.constexpr,  # of a program
+    tokens: tl.constexpr,  # per program
 ):
     token = tl.program_id(0) * tokens + tl.arange(0, tokens)
     head = tl.program_id(1).to(tl.int64)

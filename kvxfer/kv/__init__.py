@@ -1,8 +1,8 @@
 """KV cache transfer between two workers, on top of `kvxfer.Engine`.
 
-A worker says how its cache lies in memory (`KvLayout`), registers that memory (`KvCache`), gives
-out its blocks (`BlockPool`), and makes one `KvEndpoint` of these and its engine. A transfer is a
-session on each side, under one ticket, of the control plane or signed by `sign_ticket()`:
+A worker describes its cache in memory (`KvLayout`), registers that memory (`KvCache`), gives out
+its blocks (`BlockPool`), and makes one `KvEndpoint` from these and its engine. A transfer is a
+session on each side, under one ticket from the control plane or from `sign_ticket()`:
 
     # decode
     async with endpoint.decode_session(ticket, prefill_address, num_blocks) as session:
@@ -17,7 +17,7 @@ session on each side, under one ticket, of the control plane or signed by `sign_
 
 Either side may begin. A session that is left before its end is cancelled on both sides, and no byte
 lands in its blocks afterwards. docs/own-engine.md explains the rest; examples/python/kv_transfer.py
-and kv_fleet.py are programs to copy. A worker registers with a control plane by
+and kv_fleet.py are programs to copy. A worker registers with a control plane through
 `kvxfer.client.Registration`.
 """
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from kvxfer.ticket import Ticket, TicketKeys, sign_ticket, verify_ticket, watch_ticket_keys
     from kvxfer.watched_file import WatchedFile
 
-# Imported when they are used: the control plane needs records of KV transfers, and no engine.
+# Imported when they are used: the control plane needs records of KV transfers, but no engine.
 _HOMES: Final = {
     "BlockHold": "kvxfer.kv.block_pool",
     "BlockIds": "kvxfer.kv.block_pool",

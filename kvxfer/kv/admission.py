@@ -1,5 +1,5 @@
-"""Which tickets an endpoint takes: its identity (instance id, epoch, keys, model), the
-tickets that were used here, and why their transfers failed. A ticket is good once."""
+"""The tickets that an endpoint accepts: its identity (instance id, epoch, keys, model), the tickets
+that were used here, and why their transfers failed. A ticket is valid once."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ Side: TypeAlias = Literal[Role.PREFILL, Role.DECODE]
 
 
 class Identity:
-    """Loop only. `epoch` changes with each new registration, `model` with an update of weights.
-    `suspended` says why there is no memory for transfers; empty where there is."""
+    """The identity of an endpoint. Loop only. `epoch` changes with each new registration, `model`
+    with an update of weights. `suspended` says why there is no memory for transfers; it is empty if
+    there is."""
 
     def __init__(
         self,
@@ -55,43 +56,43 @@ class Identity:
 
     @property
     def keys(self) -> TicketKeys:
-        """The cluster's ticket keys as they are now."""
+        """The cluster's current ticket keys."""
         if isinstance(self._key, WatchedFile):
             return self._key.current
         return as_ticket_keys(self._key)
 
     def require_memory(self) -> None:
-        """Raises TransferRefused while there is none."""
+        """Raises TransferRefused while there is no memory."""
         if self.suspended:
             raise TransferRefused(f"instance {self.instance_id!r} has no memory: {self.suspended}")
 
     def verify(self, token: str) -> Ticket:
-        """Raises TicketInvalid and TicketExpired."""
+        """Returns the ticket of a token. Raises TicketInvalid and TicketExpired."""
         return verify_ticket(token, self.keys, now=self._clock.unix())
 
     def side(self, ticket: Ticket) -> Role | None:
-        """The side that a ticket gives to this instance; None where it names others."""
+        """Returns the side that a ticket gives to this instance; None if it names others."""
         if self._is(ticket, Role.PREFILL):
             return Role.PREFILL
         return Role.DECODE if self._is(ticket, Role.DECODE) else None
 
     def require(self, ticket: Ticket, side: Side) -> None:
-        """Raises TicketInvalid where the ticket names another instance or epoch for `side`."""
+        """Raises TicketInvalid if the ticket names another instance or epoch for `side`."""
         if not self._is(ticket, side):
             raise _names(ticket, side, f"this is {self.instance_id!r} of epoch {self.epoch}")
 
     def _is(self, ticket: Ticket, side: Side) -> bool:
         if not ticket.bearer:
             return named(ticket, side) == (self.instance_id, self.epoch)
-        # Signed by prefill itself: what it keeps outlives its registration, not its process.
+        # Prefill signed it: the blocks that it keeps outlive its registration, not its process.
         own = ticket.prefill_id == self.instance_id and ticket.prefill_epoch in self._epochs
         return own is (side is Role.PREFILL)
 
 
 def require_peer(ticket: Ticket, side: Side, hello: Hello, where: str) -> None:
-    """Raises TicketInvalid where the peer that said `hello` is not what the ticket names."""
+    """Raises TicketInvalid if the peer that sent `hello` is not the one that the ticket names."""
     if ticket.bearer:
-        # Which of its epochs are of the same process, prefill alone knows.
+        # Only prefill knows which of its epochs are of the same process.
         fits = side is Role.DECODE or ticket.prefill_id == hello.instance_id
     else:
         fits = named(ticket, side) == (hello.instance_id, hello.epoch)
@@ -100,7 +101,7 @@ def require_peer(ticket: Ticket, side: Side, hello: Hello, where: str) -> None:
 
 
 def named(ticket: Ticket, side: Side) -> tuple[str, int]:
-    """Instance id and epoch of one side."""
+    """Returns the instance id and epoch of one side."""
     if side is Role.PREFILL:
         return ticket.prefill_id, ticket.prefill_epoch
     return ticket.decode_id, ticket.decode_epoch
@@ -118,7 +119,7 @@ Use: TypeAlias = Literal["offer", "prefill session", "decode session"]
 
 
 class TransferLedger:
-    """Remembers each transfer until its ticket expires; after that the ticket is refused anyway.
+    """A memory of each transfer until its ticket expires; after that the ticket is refused anyway.
 
     Loop only.
     """
@@ -132,8 +133,8 @@ class TransferLedger:
 
     def claim(self, ticket: Ticket, use: Use, rank: int = 0) -> None:
         """Uses the ticket once for `use` by a rank of the peer. Raises TicketInvalid the second
-        time, and TicketExpired where it has expired since it was verified: then nothing is known
-        of its first use."""
+        time, and TicketExpired if it has expired since it was verified: then its first use may be
+        forgotten."""
         if self._forget_expired() >= ticket.good_until:
             raise TicketExpired(
                 f"the ticket of transfer {ticket.transfer_id} expired before its {use}; "
@@ -148,14 +149,14 @@ class TransferLedger:
         uses.add((use, rank))
 
     def claim_by(self, ticket: Ticket, use: Use, hello: Hello) -> None:
-        """Uses the ticket once for a rank of the worker that said `hello`, whose it is then. Raises
-        TicketInvalid."""
+        """Uses the ticket once for a rank of the worker that sent `hello`, and binds it to that
+        worker. Raises TicketInvalid."""
         self.bind(ticket, hello)
         self.claim(ticket, use, hello.layout.rank)
 
     def bind(self, ticket: Ticket, hello: Hello) -> None:
-        """A bearer ticket is from now on that of the worker that said `hello`. Raises TicketInvalid
-        where it is another's."""
+        """Binds a bearer ticket to the worker that sent `hello`. Raises TicketInvalid if it is
+        bound to another."""
         if not ticket.bearer:
             return
         self._forget_expired()
@@ -169,12 +170,12 @@ class TransferLedger:
             )
 
     def fail(self, transfer_id: str, error: KvxferError) -> None:
-        """Records why the transfer ended, for a message about it that comes later."""
+        """Records why the transfer ended, for later messages about it."""
         if transfer_id in self._used:
             self._failures.setdefault(transfer_id, without_traceback(error))
 
     def failure(self, transfer_id: str) -> KvxferError | None:
-        """Why the transfer has ended, if it has failed; an error of one's own, to be raised."""
+        """Returns the error of a transfer that has failed, as a copy to be raised, or None."""
         error = self._failures.get(transfer_id)
         return error and without_traceback(error)
 
@@ -189,7 +190,7 @@ class TransferLedger:
         return uses
 
     def _forget_expired(self) -> float:
-        """Returns the time."""
+        """Forgets expired tickets, and returns the time."""
         now = self._clock.unix()
         while self._expiries and self._expiries[0][0] <= now:
             _, transfer_id = heapq.heappop(self._expiries)

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from typing import Self
 
 BlockIds: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
-"""Block ids, int32: [blocks], or [KV cache groups, blocks] where the ids differ by group."""
+"""Block ids, int32: [blocks], or [KV cache groups, blocks] if the ids differ by group."""
 
 
 class BlockState(enum.IntEnum):
-    """What a block is used for. A peer may write into OFFERED and RECEIVING blocks alone.
+    """The use of a block. A peer may write only into OFFERED and RECEIVING blocks.
 
-    FREE blocks belong to the pool, OFFERED ones to a decode session whose OFFER is not taken up
+    FREE blocks belong to the pool, OFFERED ones to a decode session whose OFFER is not accepted
     yet, RECEIVING ones to a transfer under way. COMPLETE ones have every byte and wait for
     `take()`. HELD ones belong to a BlockHold: to an engine that computes with them, or to a prefill
     session that sends them.
@@ -92,7 +92,7 @@ class BlockPool:
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_free = num_blocks
         self._owners: set[BlockLease | BlockHold] = set()
-        self._overdue = False  # some of them are over, and their blocks not back yet
+        self._overdue = False  # some owners have ended, and their blocks are not back yet
 
     @property
     def num_blocks(self) -> int:
@@ -108,14 +108,14 @@ class BlockPool:
         return self._num_free
 
     def counts(self) -> dict[BlockState, int]:
-        """How many blocks are in each state."""
+        """Returns the number of blocks in each state."""
         with self._lock:
             self._collect()
             counts = np.bincount(self._state, minlength=len(BlockState))
         return {state: int(counts[state]) for state in BlockState}
 
     def state(self, block: int) -> BlockState:
-        """The state of one block. Raises InvalidArgument for an id outside the pool."""
+        """Returns the state of one block. Raises InvalidArgument for an id outside the pool."""
         if not 0 <= block < self.num_blocks:
             raise InvalidArgument(
                 f"block {block} is outside the pool; its blocks are 0 to {self.num_blocks - 1}"
@@ -155,8 +155,8 @@ class BlockPool:
                 self._require(ids, state)
 
     def _give(self, owner: _OwnerT, count: int, to: BlockState) -> _OwnerT:
-        """`count` more blocks for an owner, or none where there is no memory for it: it is in the
-        books before it has them."""
+        """Gives an owner `count` more blocks. The owner is registered before it has them, so that
+        a lack of memory leaves it without blocks."""
         self._owners.add(owner)
         try:
             owner._ids = self._pop(count, to, owner._ids)
@@ -166,7 +166,7 @@ class BlockPool:
         return owner
 
     def _pop(self, count: int, to: BlockState, owned: BlockIds) -> BlockIds:
-        """`owned`, and after them as many free blocks, which are `to` now."""
+        """Returns `owned` followed by `count` free blocks, whose state is now `to`."""
         if count < 1:
             raise InvalidArgument(f"{count} blocks asked for; ask for at least 1")
         self._collect()
@@ -191,9 +191,9 @@ class BlockPool:
         self._num_free = top
 
     def _take_back(self, owner: BlockLease | BlockHold) -> None:
-        """The blocks of an owner that is over. Those that there is no memory for now, which numpy
-        says with a SystemError too, come back as soon as anybody asks for blocks or their number.
-        """
+        """Takes back the blocks of an owner that has ended. If there is no memory for that, which
+        numpy may also report as a SystemError, they come back with the next request for blocks or
+        their number."""
         try:
             self._push(owner.block_ids())
         except (MemoryError, SystemError):
@@ -204,7 +204,7 @@ class BlockPool:
     def _collect(self) -> None:
         if not self._overdue:
             return
-        # Without memory for this, it is for the next request.
+        # If there is no memory for this, the next request tries again.
         with contextlib.suppress(MemoryError):
             for owner in [owner for owner in self._owners if owner.is_over()]:
                 self._take_back(owner)
@@ -243,7 +243,7 @@ class _Owner(ABC):
 
     @property
     def ids(self) -> BlockIds:
-        """Block ids, read-only int32. Raises BlockStateError once they are given away."""
+        """Block ids, read-only int32. Raises BlockStateError once they are released or taken."""
         with self._pool._lock:
             self._require_live()
             return self._ids
@@ -267,11 +267,11 @@ class _Owner(ABC):
         """Gives the blocks back."""
 
     def is_over(self) -> bool:
-        """Whether its blocks belong back into the pool."""
+        """Whether its blocks have to go back to the pool."""
         return self._ended
 
     def block_ids(self) -> BlockIds:
-        """The ids, whether or not the owner was released."""
+        """Returns the ids, whether or not the owner was released."""
         return self._ids
 
     def _require_live(self) -> None:
@@ -290,15 +290,15 @@ class BlockLease(_Owner):
         return self._state
 
     def receive(self) -> None:
-        """offered → receiving: prefill has accepted the offer."""
+        """Moves from offered to receiving: prefill has accepted the offer."""
         self._advance(BlockState.RECEIVING)
 
     def complete(self) -> None:
-        """receiving → complete: every write has arrived."""
+        """Moves from receiving to complete: every write has arrived."""
         self._advance(BlockState.COMPLETE)
 
     def take(self) -> BlockHold:
-        """complete → held: hands the blocks over to the returned hold."""
+        """Moves from complete to held: hands the blocks over to the returned hold."""
         with self._pool._lock:
             self._advance(BlockState.HELD)
             hold = BlockHold(self._pool, self._ids)
@@ -309,7 +309,7 @@ class BlockLease(_Owner):
             return hold
 
     def release(self) -> None:
-        """Gives the blocks back, from any state. The caller has made sure that no write can come.
+        """Gives the blocks back, from any state. The caller makes sure that no write can come.
 
         Does nothing after the first time, or after take().
         """
@@ -329,7 +329,7 @@ class BlockHold(_Owner):
     """Blocks that an engine computes with.
 
     A session that still reads them pins them: then release() takes effect when the last pin is
-    gone, so that no page is reused while bytes of it are under way.
+    released, so that no page is reused while bytes of it are under way.
     """
 
     def __init__(self, pool: BlockPool, ids: BlockIds = _NONE) -> None:
@@ -355,7 +355,7 @@ class BlockHold(_Owner):
     def pin(self, reader: str) -> BlockPin:
         """Keeps the blocks from being reused until the pin is released; `reader` names the reader.
 
-        Raises BlockStateError where the hold was released.
+        Raises BlockStateError if the hold was released.
         """
         with self._pool._lock:
             self._require_live()
@@ -365,12 +365,12 @@ class BlockHold(_Owner):
 
     @property
     def readers(self) -> tuple[str, ...]:
-        """The reader that pins the blocks."""
+        """The readers that pin the blocks."""
         with self._pool._lock:
             return tuple(pin.reader for pin in self._pins)
 
     def release(self) -> None:
-        """Gives the blocks back, now or when the last pin is gone; then does nothing."""
+        """Gives the blocks back, now or when the last pin is released. Later calls do nothing."""
         with self._pool._lock:
             if not self._ended:
                 self._ended = True

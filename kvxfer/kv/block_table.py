@@ -1,8 +1,8 @@
-"""A block table that goes by way of the control plane: decode's OFFER, signed by decode.
+"""A block table that goes through the control plane: decode's OFFER, signed by decode.
 
-It is signed with a key that follows from the cluster's ticket keys. So a router
-that carries it, or another client of the control plane, can neither make one nor change a block id,
-the immediate, a grant or the time in it.
+The key is derived from the cluster's ticket keys. A router that carries the table, or another
+client of the control plane, can therefore neither make one nor change a block id, the immediate, a
+grant or the time in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvxfer.kv.messages import Offer
 from kvxfer.record import Record
 from kvxfer.ticket import Ticket, TicketKeys, as_ticket_keys, verify_ticket
 
-# As JSON: base64 of the longest OFFER that fits into a message, with room for the rest.
+# Room for the base64 of the longest OFFER that fits into a message, and for the rest.
 MAX_JSON_BYTES: Final = 3 << 19
 
 _KEY_PURPOSE: Final = b"kvxfer block table"
@@ -27,22 +27,22 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 class BlockTable(Record, frozen=True, kw_only=True):
-    """An offer, who made it, and a signature that none but the workers can make.
+    """An offer, the decode worker that made it, and a signature that only workers can make.
 
-    decode → control plane → prefill. As JSON its bytes are base64 (RFC 4648).
+    decode → control plane → prefill. In JSON its bytes are base64 (RFC 4648).
     """
 
     offer: Offer
     decode_id: Annotated[InstanceId, msgspec.Meta(examples=["decode-0"])]
     decode_epoch: Epoch
     kid: Annotated[str, msgspec.Meta(max_length=64, examples=["8c1f02b7d94e6a35"])]
-    """Which of the ticket keys signed it."""
+    """Id of the ticket key that signed it."""
     mac: Annotated[bytes, msgspec.Meta(examples=["q83vASNFZ4mrze8BI0VniavN7wEjRWeJq83vASNFZ4k="])]
     """HMAC-SHA256 over the msgpack of offer, decode_id and decode_epoch."""
 
 
 def sign_block_table(offer: Offer, ticket: Ticket, keys: TicketKeys | bytes | str) -> BlockTable:
-    """The table of an OFFER that decode makes under `ticket`."""
+    """Returns the table of an OFFER that decode makes under `ticket`."""
     keys = as_ticket_keys(keys)
     return BlockTable(
         offer=offer,
@@ -54,10 +54,10 @@ def sign_block_table(offer: Offer, ticket: Ticket, keys: TicketKeys | bytes | st
 
 
 def verify_block_table(table: BlockTable, keys: TicketKeys | bytes | str, *, now: float) -> Ticket:
-    """The ticket of a table that decode made under it, unchanged.
+    """Returns the ticket of a table that decode made under it and that was not changed.
 
-    Raises TicketInvalid where table or ticket was not signed with one of the keys or is damaged, or
-    they are not of one transfer and decode worker; TicketExpired where it is too late at `now`.
+    Raises TicketInvalid if table or ticket was not signed with one of the keys or is damaged, or if
+    they are not of one transfer and decode worker; TicketExpired if it has expired at `now`.
     """
     keys = as_ticket_keys(keys)
     offer = table.offer

@@ -1,5 +1,5 @@
-"""Block tables, a row of block ids for each KV cache group; and what sessions need of blocks, of a
-BlockPool or of an engine's own allocator."""
+"""Block tables, with a row of block ids for each KV cache group; and the protocols of blocks that
+sessions use, from a BlockPool or from an engine's own allocator."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvxfer.kv.block_pool import BlockIds, BlockState
 from kvxfer.layout import KvLayout
 
 ABSENT: Final = -1
-"""In the place of a block that its group does not have: it is outside of a sliding window."""
+"""The id of a block that its group does not have, as it is outside of a sliding window."""
 
 
 def by_group(ids: BlockIds, layout: KvLayout) -> BlockIds:
-    """The same ids with a row for each group; one row may come without its second dimension.
+    """Returns the same ids with a row for each group; a single row may have one dimension.
 
-    Raises InvalidArgument where the layout has another number of groups.
+    Raises InvalidArgument if the layout has another number of groups.
     """
     table = np.atleast_2d(ids)
     if len(table) != layout.num_groups:
@@ -31,15 +31,16 @@ def by_group(ids: BlockIds, layout: KvLayout) -> BlockIds:
 
 
 def pack_block_table(ids: BlockIds) -> bytes:
-    """A block table as it goes over the wire: little-endian int32, row by row."""
+    """Returns a block table in its wire form: little-endian int32, row by row."""
     return ids.astype("<i4", copy=False).tobytes()
 
 
 def unpack_block_table(table: bytes, num_blocks: int, layout: KvLayout) -> BlockIds:
-    """The block ids of a table of a pool of `num_blocks`, with a row for each group of the layout.
+    """Returns the block ids of a table of a pool of `num_blocks`, with a row for each group of the
+    layout.
 
-    Raises InvalidArgument for an empty or ragged table, an id outside the pool, or one that is
-    there twice.
+    Raises InvalidArgument for an empty or ragged table, an id outside the pool, an id that occurs
+    twice, or a group without a block.
     """
     groups = layout.num_groups
     if not table or len(table) % (4 * groups):
@@ -68,10 +69,10 @@ def unpack_block_table(table: bytes, num_blocks: int, layout: KvLayout) -> Block
 
 
 class Pin(Protocol):
-    """Keeps blocks from being reused. `BlockPin` is one."""
+    """A claim that keeps blocks from being reused. `BlockPin` is one."""
 
     def release(self) -> None:
-        """They may be reused, as far as this pin is concerned. Any number of times."""
+        """Ends the claim of this pin. May be called any number of times."""
 
 
 class SourceBlocks(Protocol):
@@ -79,17 +80,18 @@ class SourceBlocks(Protocol):
 
     @property
     def ids(self) -> BlockIds:
-        """Those of a prompt that is computed in chunks may be filled in before they are sent."""
+        """The block ids. A prompt that is computed in chunks may fill them in before they are
+        sent."""
 
     def pin(self, reader: str) -> Pin:
-        """From now on until the pin is released bytes of them may be read."""
+        """Pins the blocks: their bytes may be read until the pin is released."""
 
 
 class HeldBlocks(SourceBlocks, Protocol):
     """Blocks that an engine computes with; a context manager. `BlockHold` is one."""
 
     def release(self) -> None:
-        """Gives them back, once no reader has them pinned."""
+        """Gives the blocks back once no reader has them pinned."""
 
     def __enter__(self) -> Self: ...
 
@@ -109,19 +111,19 @@ class TargetBlocks(Protocol):
 
     @property
     def ids(self) -> BlockIds:
-        """In the order of the prompt."""
+        """The block ids in the order of the prompt."""
 
     def block_state(self) -> BlockState:
-        """OFFERED at first, RECEIVING after receive(), COMPLETE after complete()."""
+        """Returns OFFERED at first, RECEIVING after receive(), COMPLETE after complete()."""
 
     def receive(self) -> None:
-        """Prefill has accepted the offer."""
+        """Notes that prefill has accepted the offer."""
 
     def complete(self) -> None:
-        """Every write has arrived."""
+        """Notes that every write has arrived."""
 
     def take(self) -> HeldBlocks:
-        """The engine computes with them from now on."""
+        """Hands the blocks over to the engine, which computes with them from now on."""
 
     def release(self) -> None:
-        """No write of a transfer that failed can land in them any more."""
+        """Gives the blocks of a failed transfer back; no write can land in them any more."""

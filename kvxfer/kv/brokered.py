@@ -1,7 +1,8 @@
-"""The brokered handshake: prefill dials decode, and the block table goes by the control plane.
+"""The brokered handshake: prefill connects to decode, and the block table goes through the control
+plane.
 
-For a decode worker that cannot reach prefill first. What it sends, the OFFER, is the same, and once
-prefill has it everything goes on over the engines.
+It is for a decode worker that cannot connect to prefill. The OFFER is the same, and once prefill
+has it the transfer continues over the engines.
 """
 
 from __future__ import annotations
@@ -36,19 +37,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# One question for a block table; short enough for every proxy in between.
+# The wait of one request for a block table; short enough for every proxy in between.
 _POLL_SECONDS: Final = 10.0
-# From one question to the next, also to a control plane, or a proxy, that does not wait.
+# The least time from one request to the next, also if the control plane or a proxy does not wait.
 _PAUSE_SECONDS: Final = 0.1
-# Of the time that a session has left.
+# The share of a session's remaining time that publishing may take.
 _PATIENCE: Final = 0.9
 
 
 class BlockTables(Protocol):
-    """Where block tables wait for prefill: the control plane, by a ControlPlaneClient.
+    """A store in which block tables wait for prefill: the control plane, through a
+    ControlPlaneClient.
 
-    `deadline`, in seconds, bounds all attempts of a call together. Both raise UnknownTransfer and
-    ControlPlaneUnavailable.
+    `deadline`, in seconds, bounds all attempts of a call together. Both methods raise
+    UnknownTransfer and ControlPlaneUnavailable.
     """
 
     async def put_block_table(self, table: BlockTable, *, deadline: float) -> None: ...
@@ -56,15 +58,16 @@ class BlockTables(Protocol):
     async def block_table(
         self, transfer_id: str, *, wait_seconds: float, deadline: float
     ) -> BlockTable:
-        """Raises UnknownBlockTable where it does not come within `wait_seconds`."""
+        """Returns the block table of a transfer. Raises UnknownBlockTable if it does not come
+        within `wait_seconds`."""
 
 
 class Brokered:
-    """What an endpoint's sessions leave at the control plane or fetch there, each in a task. Loop
-    only.
+    """The block tables that an endpoint's sessions publish at the control plane or fetch there,
+    each in a task. Loop only.
 
-    A task ends with its session, whose lease is its deadline; what is to be left at the control
-    plane is given up a little before, so that the session fails with the task's error.
+    A task ends with its session, whose lease is its deadline. Publishing ends a little before, so
+    that the session fails with the task's error.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Brokered:
         self._tasks: dict[PrefillSession | DecodeSession, asyncio.Task[None]] = {}
 
     def require(self) -> BlockTables:
-        """Raises InvalidArgument where the endpoint knows no control plane."""
+        """Returns the control plane. Raises InvalidArgument if the endpoint has none."""
         if self._control_plane is None:
             raise InvalidArgument(
                 f"the KV endpoint of instance {self._identity.instance_id!r} has no control plane "
@@ -92,15 +95,15 @@ class Brokered:
         return self._control_plane
 
     def publish(self, session: DecodeSession, ticket: Ticket) -> None:
-        """Leaves the session's block table at the control plane."""
+        """Publishes the session's block table at the control plane."""
         self._start(session, partial(self._publish, session, ticket))
 
     def fetch(self, session: PrefillSession, ticket: Ticket, decode_address: str) -> None:
-        """Connects to decode, and takes its OFFER up as soon as it is at the control plane."""
+        """Connects to decode, and takes its OFFER as soon as it is at the control plane."""
         self._start(session, partial(self._fetch, session, ticket, decode_address))
 
     def ended(self, session: PrefillSession | DecodeSession) -> None:
-        """Nothing is done for the session any more."""
+        """Cancels the session's task."""
         task = self._tasks.pop(session, None)
         if task is not None:
             task.cancel()

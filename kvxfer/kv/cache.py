@@ -1,6 +1,6 @@
-"""The KV cache of a worker: its layout, and where every plane of it lies in registered memory.
+"""The KV cache of a worker: its layout, and the place of every plane in registered memory.
 
-Heads of blocks that arrived in the other order are put into the cache's own, in place.
+If the heads of blocks arrive in the other order, they are put into the cache's own, in place.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from kvxfer.kv.block_pool import BlockIds
 
 Permute: TypeAlias = Callable[["KvCache", "BlockIds", HeadOrder], None]
-"""Called in a thread with blocks whose heads lie in the given order; touches no other blocks, and
-returns when the last byte is in place."""
+"""Reorders blocks whose heads are in the given order. It is called in a thread, touches no other
+blocks, and returns when the last byte is in place."""
 
-# What is copied aside at a time: it stays in the processor's cache.
+# The bytes that are copied aside at a time; they stay in the processor's cache.
 _CHUNK_BYTES: Final = 1 << 20
 
 REORDERS: Final = (
@@ -41,8 +41,8 @@ class KvPlane:
     """One plane (K, V or KV) of one layer: block `b` begins `offset + b * block_stride` bytes into
     `region`. A block is contiguous; between two blocks there may be a gap.
 
-    With `ids` the plane has the blocks of these ids alone, and the first of them begins at
-    `offset`: KV cache groups that share no memory have ids of different ranges.
+    With `ids` the plane has only the blocks of these ids, and the first of them begins at `offset`:
+    KV cache groups that share no memory have ids of different ranges.
     """
 
     region: Region
@@ -51,13 +51,13 @@ class KvPlane:
     ids: range | None = None
 
     def places(self, ids: BlockIds) -> BlockIds:
-        """Ids counted from the first block of the plane. Absent ones stay what they are."""
+        """Returns ids counted from the first block of the plane. Absent ones stay unchanged."""
         return ids if self.ids is None else np.where(ids < 0, ids, ids - self.ids.start)
 
 
 def permute_on_host(cache: KvCache, blocks: BlockIds, arrived: HeadOrder) -> None:
-    """The `Permute` for a cache in host memory: swaps tokens and heads of blocks in place, a MiB at
-    a time. `blocks` has their ids, [blocks]; `arrived` is the order that they are in. Raises
+    """Swaps tokens and heads of blocks in place, a MiB at a time: the `Permute` for a cache in host
+    memory. `blocks` has their ids, [blocks]; `arrived` is the order that they are in. Raises
     InvalidArgument for memory of a GPU."""
     cache.require_host_memory(REORDERS)
     at_once = max(1, _CHUNK_BYTES // cache.layout.part_bytes)
@@ -70,7 +70,8 @@ def permute_on_host(cache: KvCache, blocks: BlockIds, arrived: HeadOrder) -> Non
 
 
 def _blocks_of(plane: KvPlane, cache: KvCache, order: HeadOrder) -> np.ndarray[Any, Any]:
-    """A plane as [block, K or V, tokens, heads, bytes], with tokens and heads swapped for HND."""
+    """Returns a plane as [block, K or V, tokens, heads, bytes], with tokens and heads swapped for
+    HND."""
     layout: KvLayout = cache.layout
     vector = layout.vector_bytes
     tokens, heads = layout.block_size, layout.heads_per_rank
@@ -90,11 +91,11 @@ class KvCache:
     """`num_blocks` blocks of a layout in registered memory. Any thread; it only holds data.
 
     `planes[layer][i]` is the plane of `layout.of_layer(layer).parts[i]`, layers counted from 0 on
-    this rank.
-    `permute` reorders the heads of blocks from a peer with the other head order; with None they are
-    put in order on the way, in many small writes. Planes may be memory of a GPU; what only the
-    processor does, checksums and permute_on_host, is refused then. `owns`: what close() gives back
-    to the engine. Raises InvalidArgument where a plane is missing or leaves its memory region.
+    this rank. `permute` reorders the heads of blocks from a peer with the other head order; with
+    None they are put in order on the way, in many small writes. Planes may be memory of a GPU; then
+    checksums and permute_on_host, which need the processor, are refused. `owns` are the regions
+    that close() gives back to the engine. Raises InvalidArgument if a plane is missing or leaves
+    its memory region.
     """
 
     def __init__(
@@ -131,10 +132,10 @@ class KvCache:
         self._check_groups()
         regions = [plane.region for layer in self.planes for plane in layer]
         self.gpu = next((region.gpu for region in regions if region.gpu is not None), None)
-        """A GPU that planes are memory of, by CUDA's number; None where all are host memory."""
+        """The GPU of planes in GPU memory, by CUDA's number; None if all are host memory."""
 
     def require_host_memory(self, why: str) -> None:
-        """Raises InvalidArgument, which says why, where a plane is memory of a GPU."""
+        """Raises InvalidArgument with the reason `why` if a plane is memory of a GPU."""
         if self.gpu is not None:
             raise InvalidArgument(f"the KvCache is memory of GPU {self.gpu}: {why}")
 
@@ -180,11 +181,12 @@ class KvCache:
         gpu: int | None = None,
         permute: Permute | None = permute_on_host,
     ) -> KvCache:
-        """A cache in new shareable memory of the engine, plane after plane, layer after layer.
+        """Allocates a cache in new shareable memory of the engine, plane after plane, layer after
+        layer.
 
         gpu: CUDA's number, in this process, of the GPU whose memory it is; None for host memory.
 
-        The cache owns the memory; `memory` and `buffer()` give access to it, and of a GPU
+        The cache owns the memory; `memory` and `buffer()` give access to it, and on a GPU
         `MemoryRegion.read` and `write`.
         """
         nbytes = num_blocks * layout.stack_bytes
@@ -219,11 +221,11 @@ class KvCache:
         *,
         permute: Permute | None = permute_on_host,
     ) -> KvCache:
-        """A cache in memory that the caller has: `arrays[layer][i]` for the plane of that part.
+        """Makes a cache in the caller's memory: `arrays[layer][i]` is the plane of that part.
 
-        Each array (whatever Engine.register() takes but an address) is contiguous with the block as
-        its first dimension; one that several layers share is registered once. The cache owns the
-        registrations, the caller keeps the memory.
+        Each array (anything that Engine.register() takes except an address) is contiguous with the
+        block as its first dimension; one that several layers share is registered once. The cache
+        owns the registrations, the caller keeps the memory.
         """
         regions: dict[int, MemoryRegion] = {}
         try:
@@ -243,27 +245,27 @@ class KvCache:
             raise
 
     def plane(self, layer: int, part: Part) -> KvPlane:
-        """The plane of a part in a layer of this rank."""
+        """Returns the plane of a part in a layer of this rank."""
         return self.planes[layer][self.layout.of_layer(layer).parts.index(part)]
 
     @property
     def memory(self) -> Memory:
-        """All that allocate() has made, of the host or a GPU: for `torch.from_dlpack` and the like.
-        A plane begins `plane(layer, part).offset` bytes into it.
+        """The memory of allocate(), on the host or a GPU, for example for `torch.from_dlpack`. A
+        plane begins `plane(layer, part).offset` bytes into it.
 
-        Raises InvalidArgument where the cache lies in the caller's own memory.
+        Raises InvalidArgument if the cache is in the caller's own memory.
         """
         if self._memory is None:
             raise InvalidArgument(
-                "this KvCache lies in memory that its engine registered; use those arrays"
+                "this KvCache is in memory that its engine registered; use those arrays"
             )
         return self._memory
 
     def buffer(self, layer: int, part: Part) -> memoryview:
-        """The bytes of a plane of an allocated cache in host memory, `num_blocks * part_bytes` of
-        its layer, writable.
+        """Returns the bytes of a plane of an allocated cache in host memory, `num_blocks *
+        part_bytes` of its layer, writable.
 
-        Raises InvalidArgument where the cache lies in the caller's own memory.
+        Raises InvalidArgument if the cache is in the caller's own memory.
         """
         memory = self.memory
         plane = self.plane(layer, part)
@@ -271,20 +273,20 @@ class KvCache:
         return memoryview(memory)[plane.offset : plane.offset + nbytes]
 
     def suspend(self) -> None:
-        """Closes the registrations of the caller's memory, which may go away then, until resume().
-        Raises InvalidArgument for one that allocate() made."""
+        """Closes the registrations of the caller's memory, which may then be freed until resume().
+        Raises InvalidArgument for a cache that allocate() made."""
         if self._memory is not None:
-            raise InvalidArgument("KvCache.allocate() made this cache; its memory does not go away")
+            raise InvalidArgument("KvCache.allocate() made this cache; it cannot be suspended")
         for region in self._owns:
             region.close()
 
     def resume(self) -> None:
-        """The memory is there again, at the same addresses. Raises as Engine.register() does."""
+        """Registers the memory again, at the same addresses. Raises as Engine.register() does."""
         for region in self._owns:
             region.reopen()
 
     def close(self) -> None:
-        """Gives back what the cache owns: afterwards no peer can write into it."""
+        """Gives back what the cache owns. Afterwards no peer can write into it."""
         for region in self._owns:
             region.close()
         self._owns = ()

@@ -1,8 +1,8 @@
-"""The checksum of a transfer: every byte of every run, wherever it lies on each side.
+"""The checksum of a transfer over every byte of every run, wherever it is on each side.
 
-The sum of XXH3 (64 bits, https://xxhash.com) over the runs of a plan, each seeded with its number,
-which both sides derive from the plan and the block tables. It finds bytes that were altered, lost,
-or put in another place; it is no defence against forgery.
+It is the sum of XXH3 (64 bits, https://xxhash.com) over the runs of a plan. Each is seeded with its
+number, which both sides derive from the plan and the block tables. The checksum finds bytes that
+were altered, lost, or put in another place; it does not protect against forgery.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MODULUS: Final = 1 << 64
 
 
 class RunningChecksum:
-    """Of the runs so far, in any order. Not locked."""
+    """The checksum of the runs so far, in any order. Not locked."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -42,7 +42,7 @@ class RunningChecksum:
         numbers: Offsets,
         first_number: int,
     ) -> None:
-        """Runs at `places` of a plane that begins at `offset` of its region."""
+        """Adds runs at `places` of a plane that begins at `offset` of its region."""
         part = region.checksum(places + offset, numbers + first_number, runs.length)
         self.value = (self.value + part) % _MODULUS
         self.nbytes += len(places) * runs.length
@@ -55,10 +55,11 @@ def verify(
     ids: BlockIds,
     first_block: int,
 ) -> int:
-    """Compares what a prefill rank has written into blocks with what it says of it; how many bytes
-    that was. Any thread.
+    """Compares the bytes that a prefill rank has written into blocks with its checksum, and returns
+    their number. Any thread.
 
-    Raises ProtocolError where it says nothing that can be, and ChecksumMismatch.
+    Raises ChecksumMismatch, and ProtocolError if there is no checksum or it is for another number
+    of blocks.
     """
     plan, name = connection.inbound_plan, connection.hello.instance_id
     if checksum is None:

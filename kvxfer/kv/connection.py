@@ -1,5 +1,5 @@
-"""The connection to one peer of an endpoint: its HELLO, where writes to its cache go, and the
-messages to it, in order."""
+"""The connection to one peer of an endpoint: its HELLO, the plans of the writes between the two
+caches, and the messages to the peer, in order."""
 
 from __future__ import annotations
 
@@ -43,16 +43,18 @@ if TYPE_CHECKING:
 
 PATIENCE_SECONDS: Final = 1.0
 RETRY_SECONDS: Final = 0.005
-# Between two tries no more than this counts: a process that was stopped may not hold it against the
-# peer, who had no chance.
+# Between two tries at most this counts, so that the time in which this process was stopped does not
+# count against the peer.
 _MOST_SECONDS: Final = 0.1
 
 
 class Outbox:
-    """send(): any thread. Everything else: the loop that it was made on.
+    """The messages to a peer, queued while the engine has no room. Any thread may call send();
+    everything else is for the loop that the outbox was made on.
 
-    A message that the engine has not taken after PATIENCE_SECONDS is never sent: `give_up` is
-    called, and has to end the connection. Its loss tells the peer what the message would have.
+    A message that the engine has not accepted after PATIENCE_SECONDS is never sent: `give_up` is
+    called, and has to end the connection. The peer then learns from the loss what the message would
+    have said.
     """
 
     def __init__(self, peer: Peer, give_up: Callable[[KvxferError], object], clock: Clock) -> None:
@@ -61,12 +63,12 @@ class Outbox:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[float, bytes]] = deque()  # until when by _waited, and what
+        self._waiting: deque[tuple[float, bytes]] = deque()  # (deadline by _waited, message)
         self._waited = 0.0
         self._tried_at = 0.0
 
     def send(self, data: bytes) -> None:
-        """Sends, or keeps until there is room. Raises PeerLost and MessageTooLarge."""
+        """Sends, or queues until there is room. Raises PeerLost and MessageTooLarge."""
         with self._lock:
             if not self._waiting:
                 with contextlib.suppress(Backpressure):
@@ -77,7 +79,7 @@ class Outbox:
             self._waiting.append((self._waited + PATIENCE_SECONDS, data))
 
     def close(self) -> None:
-        """Ends sending. Messages that were kept are not sent; the connection ends."""
+        """Ends sending. If messages are queued, they are not sent, and the connection ends."""
         with self._lock:
             unsaid = bool(self._waiting)
             self._waiting.clear()
@@ -108,7 +110,7 @@ class Outbox:
                     f"{full}"
                 )
             except (PeerError, EngineClosed):
-                self._waiting.clear()  # its loss is reported
+                self._waiting.clear()  # the loss of the peer is reported
                 return
             except EngineError as other:
                 error = other
@@ -120,7 +122,7 @@ logger = logging.getLogger(__name__)
 
 
 def hello_from(cache: KvCache, identity: Identity, *, checksums: bool = False) -> Hello:
-    """The HELLO that introduces a cache."""
+    """Returns the HELLO that introduces a cache."""
     return Hello(
         version=OLDEST,
         instance_id=identity.instance_id,
@@ -138,7 +140,8 @@ def hello_from(cache: KvCache, identity: Identity, *, checksums: bool = False) -
 def grant_ranges(
     cache: KvCache, plan: TransferPlan, blocks: BlockIds
 ) -> list[tuple[Region, int, int]]:
-    """What a writer of this plan to these blocks needs of each plane: region, offset and bytes."""
+    """Returns the range of each plane that a writer of this plan to these blocks needs: region,
+    offset and bytes."""
     rows = by_group(blocks, cache.layout)
     ends = [(int(row[row >= 0].min()), int(row.max())) for row in rows]
     ranges = []
@@ -154,13 +157,13 @@ def grant_ranges(
 
 
 def check_hello(hello: Hello) -> None:
-    """Raises ProtocolError where a HELLO contradicts itself or there is no common version."""
+    """Raises ProtocolError if a HELLO contradicts itself or there is no common version."""
     layout = hello.layout
     problem = None
     oldest, newest = hello.versions
     if newest < OLDEST or oldest > NEWEST:
         problem = (
-            f"it speaks versions {oldest} to {newest} of the protocol, this one {OLDEST} to "
+            f"it speaks versions {oldest} to {newest} of the protocol, this side {OLDEST} to "
             f"{NEWEST}"
         )
     elif hello.num_blocks < 1:
@@ -181,7 +184,7 @@ def check_hello(hello: Hello) -> None:
 
 
 class DecodeSide(Protocol):
-    """A transfer from the peer, to which goes what prefill says of it."""
+    """A transfer from the peer; it gets prefill's messages about the transfer."""
 
     answered: bool
 
@@ -215,7 +218,8 @@ class Connection:
         clock: Clock,
         checksums: bool = False,
     ) -> None:
-        """`unreachable` has to end the connection: a message could not be sent in time."""
+        """Takes `unreachable`, which is called when a message could not be sent in time, and has to
+        end the connection."""
         self.peer = peer
         self._outbox = Outbox(peer, lambda error: unreachable(self, error), clock)
         self.decodes: dict[str, DecodeSide] = {}
@@ -235,10 +239,10 @@ class Connection:
 
     @property
     def hello(self) -> Hello:
-        """The peer's HELLO. Raises ProtocolError where it has sent something else first."""
+        """The peer's HELLO. Raises ProtocolError if it has sent something else first."""
         if self._hello is None:
             raise ProtocolError(
-                f"peer {self.peer.engine_id} spoke of a transfer before its HELLO; "
+                f"peer {self.peer.engine_id} named a transfer before its HELLO; "
                 "run the same version of kvxfer on both sides"
             )
         return self._hello
@@ -261,12 +265,12 @@ class Connection:
             or hello.checksums != self._hello.checksums
         ):
             raise ProtocolError(
-                f"instance {self._hello.instance_id!r} changed its id or cache in mid-connection; "
+                f"instance {self._hello.instance_id!r} changed its id or cache while connected; "
                 "connect again for another cache"
             )
         if self._hello is None and hello.model is None and self._identity.model is not None:
             logger.warning(
-                "instance %r does not tell which model its KV cache is of: only the layout is "
+                "instance %r does not report the model of its KV cache: only the layout is "
                 "compared",
                 hello.instance_id,
             )
@@ -277,11 +281,11 @@ class Connection:
             self.on_hello(hello)
 
     async def greeted(self) -> Hello:
-        """Waits for the peer's HELLO. Raises the error that ended the connection before."""
+        """Waits for the peer's HELLO. Raises the error that ended the connection before it."""
         return await asyncio.shield(self._greeted)
 
     def lose(self, error: KvxferError) -> None:
-        """The connection has ended."""
+        """Notes the error that has ended the connection."""
         self.error = error
         self._outbox.close()
         if not self._greeted.done():
@@ -289,7 +293,7 @@ class Connection:
 
     @property
     def checksums(self) -> bool:
-        """Whether one of both sides wants a checksum with every DONE."""
+        """Whether either side wants a checksum with every DONE."""
         return self._checksums or self.hello.checksums
 
     @property
@@ -298,14 +302,13 @@ class Connection:
         return self.hello.versions[1] >= TELLS_MODEL
 
     def require_same_model(self, side: Side) -> None:
-        """Raises LayoutMismatch where the peer's KV cache is of another model than ours, which is
-        that of `side`."""
+        """Raises LayoutMismatch if the two KV caches are of different models; `side` is ours."""
         models = (self._identity.model, self.hello.model)
         require_same_model(*(models if side is Role.PREFILL else models[::-1]))
 
     def require_touchable(self, side: Side) -> None:
-        """Raises InvalidArgument where a transfer takes the processor to read or reorder our cache,
-        and it is memory of a GPU. `side` is ours. Raises LayoutMismatch, too, and TransferRefused
+        """Raises InvalidArgument if the processor has to read or reorder our cache in a transfer,
+        and it is memory of a GPU; `side` is ours. Also raises LayoutMismatch, and TransferRefused
         while the cache has no memory."""
         self._identity.require_memory()
         if self.checksums:
@@ -319,22 +322,22 @@ class Connection:
 
     @cached_property
     def outbound_plan(self) -> TransferPlan:
-        """What we write to the peer, where we prefill. Raises LayoutMismatch."""
+        """The plan of our writes to the peer if we prefill. Raises LayoutMismatch."""
         hello = self.hello
         return plan_transfer(self._cache.layout, hello.layout, decode_permutes=hello.permutes)
 
     @cached_property
     def writes(self) -> tuple[tuple[PlaneWrite, ...], ...]:
-        """Our writes to the peer, by layer, where we prefill. Raises LayoutMismatch."""
+        """The writes to the peer, by layer, if we prefill. Raises LayoutMismatch."""
         return bind_plan(self.outbound_plan, self._cache, self.hello)
 
     @cached_property
     def inbound_plan(self) -> TransferPlan:
-        """What the peer writes to us, where it prefills. Raises LayoutMismatch."""
+        """The plan of the peer's writes to us if it prefills. Raises LayoutMismatch."""
         permutes = self._cache.permute is not None
         return plan_transfer(self.hello.layout, self._cache.layout, decode_permutes=permutes)
 
     @cached_property
     def arrivals(self) -> tuple[PlaneArrival, ...]:
-        """The peer's writes as they arrive, where it prefills. Raises LayoutMismatch."""
+        """The peer's writes as they arrive, if it prefills. Raises LayoutMismatch."""
         return tuple(bind_arrivals(self.inbound_plan, self._cache))

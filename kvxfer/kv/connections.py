@@ -1,5 +1,5 @@
-"""The connected peers of an endpoint, and how they are met; how the ranks of an instance learn its
-epoch: from the HELLOs of its first rank, which registers it."""
+"""The connected peers of an endpoint, and the ways to connect to them. The ranks of an instance
+learn its epoch from the HELLOs of its first rank, which registers it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvxfer.kv.cache import KvCache
     from kvxfer.ticket import Ticket
 
-# For an engine, whichever answers there: KV is taken from one alone.
+# The end of an address of any engine that answers there; a KV endpoint needs a specific one.
 _ANY_ENGINE: Final = "/" + "0" * 32
 
 
@@ -52,7 +52,7 @@ class Connections:
         self._cache = cache
         self._identity = identity
         self.on_unreachable: Callable[[Connection, KvxferError], object] | None = None
-        """Called where a peer takes no message any more; has to end the connection."""
+        """Called if a peer accepts no message any more; has to end the connection."""
         self._checksums = checksums
         self._clock = clock
         self._connections: dict[int, Connection] = {}
@@ -65,7 +65,7 @@ class Connections:
         return self._connections.get(peer.id)
 
     def of(self, peer: Peer) -> Connection:
-        """The connection to a peer, which is greeted when it is new."""
+        """Returns the connection to a peer; a new one is greeted."""
         connection = self._connections.get(peer.id)
         if connection is None:
             connection = self._connections[peer.id] = Connection(
@@ -85,15 +85,15 @@ class Connections:
             self._greet(connection)
 
     def remove(self, connection: Connection, error: KvxferError) -> None:
-        """The connection has ended."""
+        """Removes a connection that has ended."""
         self._connections.pop(connection.peer.id, None)
         connection.lose(error)
         if connection.named is not None:
             self._lost.add(connection.named, connection.hello.layout.rank, error)
 
     def loss_of_decode(self, ticket: Ticket) -> KvxferError | None:
-        """Why no OFFER comes with a ticket: a rank of its decode worker was lost after it was
-        issued, and has not connected anew."""
+        """Returns why no OFFER can come under a ticket: a rank of its decode worker was lost after
+        the ticket was issued, and has not connected again. None if there is no such rank."""
         decode = named(ticket, Role.DECODE)
         lost = self._lost.since(decode, ticket.issued_at)
         if not lost:
@@ -107,10 +107,10 @@ class Connections:
         return None
 
     async def meet(self, address: str) -> Connection:
-        """The peer at an address, connected and greeted.
+        """Returns the peer at an address, connected and greeted.
 
         Raises ConnectFailed, PeerRestarted and other EngineErrors of the connection, or
-        DeadlineExceeded where no KV endpoint answers there.
+        DeadlineExceeded if no KV endpoint answers there.
         """
         if address.endswith(_ANY_ENGINE):
             raise ConnectFailed(
@@ -122,8 +122,8 @@ class Connections:
             raise peer.error or PeerLost(f"the engine at {address} was lost while connecting to it")
         connection = self.of(peer)
         try:
-            # Not wait_for(): before Python 3.12 it forgets that it was cancelled where the HELLO
-            # comes at that moment.
+            # Not wait_for(): before Python 3.12 it forgets that it was cancelled if the HELLO comes
+            # at that moment.
             async with asyncio.timeout(give_up - self._clock.monotonic()):
                 await connection.greeted()
         except TimeoutError:
@@ -138,15 +138,15 @@ class Connections:
     async def meet_sources(
         self, ticket: Ticket, addresses: str | Sequence[str]
     ) -> tuple[Connection, ...]:
-        """The ranks of a ticket's prefill worker that write to this cache, in order of their rank.
+        """Returns the ranks of a ticket's prefill worker that write to this cache, in order.
 
-        `addresses` are those of all its ranks, in order; of one it may be that alone. Raises
-        as meet() does, TicketInvalid where another worker is there, LayoutMismatch, and
-        InvalidArgument where an address is missing or is not that of the rank.
+        `addresses` are those of all its ranks, in order; a single one may be a string. Raises as
+        meet() does, TicketInvalid if another worker is there, LayoutMismatch, and InvalidArgument
+        if an address is missing or belongs to another rank.
         """
         layout = self._cache.layout
         addresses = [addresses] if isinstance(addresses, str) else addresses
-        # Any rank can say which ones they are: ask one that is likely to be among them.
+        # Any rank's layout shows which ones they are: ask one that is likely to be among them.
         first = await self._meet_prefill(
             ticket, addresses[layout.rank * len(addresses) // layout.num_ranks]
         )
@@ -185,7 +185,7 @@ class Connections:
             self.on_unreachable(connection, error)
 
     def _greet(self, connection: Connection) -> None:
-        # A peer that is lost by now is reported through peer_lost().
+        # A peer that is already lost is reported through peer_lost().
         with contextlib.suppress(EngineError):
             connection.send(hello_from(self._cache, self._identity, checksums=self._checksums))
 
@@ -199,8 +199,8 @@ async def follow_first_rank(
     """Takes the epoch of the first rank, whose engine is at `address`, and each later one while the
     connection lasts. Returns when it has one.
 
-    Raises as Connections.meet(), InvalidArgument where another instance is there, and
-    DeadlineExceeded where the first rank is not registered within a minute.
+    Raises as Connections.meet(), InvalidArgument if another instance is there, and
+    DeadlineExceeded if the first rank is not registered within a minute.
     """
     connection = await connections.meet(address)
     if connection.hello.instance_id != identity.instance_id:

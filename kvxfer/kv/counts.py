@@ -1,5 +1,5 @@
-"""What an endpoint counts: how its transfers ended, what it refused, and how much it sends where.
-Without the library of the metrics."""
+"""The counts of an endpoint: ended transfers, refusals, and traffic by decode worker. They do not
+need the library of the metrics."""
 
 from __future__ import annotations
 
@@ -37,17 +37,20 @@ Direction: TypeAlias = Literal["send", "receive"]
 
 @dataclass(slots=True)
 class Durations:
-    """Of the transfers that were delivered: how many took at most each of SECONDS, or longer."""
+    """A histogram of the durations of delivered transfers: a bucket up to each of SECONDS, and one
+    for longer ones."""
 
     buckets: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
     sum: float = 0.0
 
 
 class TransferCounts:
-    """Loop only. Labels come from fixed sets: a direction, a fabric, the code of an error."""
+    """Counts of transfers. Loop only. Labels come from fixed sets: a direction, a fabric, the code
+    of an error."""
 
     def __init__(self) -> None:
-        # What alerts watch is there from the start: a series that is born at 1 has not increased.
+        # Alerts watch these, so they exist from the start: a series that begins at 1 has not
+        # increased.
         self.ended: Counter[tuple[str, str]] = Counter(
             {
                 ("send", DELIVERED): 0,
@@ -55,16 +58,16 @@ class TransferCounts:
                 ("receive", ChecksumMismatch.code): 0,
             }
         )
-        """By direction and outcome: `delivered`, or the code of the error."""
+        """Transfers by direction and outcome: `delivered`, or the code of the error."""
         self.nbytes: Counter[tuple[str, str]] = Counter()
-        """Of those that were delivered, by direction and fabric."""
+        """Bytes of delivered transfers, by direction and fabric."""
         self.seconds: dict[str, Durations] = {"send": Durations(), "receive": Durations()}
         self.checked_bytes = 0
         """Bytes that were compared with their checksum."""
         self.lost_peers: Counter[str] = Counter(
             {error.code: 0 for error in (PeerLost, PeerTimeout, NicLost)}
         )
-        """Peers that were lost, by the code of what became of them."""
+        """Lost peers, by the code of the error."""
 
     def delivered(self, direction: Direction, fabric: str, nbytes: int, seconds: float) -> None:
         self.ended[direction, DELIVERED] += 1
@@ -78,7 +81,7 @@ class TransferCounts:
 
 
 class Refusals:
-    """Loop only. Both labels come from fixed sets: nothing that a peer makes up becomes one."""
+    """Counts of refusals. Loop only. Both labels come from fixed sets, never from a peer."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -87,7 +90,7 @@ class Refusals:
         self._counts[what, error.code] += 1
 
     def by_what(self) -> dict[str, dict[str, int]]:
-        """For each what, how often by code."""
+        """Returns the counts by what was refused, then by code."""
         found: dict[str, dict[str, int]] = {}
         for (what, code), times in sorted(self._counts.items()):
             found.setdefault(what, {})[code] = times
@@ -96,7 +99,7 @@ class Refusals:
 
 _RATE_SECONDS: Final = 10.0
 _LEAST_RATE_SECONDS: Final = 1.0
-# At most so many are told: a heartbeat stays small in a large fleet.
+# The most rates in a heartbeat, which stays small in a large fleet.
 _MOST_RATES: Final = 64
 
 
@@ -104,28 +107,30 @@ class Sender(Protocol):
     """A transfer that is under way, such as a PrefillSession."""
 
     def _delivered(self) -> Iterator[tuple[str, str, int]]:
-        """Instance, fabric, and bytes so far."""
+        """Yields instances, fabrics, and bytes so far."""
 
 
 class TrafficMeter:
-    """Loop only. Transfers are looked at when the rates are asked for: no write is counted."""
+    """A meter of the traffic to decode workers. Loop only. Transfers are read when the rates are
+    asked for, so no write is counted."""
 
     def __init__(self, *, seconds: float = _RATE_SECONDS, clock: Clock = SYSTEM_CLOCK) -> None:
         self._seconds = seconds
         self._clock = clock
         self._since = clock.monotonic()
         self._fresh: Counter[tuple[str, str]] = Counter()
-        # When they were looked at, and what was new then. What came before is older than `_since`.
+        # The times of the readings, and the bytes since the reading before; `_since` is the time
+        # of the reading before the first.
         self._steps: deque[tuple[float, Counter[tuple[str, str]]]] = deque()
         self._seen: dict[Sender, Counter[tuple[str, str]]] = {}
 
     def end(self, sender: Sender) -> None:
-        """Counts the rest of a transfer, which is not asked any more."""
+        """Counts the rest of a transfer, which is not read any more."""
         self._look(sender)
         del self._seen[sender]
 
     def rates(self, senders: Iterable[Sender]) -> tuple[Traffic, ...]:
-        """Delivered bytes per second, those of `senders` and of all that have ended; the most
+        """Returns delivered bytes per second, of `senders` and of ended transfers, the highest
         first."""
         for sender in senders:
             self._look(sender)

@@ -1,4 +1,4 @@
-"""The decode side of one transfer: offers blocks, counts what arrives, hands the blocks over."""
+"""The decode side of one transfer: offers blocks, counts arrivals, hands the blocks over."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _EXPECTED: Final = {
 
 
 class DecodeSession:
-    """Blocks under offer to the prefill ranks that have a part of them. Loop only.
+    """Blocks that are offered to the prefill ranks that have a part of them. Loop only.
 
     An async context manager: leaving it gives the blocks back unless take() has handed them over.
-    The blocks are complete when each of the ranks has sent its part; when one fails, the transfer
-    has failed and the others are told. Made by KvEndpoint.decode_session().
+    The blocks are complete when each of the ranks has sent its part. If one fails, the transfer
+    fails and the others are told. Made by KvEndpoint.decode_session().
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DecodeSession:
         self._first_block = first_block
         self._adapter = adapter
         self._table = pack_block_table(blocks.ids)
-        # Blocks of each KV cache group that come.
+        # The number of blocks that come, by KV cache group.
         self._present = (by_group(blocks.ids, cache.layout) >= 0).sum(axis=1).tolist()
         self._inbounds = tuple(inbounds)
         self._ended = ended
@@ -85,7 +85,7 @@ class DecodeSession:
         self._error: KvxferError | None = None
         self._still_writing = len(self._inbounds)
         loop = asyncio.get_running_loop()
-        # Done when the blocks of a transfer that failed are free.
+        # Done when the blocks of a failed transfer are free.
         self._freed: asyncio.Future[None] = loop.create_future()
         self._arranging: asyncio.Future[None] | None = None
         self._tail: asyncio.Future[bytes] = loop.create_future()
@@ -97,22 +97,22 @@ class DecodeSession:
 
     @property
     def state(self) -> DecodeState:
-        """What is true of all prefill ranks: of the states with each, the earliest."""
+        """The earliest of the states with each prefill rank."""
         return min((inbound.state for inbound in self._inbounds), key=_PROGRESS.index)
 
     @property
     def error(self) -> KvxferError | None:
-        """Why the transfer has failed, if it has."""
+        """The error of the transfer, if it has failed."""
         return self._error
 
     @property
     def fabric(self) -> str:
-        """Which fabric the blocks come over."""
+        """The fabric over which the blocks come."""
         return self._inbounds[0].connection.peer.fabric
 
     @property
     def nbytes(self) -> int:
-        """Bytes that come into the blocks, where prefill fills all of them."""
+        """Bytes that are written into the blocks if prefill fills all of them."""
         layout = self._cache.layout
         sizes = [layer.block_size for layer in layout.of_layers]
         plans = [inbound.connection.inbound_plan for inbound in self._inbounds]
@@ -133,11 +133,11 @@ class DecodeSession:
 
     @property
     def lease_remaining(self) -> float:
-        """Seconds until the transfer ends."""
+        """Seconds until the lease ends the transfer."""
         return self._lease.remaining()
 
     def _message(self) -> Offer:
-        """The OFFER of the blocks to the one prefill rank that they come from."""
+        """Returns the OFFER of the blocks to the only prefill rank that they come from."""
         [inbound] = self._inbounds
         return self._offer_to(inbound)
 
@@ -147,17 +147,17 @@ class DecodeSession:
             inbound.connection.send(self._offer_to(inbound))
 
     async def wait(self) -> bytes:
-        """Waits until every byte is there and returns the tail that prefill sent with DONE.
+        """Waits until every byte has arrived, and returns the tail that prefill sent with DONE.
 
-        Of several prefill ranks it is the tail of the last one that sent any. Ends with the lease
+        With several prefill ranks it is the tail of the last one that sent any. Ends with the lease
         at the latest. Raises TransferRefused, TicketInvalid or TicketExpired (prefill refuses),
-        TransferCancelled, LeaseExpired, PeerLost or PeerTimeout; the blocks are free by then.
-        Cancelling the task that waits leaves the transfer as it is.
+        TransferCancelled, LeaseExpired, PeerLost or PeerTimeout; the blocks are then already free.
+        Cancelling the waiting task leaves the transfer as it is.
         """
         return await asyncio.shield(self._tail)
 
     def take(self) -> HeldBlocks:
-        """Hands the complete blocks over, once; the session has ended then.
+        """Hands the complete blocks over, once, and ends the session.
 
         Raises BlockStateError before wait() has returned and the second time, and the transfer's
         error if it failed.
@@ -179,14 +179,14 @@ class DecodeSession:
         return hold
 
     def cancel(self, reason: str) -> asyncio.Future[None]:
-        """Gives the transfer up now; `await` it to wait until the blocks are free. Any number of
-        times; does nothing after take()."""
+        """Cancels the transfer now; `await` the result to wait until the blocks are free. May be
+        called any number of times; does nothing after take()."""
         error = TransferCancelled(self._says(f"cancelled here: {reason}"))
         self._give_up(DecodeEvent.ABORT, error, reason)
         return when_done(self._tail if self._error is None else self._freed)
 
     def _fail(self, error: KvxferError) -> None:
-        """Gives the transfer up for a reason that was found here."""
+        """Fails the transfer for a reason that was found here."""
         self._give_up(DecodeEvent.ABORT, error)
 
     async def __aenter__(self) -> Self:
@@ -200,16 +200,16 @@ class DecodeSession:
     ) -> None:
         await self.cancel(why_left(error))
 
-    # What the inbounds say.
+    # Called by the inbounds.
 
     def _accepted(self) -> None:
-        """A prefill rank may write into the blocks now."""
+        """Notes that a prefill rank may write into the blocks now."""
         if self._blocks.block_state() is BlockState.OFFERED:
             self._blocks.receive()
             self._happened("accepted")
 
     def _counted(self) -> None:
-        """A prefill rank's part is there."""
+        """Notes that a prefill rank's part has arrived; the last part completes the blocks."""
         if any(inbound.state is not DecodeState.COMPLETE for inbound in self._inbounds):
             return
         self._happened("every byte is there")
@@ -230,9 +230,9 @@ class DecodeSession:
     ) -> None:
         """Ends the transfer with an error, because of one prefill rank or for all of them at once.
 
-        Does nothing where the state does not allow the event. Nothing can be written into the
-        blocks from the moment they go back to the pool. `reason` is what prefill is told, the error
-        itself where it is empty.
+        Does nothing if the state does not allow the event. The blocks go back to the pool only when
+        nothing can be written into them. `reason` is what prefill is told; if it is empty, the
+        error itself.
         """
         hit = self._inbounds if of is None else (of,)
         if self._error is None and any(inbound.fails_by(event) for inbound in hit):
@@ -245,7 +245,7 @@ class DecodeSession:
                 inbound.give_up(DecodeEvent.ABORT, str(error))
 
     def _revoked(self) -> None:
-        """No write of one of the prefill ranks can land any more."""
+        """Notes that no write of one of the prefill ranks can land any more."""
         self._still_writing -= 1
         self._release_if_nobody_writes()
 
@@ -255,7 +255,8 @@ class DecodeSession:
             self._end_if_over()
 
     def _end_if_over(self) -> None:
-        """A session is over once its blocks have been handed on; until then it is awaited."""
+        """Reports the end of the session once all inbounds have ended and, if it failed, its blocks
+        are free."""
         gone = self._error is None or self._freed.done()
         if gone and all(inbound.ended for inbound in self._inbounds):
             self._ended(self)
@@ -284,7 +285,7 @@ class DecodeSession:
         return self._cache.permute is not None and plan.permutes
 
     def _arrange(self) -> None:
-        """Checks the blocks and puts their heads in order. In a separate thread; nothing writes
+        """Checks the blocks and puts their heads in order, in a separate thread. Nothing writes
         into the blocks any more, and they are not given back before it returns."""
         for inbound in self._inbounds:
             if inbound.connection.checksums and inbound.connection.inbound_plan.layers:
@@ -318,7 +319,7 @@ class DecodeSession:
         self._tail.set_result(tails[-1] if tails else b"")
 
     def _release_if_nobody_writes(self) -> None:
-        """Gives the blocks of a failed transfer back, once nothing writes into them."""
+        """Gives the blocks of a failed transfer back once nothing writes into them."""
         arranging = self._arranging is not None and not self._arranging.done()
         if self._still_writing or arranging or self._freed.done():
             return

@@ -56,37 +56,37 @@ _LEAST_LEASE_SECONDS: Final = 0.001
 
 
 class KvEndpoint:
-    """One per worker process: the only user of an Engine's messages. Loop only.
+    """The KV side of a worker process, and the only user of its Engine's messages. Loop only.
 
-    An async context manager. It knows every peer of the engine as a Connection, verifies tickets
-    (instance ids and epochs have to be its own and the sender's; each is good once), and brings
-    offers and prefill requests together, whichever comes first. Peers learn its layout and MR
-    descriptors from it alone, over the authenticated connection.
+    An async context manager. It has a Connection to every peer of the engine, verifies tickets
+    (instance ids and epochs have to be its own and the sender's; each is valid once), and matches
+    offers with prefill requests, whichever comes first. Only the endpoint gives peers its layout
+    and MR descriptors, over the authenticated connection.
 
     `epoch` names this registration of the instance, or this start of its process; tickets name it
     too. An instance that registers leaves it out and passes set_epoch() to its Registration.
 
-    `pool` gives blocks to decode sessions; without it the caller brings the blocks of a session.
-    `lease_seconds` is how long a side waits for the other where a session is not told otherwise.
+    `pool` gives blocks to decode sessions; without it the caller passes the blocks of a session.
+    `lease_seconds` is the time that a side waits for the other, unless a session has another one.
 
-    The side that is given the other's address dials. Decode does by default (the direct
-    handshake); with the brokered one prefill does, and the block table goes by `control_plane`.
-    Both sides of a transfer have to be told the same.
+    The side that has the other's address connects. By default decode does (the direct handshake).
+    In the brokered handshake prefill does, and the block table goes through `control_plane`. Both
+    sides of a transfer have to use the same handshake.
 
-    If prefill has no ticket, `on_offer` tells of each OFFER that comes before its
-    request; prefill_session() or decline() with its ticket answers it.
+    If prefill has no ticket, `on_offer` is called for each OFFER that comes before its request;
+    prefill_session() or decline() with its ticket answers it.
 
     `checksums`: every transfer with this endpoint, in both directions, is checked by a checksum of
-    its blocks before they are used, whatever the other side's setting. The cache is host memory
-    then on both sides: one of a GPU raises InvalidArgument here, or where the transfer begins.
+    its blocks before they are used, whatever the other side's setting. Both caches then have to be
+    host memory: a cache on a GPU raises InvalidArgument here, or when the transfer begins.
 
     `tracer`: transfers whose ticket names a trace have spans; those that begin in a traced task
     have them anyway.
 
-    `model` is what the cache is of: a peer whose model differs is refused by name. Without it, or
-    where a peer does not tell, only the layouts are compared.
+    `model` is the model of the cache: a peer whose model differs is refused by name. Without it, or
+    if a peer does not report its model, only the layouts are compared.
 
-    `clock` has to pass as the loop's time does.
+    `clock` has to advance as the loop's time does.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class KvEndpoint:
         self._refusals = Refusals()
         self._traffic = TrafficMeter(clock=clock)
         self.counts = TransferCounts()
-        """How the transfers of this endpoint ended, since the start."""
-        self._decodes: dict[DecodeSession, None] = {}  # in the order of their beginning
+        """The transfers of this endpoint that ended since the start."""
+        self._decodes: dict[DecodeSession, None] = {}  # in the order in which they began
         self._prefill_side = PrefillSide(
             instance_id,
             cache.layout,
@@ -168,45 +168,46 @@ class KvEndpoint:
 
     @property
     def epoch(self) -> int:
-        """The epoch of this instance's registration; tickets of another one are refused."""
+        """The epoch of this instance's registration; tickets of other epochs are refused."""
         return self._identity.epoch
 
     @property
     def layout(self) -> KvLayout:
-        """Of the cache that blocks travel to or from."""
+        """The layout of the cache."""
         return self._cache.layout
 
     @property
     def model(self) -> ModelIdentity | None:
-        """What the cache is of."""
+        """The model of the cache."""
         return self._identity.model
 
     def refusals(self) -> dict[str, dict[str, int]]:
-        """What was refused since the start, by error code: "message" (of peers that were cut off
-        for them), "offer", "release", "keep" and "expect" of peers, and "ticket" of requests."""
+        """Returns the number of refusals since the start, by kind and error code: "message" (of
+        peers that were disconnected for it), "offer", "release", "keep" and "expect" of peers, and
+        "ticket" of requests."""
         return self._refusals.by_what()
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """What goes to each decode worker now, for `Load.sent`."""
+        """Returns the current traffic to each decode worker, for `Load.sent`."""
         return self._traffic.rates(self._prefill_side.sessions)
 
     def running(self) -> dict[Direction, int]:
-        """Transfers that have begun and not ended."""
+        """Returns the number of transfers that have begun and not ended."""
         return {"send": len(self._prefill_side), "receive": len(self._decodes)}
 
     def blocks(self) -> dict[BlockState, int]:
-        """How many blocks of the pool are in each state; nothing without a pool."""
+        """Returns the number of blocks of the pool in each state; empty without a pool."""
         return {} if self._pool is None else self._pool.counts()
 
     def set_epoch(self, epoch: int) -> None:
-        """Takes the epoch of a new registration and tells every peer. Running transfers go on."""
+        """Sets the epoch of a new registration and tells every peer. Running transfers continue."""
         self._identity.epoch = epoch
         self._connections.greet_all()
 
     async def set_model(self, model: ModelIdentity) -> None:
-        """Takes the model as it is after its weights were updated, and tells every peer. Returns
-        when no transfer of the model before is left: those under way are cancelled, prompts that
-        prefill keeps to be fetched among them."""
+        """Sets the model after an update of its weights, and tells every peer. Cancels all
+        transfers of the old model, including prompts that prefill keeps to be fetched, and returns
+        when none is left."""
         if model == self._identity.model:
             return
         self._identity.model = model
@@ -221,16 +222,16 @@ class KvEndpoint:
         return bool(self._identity.suspended)
 
     async def suspend(self, reason: str) -> None:
-        """The memory of the cache goes away: cancels every transfer and tells the peers, then
-        closes the cache's registrations. Returns when nothing reads or writes it. Until resume(),
-        transfers are refused with this reason."""
+        """Prepares for the loss of the cache's memory: cancels every transfer and tells the peers,
+        then closes the cache's registrations. Returns when nothing reads or writes the memory.
+        Until resume(), transfers are refused with this reason."""
         self._identity.suspended = reason
         await asyncio.gather(*(session.cancel(reason) for session in list(self._decodes)))
         await self._prefill_side.close(reason)
         await asyncio.to_thread(self._cache.suspend)
 
     async def resume(self) -> None:
-        """The memory is there again, at the same addresses. Raises as Engine.register() does."""
+        """Registers the memory again, at the same addresses. Raises as Engine.register() does."""
         await asyncio.to_thread(self._cache.resume)
         self._identity.suspended = ""
 
@@ -238,8 +239,8 @@ class KvEndpoint:
         """Takes the epoch from the first rank of this instance, which registers it and whose engine
         is at `address`, and each later one while the connection lasts. Returns when it has one.
 
-        Raises as decode_session() does for the connection, InvalidArgument where another instance
-        is there, and DeadlineExceeded where the first rank is not registered within a minute.
+        Raises as decode_session() does for the connection, InvalidArgument if another instance is
+        there, and DeadlineExceeded if the first rank is not registered within a minute.
         """
         return await follow_first_rank(self._connections, self._identity, address, self.set_epoch)
 
@@ -259,7 +260,8 @@ class KvEndpoint:
         await self.close()
 
     async def close(self) -> None:
-        """Cancels every transfer and tells the peers; all blocks of sessions are free then."""
+        """Cancels every transfer and tells the peers. Afterwards all blocks of sessions are
+        free."""
         if not self._open:
             return
         self._open = False
@@ -272,7 +274,7 @@ class KvEndpoint:
         self._engine.handler = None
 
     def side(self, ticket: str) -> Role | None:
-        """The side that a ticket gives to this instance; None where it names others.
+        """Returns the side that a ticket gives to this instance; None if it names others.
 
         Raises TicketInvalid and TicketExpired.
         """
@@ -288,20 +290,20 @@ class KvEndpoint:
         decode_address: str | None = None,
         lease_seconds: float | None = None,
     ) -> PrefillSession:
-        """Starts the prefill side of a transfer out of `blocks`, which it pins until it ends: enter
+        """Starts the prefill side of a transfer from `blocks`, which it pins until it ends: enter
         it with `async with`, or await it and leave it yourself.
 
-        `adapter` is the digest of the LoRA that they were computed with; an OFFER with another one
-        is refused.
+        `adapter` is the digest of the LoRA that the blocks were computed with; an OFFER with
+        another one is refused.
 
-        Returns at once, whether or not the OFFER is here; without one the transfer ends with
+        Returns at once, whether or not the OFFER has come; without one the transfer ends with
         LeaseExpired. With `decode_address`, the engine of decode, the handshake is brokered: the
-        session connects there and fetches the OFFER from the control plane; what goes wrong with
-        that, errors of `kvxfer.client` among it, is the transfer's error.
+        session connects there and fetches the OFFER from the control plane. If that fails, also
+        with an error of `kvxfer.client`, the error is the transfer's.
 
         Raises TicketInvalid, TicketExpired, BlockStateError, TransferRefused while suspended, and
-        what ended the transfer if decode came first and is gone, or was lost after the ticket was
-        issued.
+        the error that ended the transfer if decode came first and is gone, or was lost after the
+        ticket was issued.
         """
         claims = self._verify_for(Role.PREFILL, ticket)
         self._identity.require_memory()
@@ -323,8 +325,8 @@ class KvEndpoint:
         return session
 
     def decline(self, ticket: str, reason: str) -> None:
-        """Ends a transfer whose prefill request has ended before its session began, so that decode
-        hears of it at once. Raises TicketInvalid and TicketExpired."""
+        """Ends a transfer whose prefill request ended before its session began, and tells decode at
+        once. Raises TicketInvalid and TicketExpired."""
         claims = self._verify_for(Role.PREFILL, ticket)
         self._prefill_side.decline(claims, reason)
 
@@ -340,30 +342,30 @@ class KvEndpoint:
         adapter: str = "",
         lease_seconds: float | None = None,
     ) -> DecodeSession:
-        """Offers blocks to the prefill worker at an engine address: so many free ones of the pool,
-        or those that an engine has allocated itself. Enter it with `async with`, or await it and
-        leave it yourself.
+        """Offers blocks to the prefill worker at an engine address: a number of free blocks of the
+        pool, or blocks that an engine has allocated itself. Enter it with `async with`, or await it
+        and leave it yourself.
 
-        Of a prefill worker with several ranks all addresses are given, in the order of its ranks
+        If the prefill worker has several ranks, pass all their addresses in the order of its ranks
         (KvLayout.rank); those that have a part of these blocks get an OFFER. Every rank of this
         worker does the same with its endpoint, under one ticket.
 
-        The blocks are for the prompt from its block `first_block` on: those before it are here
-        already, and prefill leaves them out. A ticket that names another prompt than
-        `prompt_digest` does, or another LoRA than that of the digest `adapter`, is refused, and
-        stays good for its own.
+        The blocks are for the prompt from its block `first_block` on: decode already has those
+        before it, and prefill leaves them out. A ticket that names another prompt than
+        `prompt_digest`, or another LoRA than that of the digest `adapter`, is refused, and stays
+        valid for its own.
 
         Returns when the OFFER is sent. Without an address the handshake is brokered: it waits until
-        prefill has connected here and expects the OFFER, takes the blocks then, and leaves the
+        prefill has connected here and expects the OFFER, then takes the blocks, and leaves the
         OFFER at the control plane while the session begins.
 
         Raises TicketInvalid, TicketExpired, LayoutMismatch, BlockPoolExhausted, TransferRefused
-        while suspended, and InvalidArgument where the processor would have to check or reorder
-        blocks in memory of a GPU; with an address InvalidArgument where a rank's address is missing
-        or is not that of the rank, ConnectFailed, PeerRestarted and other EngineErrors of the
-        connection, or DeadlineExceeded where no KV endpoint answers there; without one LeaseExpired
-        where prefill does not come, and TransferCancelled or PeerLost where it has given up or is
-        gone already.
+        while suspended, and InvalidArgument if the processor would have to check or reorder blocks
+        in memory of a GPU. With an address, raises InvalidArgument if a rank's address is missing
+        or belongs to another rank, ConnectFailed, PeerRestarted and other EngineErrors of the
+        connection, or DeadlineExceeded if no KV endpoint answers there. Without one, raises
+        LeaseExpired if prefill does not come, and TransferCancelled or PeerLost if it has already
+        cancelled or is gone.
         """
         claims = self._verify_for(Role.DECODE, ticket)
         if prompt_digest and claims.prompt_digest and prompt_digest != claims.prompt_digest:
@@ -398,18 +400,18 @@ class KvEndpoint:
 
     async def release(self, ticket: str, prefill_address: str | Sequence[str], reason: str) -> None:
         """Tells prefill that this decode worker will not offer anything under a ticket, so that it
-        frees the blocks at once. A transfer that has begun goes on.
+        frees the blocks at once. A transfer that has begun continues.
 
-        Raises TicketInvalid, TicketExpired, and what decode_session() does of the connection.
+        Raises TicketInvalid, TicketExpired, and as decode_session() does for the connection.
         """
         claims = self._verify_for(Role.DECODE, ticket)
         for connection in await self._connections.meet_sources(claims, prefill_address):
             connection.send(Release(claims.transfer_id, ticket, reason))
 
     async def keep(self, ticket: str, prefill_address: str | Sequence[str]) -> None:
-        """Tells prefill that a request waits here until there are blocks for it: prefill keeps its
-        own for a lease of this endpoint from now, at most until the ticket expires, and frees them
-        if this worker is lost. Raises as release() does.
+        """Tells prefill that a request waits here for free blocks. Prefill keeps its blocks for a
+        lease of this endpoint from now, at most until the ticket expires, and frees them if this
+        worker is lost. Raises as release() does.
         """
         claims = self._verify_for(Role.DECODE, ticket)
         for connection in await self._connections.meet_sources(claims, prefill_address):
@@ -425,7 +427,7 @@ class KvEndpoint:
         lease_seconds: float,
         span: Span | None,
     ) -> DecodeSession:
-        """A session that has its blocks and has not offered them yet."""
+        """Returns a session that has its blocks and has not offered them yet."""
         self._require_open()
         if first_block < 0:
             raise InvalidArgument(f"first_block is {first_block}; pass 0 or more")
@@ -439,8 +441,8 @@ class KvEndpoint:
                 grant_ranges(self._cache, connection.inbound_plan, blocks.ids)
                 for connection in connections
             ]
-            # Now, so that a request which finds no free blocks may try again with its ticket, and
-            # one whose ticket was used takes no counter: giving it back asks its writer first.
+            # Claimed after the blocks, so that a request that finds none may try again with its
+            # ticket; and before the counters, whose release has to ask their writers first.
             self._ledger.claim(ticket, "decode session")
             inbounds = []
             for connection, granted in zip(connections, ranges, strict=True):
@@ -469,18 +471,18 @@ class KvEndpoint:
             return wanted
         if self._pool is None:
             raise InvalidArgument(
-                f"{wanted} free blocks asked for of an endpoint without a pool; pass the blocks"
+                f"an endpoint without a pool cannot give {wanted} free blocks; pass the blocks"
             )
         return self._pool.offer(wanted)
 
     def _require_alone(self, connection: Connection) -> None:
-        """Raises InvalidArgument where a transfer with this peer takes more than two ranks."""
+        """Raises InvalidArgument if a transfer with this peer takes more than two ranks."""
         ours, theirs = self._cache.layout, connection.hello.layout
         if sources(theirs, ours) != (theirs.rank,) or targets(theirs, ours) != (ours.rank,):
             raise InvalidArgument(
                 f"rank {ours.rank} of {self.instance_id!r} and rank {theirs.rank} of "
                 f"{connection.hello.instance_id!r} transfer to other ranks too, which a brokered "
-                "handshake cannot; use the direct one"
+                "handshake does not allow; use the direct one"
             )
 
     def _decode_ended(self, session: DecodeSession) -> None:
@@ -502,7 +504,7 @@ class KvEndpoint:
             self.counts.delivered(direction, session.fabric or "", session.nbytes, seconds)
 
     def _span(self, name: str, claims: Ticket) -> Span | None:
-        """Of a transfer that is traced: by the task that begins it, or by its ticket."""
+        """Returns the span of a transfer that its task or its ticket traces; None otherwise."""
         ids = {"request_id": claims.request_id, "transfer_id": claims.transfer_id}
         span = child(name, **ids)
         if span is None and self._tracer is not None and claims.traceparent:

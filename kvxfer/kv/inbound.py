@@ -1,4 +1,4 @@
-"""What one prefill rank sends to a decode session: its answer to the OFFER, its count, its end."""
+"""One prefill rank's part of a decode session: its answer to the OFFER, its count, its end."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Receiving(Protocol):
 class Inbound:
     """The states of a transfer between one prefill rank and one decode rank. Loop only.
 
-    Made by KvEndpoint for each prefill rank that the session's blocks come from; the session hears
-    of everything that concerns the others too.
+    Made by KvEndpoint for each prefill rank that the session's blocks come from. It tells the
+    session everything that concerns the other ranks too.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Inbound:
         self.tail = b""
         self.checksum: Checksum | None = None
         self.answered = False
-        """Whether prefill is known to have the OFFER."""
+        """True if prefill is known to have the OFFER."""
         self._transfer_id = transfer_id
         self._machine = StateMachine(
             f"transfer {transfer_id} with {self.peer_name}",
@@ -86,7 +86,7 @@ class Inbound:
         self._counting: asyncio.Task[None] | None = None
 
     def begin(self, session: Receiving) -> None:
-        """From now on the session hears of what the prefill rank does."""
+        """Tells the session what the prefill rank does from now on."""
         self._session = session
         self.connection.decodes[self._transfer_id] = self
 
@@ -96,14 +96,14 @@ class Inbound:
 
     @property
     def ticket(self) -> Ticket:
-        """That of the OFFER."""
+        """The ticket of the OFFER."""
         return self._session.ticket
 
     @property
     def ended(self) -> bool:
         return self.state in ENDED
 
-    # What the endpoint hears from prefill.
+    # Called for prefill's messages and losses.
 
     def accepted(self) -> None:
         self.answered = True
@@ -133,7 +133,7 @@ class Inbound:
     def peer_lost(self, error: KvxferError) -> None:
         self._session._give_up(DecodeEvent.PEER_LOST, error, of=self)
 
-    # What the session says.
+    # Called by the session.
 
     def taken(self) -> None:
         self._machine.advance(DecodeEvent.TAKE)
@@ -149,17 +149,17 @@ class Inbound:
         )
 
     def give_up(self, event: DecodeEvent, reason: str) -> None:
-        """Ends this part of a transfer that has failed; prefill hears the reason if it takes part
-        still. Does nothing where the state does not allow the event."""
+        """Ends this part of a failed transfer; prefill is told the reason if it still takes part.
+        Does nothing if the state does not allow the event."""
         if not self._machine.allows(event):
             return
         failing = self.fails_by(event)
         complete = self.state is DecodeState.COMPLETE
         after = self._machine.advance(event)
         if failing:
-            # With this rank complete, prefill may still wait for the offers of the others.
+            # If this rank is complete, prefill may still wait for the offers of the others.
             if after is DecodeState.CANCELLING or (complete and self._session._is_of_several):
-                # First, so that prefill hears the reason before its writes are refused.
+                # First, so that prefill knows the reason before its writes are refused.
                 with contextlib.suppress(EngineError):
                     self.connection.send(Cancel(self._transfer_id, reason))
             self.counter.revoke(self._session._revoked)
@@ -168,12 +168,12 @@ class Inbound:
 
     async def _count(self, total: int) -> None:
         try:
-            # Also for none at all: a counter whose total is there is released at once.
+            # Also for a total of 0: a counter that has reached its total is released at once.
             await self.counter.wait(total, self._session.lease_remaining)
         except StaleCounter:
             return  # revoked here, when the transfer was given up
         except DeadlineExceeded:
-            return  # the lease is over now, too, and says so
+            return  # the lease ends at the same time and reports it
         except EngineError as error:
             self._session._fail(error)
         else:

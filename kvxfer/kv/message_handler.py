@@ -1,4 +1,4 @@
-"""The messages and losses of an endpoint's peers, passed on to the transfers that they concern."""
+"""Passes the messages and losses of an endpoint's peers on to the transfers that they concern."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class MessageHandler:
     def message(self, peer: Peer, data: bytes) -> None:
         connection = self._connections.get(peer)
         if connection is None:
-            return  # cut off, with messages of it still on their way
+            return  # disconnected while messages of it were on their way
         try:
             self._dispatch(connection, data)
         except ProtocolError as error:
@@ -145,7 +145,7 @@ class MessageHandler:
             self._refusals.count("keep", error)
 
     def _verify(self, connection: Connection, message: Offer | Release | Keep, what: str) -> Ticket:
-        """The ticket that a decode worker sends. Raises TicketInvalid and TicketExpired."""
+        """Returns the ticket that a decode worker sent. Raises TicketInvalid and TicketExpired."""
         ticket = self._identity.verify(message.ticket)
         self._identity.require(ticket, Role.PREFILL)
         if ticket.transfer_id != message.transfer_id:
@@ -178,14 +178,14 @@ class MessageHandler:
             self._prefill_side.cancel(connection, transfer_id, reason)
 
     def cut_off(self, connection: Connection, error: KvxferError) -> None:
-        """Ends the connection to a peer that cannot be talked to."""
+        """Ends the connection to a peer that breaks the protocol or accepts no messages."""
         logger.warning("peer %s is cut off: %s", connection.peer.engine_id, error)
         with contextlib.suppress(EngineError):  # it may be lost already
             connection.peer.fence()
         self.drop(connection, error)
 
     def drop(self, connection: Connection, error: KvxferError) -> None:
-        """Ends everything with a peer that is gone; no block of its transfers stays taken."""
+        """Ends all transfers with a peer that is gone; no block of them stays in use."""
         self._connections.remove(connection, error)
         for inbound in list(connection.decodes.values()):
             if not inbound.answered:
@@ -206,7 +206,8 @@ class MessageHandler:
 
 
 def _refusal(connection: Connection, transfer_id: str, code: str, reason: str) -> TransferError:
-    """The error that decode raises for a REFUSED: prefill's own where it is about transfers."""
+    """Returns the error that decode raises for a REFUSED: prefill's own if it is a TransferError
+    and not a LayoutMismatch."""
     who = f"prefill worker {connection.hello.instance_id!r}"
     text = f"transfer {transfer_id}: refused by {who}: {reason}"
     kind = by_code(code)

@@ -1,7 +1,7 @@
-"""What two KV endpoints say to each other: frozen typed values as tagged msgpack.
+"""The messages between two KV endpoints: frozen typed values as tagged msgpack.
 
-Order per peer is the engine's; every message about a transfer names it. Writes are *not* ordered
-with messages: DONE carries the total, and the count decides.
+The engine keeps their order per peer. Every message about a transfer names it. Writes are *not*
+ordered with messages: DONE carries the total, and the count decides.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Total: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Both ways when two engines meet, and again when the sender has a new epoch.
+    """Both directions: sent when two engines meet, and again with a new epoch or model.
 
-    `version` and `newest`: the oldest and the newest version that the sender speaks; one of version
-    7 tells `version` alone. `block_strides`: bytes from block to block, of each part of each layer.
+    `version` and `newest`: the oldest and the newest version that the sender speaks; version 7
+    sends only `version`. `block_strides`: bytes from block to block, of each part of each layer.
     `permutes`: the sender can reorder the heads of its blocks after they have arrived. `checksums`:
-    it wants a checksum with every DONE. `model`: what its KV cache is of; absent in version 7.
+    it wants a checksum with every DONE. `model`: the model of its KV cache; absent in version 7.
     """
 
     version: int
@@ -57,8 +57,8 @@ class Offer(Record, frozen=True, tag="offer"):
         str, at_api(max_length=4096), msgspec.Meta(examples=["eyJhbGciOiJIUzI1NiIs…"])
     ]
     blocks: Annotated[bytes, msgspec.Meta(examples=["AwAAAAcAAAA="])]
-    """Decode's block table, little-endian int32, the same for every prefill rank, with a row for
-    each KV cache group of the layout."""
+    """Decode's block table, little-endian int32, with a row for each KV cache group of the layout;
+    the same for every prefill rank."""
     grants: Annotated[
         tuple[bytes, ...],
         at_api(max_length=65_536),
@@ -68,13 +68,13 @@ class Offer(Record, frozen=True, tag="offer"):
     order. It opens the plane from the lowest block of the layer's group to the end of its highest,
     to this prefill rank and for this transfer only."""
     imm: Annotated[int, at_api(ge=0, lt=1 << 32), msgspec.Meta(examples=[65537])]
-    """The immediate that decode counts."""
+    """Immediate that decode counts."""
     lease_seconds: Annotated[float, at_api(gt=0), msgspec.Meta(examples=[58.7])]
     first_block: Annotated[int, at_api(ge=0, lt=1 << 31)] = 0
-    """The block of the prompt that the table begins with; those before it decode has already."""
-    # Left out where there is none: as version 7 knows the OFFER, and signs it for a block table.
+    """First block of the prompt in the table; decode already has those before it."""
+    # Left out without an adapter: then the OFFER is as in version 7, also when it is signed.
     adapter: Annotated[str | msgspec.UnsetType, at_api(max_length=256)] = msgspec.UNSET
-    """The digest of the LoRA that decode computes with, if any; version 7 does not tell."""
+    """Digest of the LoRA that decode computes with, if any; version 7 does not send it."""
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
@@ -86,8 +86,8 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class Keep(msgspec.Struct, frozen=True, tag="keep"):
-    """decode → prefill: the request waits here for blocks; an offer follows. Keep prefill's blocks
-    for so long from now, at most until the ticket expires."""
+    """decode → prefill: the request waits here for blocks; an offer follows. Prefill keeps its
+    blocks for `lease_seconds` from now, at most until the ticket expires."""
 
     transfer_id: str
     ticket: str
@@ -116,8 +116,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Checksum(msgspec.Struct, frozen=True):
-    """Over what a prefill rank has written of a prompt of so many blocks there; see
-    kvxfer.kv.checksum."""
+    """The checksum of what a prefill rank has written of a prompt, which has `blocks` blocks at
+    prefill; see kvxfer.kv.checksum."""
 
     value: int
     blocks: int
@@ -125,7 +125,7 @@ class Checksum(msgspec.Struct, frozen=True):
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """prefill → decode: all writes were posted; this rank's part of the cache is complete when
-    their immediates, `total` in all, have arrived. With a checksum where a side wants it."""
+    their immediates, `total` in all, have arrived. It has a checksum if a side wants one."""
 
     transfer_id: str
     total: Total
@@ -134,9 +134,9 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Either way: the sender gives the transfer up.
+    """Either direction: the sender cancels the transfer.
 
-    From prefill it is sent when nothing is under way any more; decode's is answered by Cancelled.
+    Prefill sends it when no write is under way any more; decode's is answered by Cancelled.
     """
 
     transfer_id: str
@@ -144,7 +144,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
-    """prefill → decode: nothing is under way any more; writes with `total` immediates were
+    """prefill → decode: no write is under way any more; writes with `total` immediates were
     delivered."""
 
     transfer_id: str

@@ -1,4 +1,4 @@
-"""Sessions on their way: to be awaited, or entered."""
+"""Sessions that are being opened: to be awaited, or entered."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SessionT = TypeVar("SessionT", bound=_Session)
 
 
 class OpeningSession(Coroutine[Any, Any, SessionT], Generic[SessionT]):
-    """What KvEndpoint's `decode_session()` and `prefill_session()` return. Nothing has begun yet:
+    """The result of KvEndpoint's `decode_session()` and `prefill_session()`. Nothing has begun yet:
 
         async with endpoint.decode_session(...) as session:  # begins and, at the end, leaves it
         session = await endpoint.decode_session(...)         # begins it; leave it yourself
 
-    A coroutine, so `asyncio.create_task()` takes it, too.
+    It is a coroutine, so `asyncio.create_task()` accepts it too.
     """
 
     __slots__ = ("_begin", "_session")
@@ -68,7 +68,7 @@ class OpeningSession(Coroutine[Any, Any, SessionT], Generic[SessionT]):
 def opens(
     begin: Callable[P, Coroutine[Any, Any, SessionT]],
 ) -> Callable[P, OpeningSession[SessionT]]:
-    """The method with the same parameters, whose session may be entered without `await`."""
+    """Returns the method with the same parameters, whose session may be entered without `await`."""
 
     @functools.wraps(begin)
     def opening(*args: P.args, **kwargs: P.kwargs) -> OpeningSession[SessionT]:

@@ -1,4 +1,4 @@
-"""What a prefill session sends to one decode rank: where it goes, what waits, what is under way."""
+"""The writes of a prefill session to one decode rank: their target, the queued, the posted."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ class _Write:
 
 
 class SendSpans:
-    """posted(): any thread, under the session's lock. Everything else: the endpoint's loop.
+    """The spans of a transfer's writes. Any thread may call posted(), under the session's lock;
+    everything else is for the endpoint's loop.
 
-    A prompt that is computed in chunks has a span for each chunk of a layer. They are made in the
-    end, of times that were noted: posting is not held up.
+    A prompt that is computed in chunks has a span for each chunk of a layer. The spans are made at
+    the end from recorded times, so that posting is not delayed.
     """
 
     def __init__(self, span: Span, clock: Clock) -> None:
@@ -51,7 +52,7 @@ class SendSpans:
         self._span.event("offer taken up")
 
     def posted(self, rank: int, layer: int, first_block: int, operation: Operation) -> None:
-        """A write of a layer, to a rank of decode."""
+        """Records a write of a layer to a rank of decode."""
         write = self._writes.setdefault((rank, layer, first_block), _Write(unix_ns(self._clock)))
         write.under_way += 1
         self._loop.call_soon_threadsafe(
@@ -113,14 +114,14 @@ class Outbound:
         self._writes = connection.writes
         self._offer = offer
         self._source = source
-        # Counted from where the grants begin.
+        # Block ids counted from the first block of the grants.
         self._target = [np.where(row < 0, row, row - row[row >= 0].min()) for row in target]
         # Writes that wait for room in the engine, in order.
         self._queue: collections.deque[_Queued] = collections.deque()
-        # The same for every layer of a group whose blocks lie equally far apart.
+        # Shared by all layers of a group whose blocks are equally far apart.
         self._offsets: dict[tuple[Runs, int, range], tuple[Offsets, Offsets, Offsets]] = {}
         self._checksum = RunningChecksum() if connection.checksums else None
-        # Posted, and not in the checksum yet: of some the bytes are still to be computed.
+        # Posted, but not yet in the checksum: some bytes may not be computed yet.
         self._unsummed: collections.deque[_Posted] = collections.deque()
 
     @property
@@ -130,21 +131,20 @@ class Outbound:
 
     @property
     def posted(self) -> int:
-        """Immediates of the writes posted so far: what the receiver's counter grows by."""
+        """Immediates of the writes posted so far, by which the receiver's counter grows."""
         return sum(operation.immediates for operation in self.operations)
 
     def accept(self) -> None:
         self.connection.send(Accepted(self._offer.transfer_id))
 
     def add(self, layer: int, blocks: range, after: WatchFor | None = None) -> None:
-        """Puts some of prefill's blocks of a layer into the queue; they go when `after` is
-        reached."""
+        """Queues some of prefill's blocks of a layer; they are sent when `after` is reached."""
         self._queue.extend(_Queued(layer, write, blocks, after) for write in self._writes[layer])
 
     def post(self, timeout: float) -> bool:
-        """Posts what is queued, as far as the engine has room; whether it had.
+        """Posts the queue as far as the engine has room, and returns whether all is posted.
 
-        Raises ProtocolError where the OFFER does not hold what it says, and other EngineErrors.
+        Raises ProtocolError if the OFFER is inconsistent, and other EngineErrors.
         """
         while self._queue:
             try:
@@ -178,7 +178,7 @@ class Outbound:
             )
         source, target, numbers = self._offsets[runs, group, blocks]
         if not len(source):
-            return  # runs of blocks that the prompt has not, or that decode has or does not want
+            return  # blocks that the prompt does not have, or that decode has or does not want
         operation = self.connection.peer.write_pages(
             write.src.region,
             self._offer.grants[write.dst],
@@ -200,7 +200,7 @@ class Outbound:
             self._unsummed.append(_Posted(write, source, numbers, after))
 
     def _sum(self) -> None:
-        """Takes what is computed into the checksum; the blocks are pinned until all is sent."""
+        """Adds computed blocks to the checksum. They stay pinned until all is sent."""
         while self._checksum is not None and self._unsummed:
             write, source, numbers, after = self._unsummed[0]
             if after is not None and after.word.value < after.value:

@@ -1,7 +1,7 @@
-"""Which byte ranges of prefill's blocks go where in decode's, for one rank of each.
+"""The byte ranges of prefill's blocks and their places in decode's, for one rank of each.
 
 Block sizes may differ, so a plan is made for a *cycle*: the fewest tokens that fill whole blocks of
-a layer on both sides. Of the last cycle of a prompt those copies are made whose blocks are there.
+a layer on both sides. In the last cycle of a prompt only the copies whose blocks exist are made.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class StridedCopy:
 
     The blocks are entries of the block tables, counted from the first of the cycle on each side.
     Run `i` lies at `src_offset + i * src_stride` from the start of the prefill block and goes to
-    `dst_offset + i * dst_stride` from the start of the decode block. Where a block lies is the
-    plane's business (`kvxfer.kv.cache.KvPlane`), so a plan holds for every pool of its layouts.
+    `dst_offset + i * dst_stride` from the start of the decode block. The plane determines where a
+    block is (`kvxfer.kv.cache.KvPlane`), so a plan holds for every pool of its layouts.
     """
 
     src_part: Part
@@ -60,7 +60,7 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """What moves from one prefill rank to one decode rank, for each prefill layer in turn.
+    """The copies from one prefill rank to one decode rank, for each prefill layer in turn.
 
     Without layers there is nothing to move between the two.
     """
@@ -68,37 +68,37 @@ class TransferPlan:
     prefill: KvLayout
     decode: KvLayout
     arrival_order: HeadOrder
-    """How the heads lie in decode's blocks when the last byte has come."""
+    """The order of the heads in decode's blocks when the last byte has arrived."""
     layers: tuple[LayerPlan, ...]
 
     @property
     def first_grants(self) -> tuple[int, ...]:
-        """The number of the first grant of each layer, and after the last of how many there are:
-        one for each plane that the layer has at decode."""
+        """The index of the first grant of each layer, and at the end the number of grants: one for
+        each plane that the layer has at decode."""
         decode = self.decode.of_layers
         planes = (len(decode[layer.dst_layer].parts) for layer in self.layers)
         return tuple(accumulate(planes, initial=0))
 
     @property
     def permutes(self) -> bool:
-        """Whether decode has to put the heads of its blocks into its own order then."""
+        """Whether decode then has to put the heads of its blocks into its own order."""
         return self.arrival_order != self.decode.order
 
     @property
     def cycle_tokens(self) -> int:
-        """A cycle of all layers together."""
+        """The tokens of a cycle of all layers together."""
         of_layers = {layer.cycle_tokens for layer in self.layers}
         return math.lcm(self.prefill.block_size, self.decode.block_size, *of_layers)
 
     @property
     def bytes_per_cycle(self) -> int:
-        """Bytes that cycle_tokens take over all layers."""
+        """Bytes of cycle_tokens over all layers."""
         whole = self.cycle_tokens
         return sum(each.bytes_per_cycle * (whole // each.cycle_tokens) for each in self.layers)
 
     @property
     def runs_per_cycle(self) -> int:
-        """Ranges of contiguous bytes that cycle_tokens take over all layers."""
+        """Ranges of contiguous bytes of cycle_tokens over all layers."""
         whole = self.cycle_tokens
         return sum(each.runs_per_cycle * (whole // each.cycle_tokens) for each in self.layers)
 
@@ -107,15 +107,15 @@ class TransferPlan:
 def plan_transfer(
     prefill: KvLayout, decode: KvLayout, *, decode_permutes: bool = True
 ) -> TransferPlan:
-    """The plan of a pair of ranks. A pure function: both sides compute the same plan.
+    """Returns the plan of a pair of ranks. A pure function: both sides compute the same plan.
 
     `decode_permutes`: decode can reorder heads after arrival. Otherwise they are put in order on
     the way, in as many runs as that takes. Raises LayoutMismatch with the field that no plan can
     bridge.
     """
     require_mappable(prefill, decode)
-    # Heads are put in order in all layers of a block: of several groups these are not one's own,
-    # and of several shapes not all have heads.
+    # Decode reorders the heads of a block in all layers. With several groups, the block of other
+    # layers is not the transfer's; with several shapes, not all layers have heads.
     permutes = decode_permutes and not prefill.layer_groups and not prefill.shapes
     order = _arrival_order(prefill, decode) if permutes else decode.order
 
@@ -146,18 +146,18 @@ def plan_transfer(
 
 
 def blocks_match(prefill: KvLayout, src_blocks: int, decode: KvLayout, dst_blocks: int) -> bool:
-    """Whether there is a prompt that takes so many blocks on each side."""
+    """Whether there is a prompt that takes these numbers of blocks on the two sides."""
     least = max((src_blocks - 1) * prefill.block_size, (dst_blocks - 1) * decode.block_size)
     most = min(src_blocks * prefill.block_size, dst_blocks * decode.block_size)
     return least < most
 
 
 def _arrival_order(prefill: KvLayout, decode: KvLayout) -> HeadOrder:
-    """The order in which prefill's bytes make the longest runs.
+    """Returns the order in which prefill's bytes make the longest runs.
 
-    A block of decode then arrives as if decode had that order, from however many prefill ranks and
-    blocks, so it is put right in place, block by block. The answer is the same for all of them:
-    it depends on nothing that differs among the ranks of an instance.
+    A block of decode then arrives as if decode had that order, from any number of prefill ranks and
+    blocks, so it is reordered in place, block by block. The result depends on nothing that differs
+    among the ranks of an instance, so it is the same for all of them.
     """
     one_head, one_token = prefill.heads_per_rank == 1, prefill.block_size == 1
     if decode.heads_per_rank == 1 or decode.block_size == 1 or (one_head and one_token):
@@ -168,7 +168,7 @@ def _arrival_order(prefill: KvLayout, decode: KvLayout) -> HeadOrder:
 
 
 class _Axis(NamedTuple):
-    """A dimension of what is copied: its extent, and bytes from one to the next on each side."""
+    """A dimension of a copy: its extent, and the bytes from one item to the next on each side."""
 
     extent: int
     src: int
@@ -176,7 +176,7 @@ class _Axis(NamedTuple):
 
 
 def _copies(src: KvLayout, dst: KvLayout) -> Iterator[StridedCopy]:
-    """The copies of one cycle of one layer."""
+    """Yields the copies of one cycle of one layer."""
     heads = heads_between(src, dst)
     src_token, src_head = _strides(src)
     dst_token, dst_head = _strides(dst)
@@ -207,7 +207,7 @@ def _copies(src: KvLayout, dst: KvLayout) -> Iterator[StridedCopy]:
 
 
 def _copies_of_packed(src: KvLayout, dst: KvLayout) -> Iterator[StridedCopy]:
-    """The same between opaque layouts of one packing and different block sizes."""
+    """Yields the same between opaque layouts of one packing and different block sizes."""
     heads = heads_between(src, dst)
     src_head, dst_head = _strides(src)[1], _strides(dst)[1]
     for begin, end in _pieces(src, dst):
@@ -240,8 +240,8 @@ def _copies_of_packed(src: KvLayout, dst: KvLayout) -> Iterator[StridedCopy]:
 
 
 def _copies_of_state(src: KvLayout, dst: KvLayout) -> Iterator[StridedCopy]:
-    """The same of a state, which is one for the whole block. In each section the heads that both
-    ranks have lie together."""
+    """Yields the same for a state, which is one for the whole block. In each section the heads that
+    both ranks have are contiguous."""
     heads, item, before = heads_between(src, dst), src.item_bytes, 0
     for size in src.sections:
         first = StridedCopy(
@@ -256,7 +256,7 @@ def _copies_of_state(src: KvLayout, dst: KvLayout) -> Iterator[StridedCopy]:
 
 
 def _pieces(src: KvLayout, dst: KvLayout) -> Iterator[tuple[int, int]]:
-    """The tokens of a cycle, cut where a block ends on either side."""
+    """Returns the tokens of a cycle, cut at each end of a block on either side."""
     cycle = math.lcm(src.block_size, dst.block_size)
     return pairwise(
         sorted({*range(0, cycle, src.block_size), *range(0, cycle, dst.block_size), cycle})
@@ -264,7 +264,7 @@ def _pieces(src: KvLayout, dst: KvLayout) -> Iterator[tuple[int, int]]:
 
 
 def _along(axes: Sequence[_Axis], first: StridedCopy) -> Iterator[StridedCopy]:
-    """The longest runs that the axes allow, beginning with `first`."""
+    """Yields the longest runs that the axes allow, beginning with `first`."""
     length, inner, outer = _runs(first.length, axes)
     for at in product(*(range(axis.extent) for axis in outer)):
         yield replace(
@@ -279,7 +279,7 @@ def _along(axes: Sequence[_Axis], first: StridedCopy) -> Iterator[StridedCopy]:
 
 
 def _strides(layout: KvLayout) -> tuple[int, int]:
-    """Bytes from token to token and from head to head within K or V of a block."""
+    """Returns the bytes from token to token and from head to head within K or V of a block."""
     vector = layout.vector_bytes
     if layout.order == "HND":
         return vector, layout.block_size * vector
@@ -287,15 +287,15 @@ def _strides(layout: KvLayout) -> tuple[int, int]:
 
 
 def _place(layout: KvLayout, vector: int) -> tuple[Part, int]:
-    """The plane of K (0) or V (1), and where in a block of it that begins."""
+    """Returns the plane of K (0) or V (1), and the offset of K or V in a block of it."""
     if len(layout.parts) == 1:
         return layout.parts[0], vector * layout.part_bytes // 2
     return layout.parts[vector], 0
 
 
 def _runs(length: int, axes: Sequence[_Axis]) -> tuple[int, _Axis, tuple[_Axis, ...]]:
-    """The longest runs that the axes allow: their length, the axis along which they repeat evenly,
-    and the axes around that one."""
+    """Returns the longest runs that the axes allow: their length, the axis along which they repeat
+    evenly, and the axes around that one."""
     left: list[_Axis] = []
     for axis in sorted(axes, key=lambda axis: axis.src):
         if axis.extent == 1:

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 Offsets: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
 
-# A run's number: the layer, which runs of the layer, and which one of those.
+# The parts of a run's number, from the top: the layer, the Runs in the layer, the run in them.
 _LAYER_BITS: Final = 48
 _RUN_BITS: Final = 40
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """All runs of one length between two planes, which are those of a cycle again and again. The
-    cycle has so many entries of each side's block table.
+    """All runs of one length between two planes: those of a cycle, repeated. A cycle has
+    `src_blocks` and `dst_blocks` entries of the block tables.
 
-    Equal for every layer whose blocks lie equally far apart; compared by identity.
+    Layers whose blocks are equally far apart share one object. Compared by identity.
     """
 
     length: int
@@ -47,12 +47,12 @@ class Runs:
         first_block: int = 0,
         only: range | None = None,
     ) -> tuple[Offsets, Offsets, Offsets]:
-        """Where each run begins in prefill's plane and in decode's, in the order of the tokens, and
-        its number among all runs of a prompt, which both sides know it by.
+        """Returns the offset of each run in prefill's plane and in decode's, in the order of the
+        tokens, and its number among all runs of a prompt, which is the same on both sides.
 
-        Prefill's table begins with the prompt, decode's with `first_block` of it. Runs of blocks
-        that they have not are left out: the last cycle may be filled in part. `only` keeps those
-        out of some of prefill's blocks. Raises InvalidArgument where decode has a block that is
+        Prefill's table begins with the prompt, decode's with its block `first_block`. Runs of
+        blocks that are not in the tables are left out: the last cycle may be filled in part. `only`
+        selects some of prefill's blocks. Raises InvalidArgument if decode has a block that is
         absent at prefill.
         """
         src_block, src_offset, dst_block, dst_offset = self.of_cycle.T
@@ -82,7 +82,7 @@ class PlaneWrite:
     """The runs of one layer, with everything but the block tables.
 
     `dst` is an index into Offer.grants; each grant begins at the lowest block offered of the
-    layer's `group`. `first_number` is that of the first run in a checksum.
+    layer's `group`. `first_number` is the number of the first run in a checksum.
     """
 
     src: KvPlane
@@ -103,7 +103,7 @@ class PlaneArrival:
 
 
 def bind_plan(plan: TransferPlan, src: KvCache, dst: Hello) -> tuple[tuple[PlaneWrite, ...], ...]:
-    """The writes of a plan between two real caches, by prefill layer.
+    """Returns the writes of a plan between two real caches, by prefill layer.
 
     Grants are counted over the parts of the layers that the plan writes to.
     """
@@ -129,7 +129,7 @@ def bind_plan(plan: TransferPlan, src: KvCache, dst: Hello) -> tuple[tuple[Plane
 
 
 def bind_arrivals(plan: TransferPlan, dst: KvCache) -> Iterator[PlaneArrival]:
-    """What bind_plan() writes, as it arrives."""
+    """Yields the writes of bind_plan() as they arrive."""
 
     def strides(layer: LayerPlan, copy: StridedCopy) -> tuple[int, int]:
         return 0, dst.plane(layer.dst_layer, copy.dst_part).block_stride
@@ -142,8 +142,8 @@ def bind_arrivals(plan: TransferPlan, dst: KvCache) -> Iterator[PlaneArrival]:
 def _bound(
     plan: TransferPlan, strides: Callable[[LayerPlan, StridedCopy], tuple[int, int]]
 ) -> Iterator[tuple[int, LayerPlan, StridedCopy, Runs, int]]:
-    """All runs of a plan: the index of their layer, the layer, one copy of theirs, the runs, and
-    the number of the first, which is the same on both sides."""
+    """Yields all runs of a plan: the index of their layer, the layer, one of their copies, the
+    runs, and the number of the first, which is the same on both sides."""
     known: dict[tuple[StridedCopy, int, int], list[Runs]] = {}
     for index, layer in enumerate(plan.layers):
         of_layer = itertools.count()
@@ -160,7 +160,7 @@ def _bound(
 
 
 def _by_planes(copies: tuple[StridedCopy, ...]) -> Iterator[list[StridedCopy]]:
-    """The copies between each two planes."""
+    """Yields the copies between each two planes."""
     for planes in dict.fromkeys((copy.src_part, copy.dst_part) for copy in copies):
         yield [copy for copy in copies if (copy.src_part, copy.dst_part) == planes]
 

@@ -1,4 +1,4 @@
-"""The prefill side of one transfer: writes each layer out of blocks that it keeps until then."""
+"""The prefill side of one transfer: writes the layers from blocks that stay pinned meanwhile."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A write that is refused or a lost peer may be seen before the CANCEL or the loss that explains it.
+# A refused write or an error of the peer may come before the CANCEL or the loss that explains it.
 _SYMPTOMS = (StaleCounter, PeerError)
 _CAUSE_SECONDS = 0.5
 _BACKPRESSURE_SECONDS = 0.005
@@ -60,10 +60,10 @@ _BACKPRESSURE_SECONDS = 0.005
 
 class PrefillSession:
     """Blocks of one request on their way to one decode worker, to each of its ranks that has a part
-    of them. When one rank fails, the transfer has failed and the others are told.
+    of them. If one rank fails, the transfer fails and the others are told.
 
-    write_layer(): any thread. Everything else: the endpoint's loop. An async context manager:
-    leaving it before finish() has returned cancels the transfer. Made by
+    Any thread may call write_layer(); everything else is for the endpoint's loop. An async context
+    manager: leaving it before finish() has returned cancels the transfer. Made by
     KvEndpoint.prefill_session(). The blocks stay pinned until nothing of them is under way.
     """
 
@@ -99,17 +99,17 @@ class PrefillSession:
             PREFILL_TRANSITIONS,
             PrefillState.WAITING,
         )
-        # Where decode is connected, whether or not its OFFER is here.
+        # Decode's connected ranks, whether or not their OFFERs have come.
         self._connections: dict[int, Connection] = {}  # by decode rank
         self._outbounds: dict[int, Outbound] = {}
-        # Decode ranks whose OFFER has not come; None until the first has said how many there are.
+        # Decode ranks whose OFFER has not come; None until the first one shows how many there are.
         self._awaited: set[int] | None = None
         self._written: dict[int, int] = {}  # blocks by layer, in the order of the layers
-        self._after: dict[int, WatchFor | None] = {}  # when the last of them are computed
+        self._after: dict[int, WatchFor | None] = {}  # reached when the last of them are computed
         self._tail: bytes | None = None
         self._error: KvxferError | None = None
         self._reason = ""
-        # Set when a decode rank has given the transfer up or is lost, and which of both it was.
+        # Set when a decode rank has cancelled the transfer or is lost; and which of these it was.
         self._end_heard = asyncio.Event()
         self._ends_heard: dict[Connection, PrefillEvent] = {}
         self._settling: asyncio.Task[None] | None = None
@@ -133,7 +133,7 @@ class PrefillSession:
 
     @property
     def error(self) -> KvxferError | None:
-        """Why the transfer has failed, if it has."""
+        """The error of the transfer, if it has failed."""
         return self._error
 
     @property
@@ -143,12 +143,12 @@ class PrefillSession:
 
     @property
     def lease_remaining(self) -> float:
-        """Seconds until the transfer ends, as far as is known here."""
+        """Seconds until the lease ends the transfer, as far as this side knows."""
         return self._lease.remaining()
 
     @property
     def fabric(self) -> str | None:
-        """Which fabric the blocks go over; None until the OFFER has come."""
+        """The fabric over which the blocks go; None until the OFFER has come."""
         return next((out.connection.peer.fabric for out in self._outbounds.values()), None)
 
     @property
@@ -164,7 +164,7 @@ class PrefillSession:
             return sum(operation.writes for operation in self._operations())
 
     def _delivered(self) -> Iterator[tuple[str, str, int]]:
-        """For each decode rank: its instance, the fabric, and the bytes delivered so far."""
+        """Yields for each decode rank its instance, the fabric, and the bytes delivered so far."""
         for outbound in self._outbounds.values():
             ended = [each for each in list(outbound.operations) if each.done()]
             nbytes = sum(each.nbytes for each in ended if each.error is None)
@@ -173,14 +173,15 @@ class PrefillSession:
     def write_layer(
         self, layer: int, until: int | None = None, *, after: WatchFor | None = None
     ) -> None:
-        """Sends a layer whose K and V are computed, or will be when `after` is reached; kept until
-        the OFFER comes if it has not.
+        """Sends a layer whose K and V are computed, or will be when `after` is reached. Before the
+        OFFER has come, the layer is kept.
 
-        A prompt that is computed in chunks goes block by block: `until` is how many of its first
-        blocks are complete, and those that were not sent before go. Without it all do.
+        A prompt that is computed in chunks is sent block by block: `until` is the number of its
+        first blocks that are complete; those that were not sent before are sent. Without it all
+        are.
 
-        Returns when the writes are posted, or queued where the engine has too many. Raises
-        InvalidArgument for a layer that does not exist or was written so far before, and the
+        Returns when the writes are posted, or queued if the engine has too many. Raises
+        InvalidArgument for a layer that does not exist or was already written up to there, and the
         transfer's error if it has failed.
         """
         end = self._num_blocks if until is None else until
@@ -202,11 +203,11 @@ class PrefillSession:
     async def finish(self, tail: bytes = b"") -> None:
         """Announces the end, and waits until every write is delivered.
 
-        `tail` goes to the decode worker with it: the first token and the like, at most
-        MAX_TAIL_BYTES. When this returns the blocks may be reused. Raises InvalidArgument where a
+        `tail` goes to the decode worker with it, for example the first token: at most
+        MAX_TAIL_BYTES. When this returns the blocks may be reused. Raises InvalidArgument if a
         layer was not written, MessageTooLarge, and as the transfer's error TransferCancelled,
-        LeaseExpired, PeerLost or PeerTimeout. Cancelling the task that waits leaves the transfer
-        as it is.
+        LeaseExpired, PeerLost or PeerTimeout. Cancelling the waiting task leaves the transfer as it
+        is.
         """
         if len(tail) > MAX_TAIL_BYTES:
             raise MessageTooLarge(
@@ -233,14 +234,14 @@ class PrefillSession:
     async def wait(self) -> None:
         """Waits until every write is delivered. Raises the transfer's error as soon as it fails.
 
-        What finish() waits for; alone it tells an engine that still computes of a failure. Nothing
-        of the blocks is under way when this returns or raises.
+        finish() waits for the same. An engine that still computes may wait here to learn of a
+        failure. Nothing of the blocks is under way when this returns or raises.
         """
         await asyncio.shield(self._ended)
 
     def cancel(self, reason: str) -> asyncio.Future[None]:
-        """Gives the transfer up now; `await` it to wait until nothing of it is under way. Any
-        number of times; does nothing after finish() has returned."""
+        """Cancels the transfer now; `await` the result to wait until nothing of it is under way.
+        May be called any number of times; does nothing after finish() has returned."""
         error = TransferCancelled(self._says(f"cancelled here: {reason}"))
         self._give_up(PrefillEvent.ABORT, error, reason)
         return when_done(self._ended)
@@ -256,27 +257,28 @@ class PrefillSession:
     ) -> None:
         await self.cancel(why_left(error))
 
-    # What the endpoint hears from decode.
+    # Called for decode's messages and losses.
 
     def _meet(self, connection: Connection) -> None:
-        """A decode rank is connected; from now on each side is told of the other's end."""
+        """Notes a connected decode rank; from now on each side is told of the other's end."""
         self._connections[connection.hello.layout.rank] = connection
 
     def _awaits(self, connection: Connection) -> bool:
-        """Whether nothing has come yet of the decode rank that a connection is to."""
+        """Whether nothing has come yet from the decode rank of a connection."""
         return (
             self.decode == connection.named
             and connection.hello.layout.rank not in self._connections
         )
 
     def _offer_refused(self, connection: Connection, error: KvxferError) -> None:
-        """The OFFER of a connected worker was not taken: if it is the awaited one, none will
+        """Fails the transfer if the refused OFFER is from an awaited decode rank: no other will
         come."""
         if self.decode == connection.named and connection.hello.layout.rank not in self._outbounds:
             self._fail(error)
 
     def _keep(self, connection: Connection, lease_seconds: float) -> None:
-        """The OFFER of a decode rank has at least so long from now. Raises InvalidArgument."""
+        """Extends the lease, in which the OFFER has to come, to at least `lease_seconds` from now.
+        Raises InvalidArgument."""
         if self._machine.state is PrefillState.WAITING and self._awaited is None:
             self._lease.renew(max(lease_seconds, self._lease.remaining()))
             self._meet(connection)
@@ -288,11 +290,11 @@ class PrefillSession:
         blocks: BlockIds,
         lease_seconds: float,
     ) -> None:
-        """Takes an OFFER up and sends what is written already.
+        """Accepts an OFFER and sends the layers that are already written.
 
-        The transfer now has the time that decode gives it. Raises InvalidArgument where the block
-        tables are not of the same prompt, or the rank has offered before, and LayoutMismatch where
-        decode computes with another adapter; nothing was sent then.
+        From now on the transfer has the lease that decode gives it. Raises InvalidArgument if the
+        block tables cannot be of the same prompt or the rank has offered before, and LayoutMismatch
+        if decode computes with another adapter; then nothing was sent.
         """
         adapter = offer.adapter or ""
         if connection.tells_adapters and adapter != self._adapter:
@@ -349,8 +351,8 @@ class PrefillSession:
             raise InvalidArgument(
                 f"transfer {self.transfer_id}: {self._peer_name} offers {num_blocks} blocks{after} "
                 f"for the {self._num_blocks} blocks of prefill ({decode.block_size} and "
-                f"{self._layout.block_size} tokens each); both sides take as many blocks as the "
-                "prompt needs"
+                f"{self._layout.block_size} tokens each); use as many blocks as the prompt needs "
+                "on both sides"
             )
         if decode.rank in self._outbounds or decode.rank not in targets(self._layout, decode):
             raise InvalidArgument(
@@ -363,8 +365,8 @@ class PrefillSession:
         return [operation for out in self._outbounds.values() for operation in out.operations]
 
     def _post(self) -> None:
-        """Posts what is queued, and DONE to each decode rank that has been sent everything."""
-        # The lease ends first, and says why.
+        """Posts the queued writes, and DONE to each decode rank that has been sent everything."""
+        # The lease ends first, and its error gives the reason.
         timeout = self._lease.remaining() + _CAUSE_SECONDS
         # One rank that has no room does not hold up the others.
         had_room = [outbound.post(timeout) for outbound in self._outbounds.values()]
@@ -405,9 +407,9 @@ class PrefillSession:
         self._give_up(PrefillEvent.LEASE_OVER, LeaseExpired(self._says(what)), what)
 
     def _give_up(self, event: PrefillEvent, error: KvxferError, reason: str = "") -> None:
-        """Ends the transfer with an error. Does nothing where the state does not allow the event.
+        """Ends the transfer with an error. Does nothing if the state does not allow the event.
 
-        Any thread. `reason` is what decode is told, the error itself where it is empty.
+        Any thread. `reason` is what decode is told; if it is empty, the error itself.
         """
         with self._lock:
             if not self._machine.allows(event):

@@ -70,11 +70,11 @@ class PrefillSide:
 
     @property
     def sessions(self) -> tuple[PrefillSession, ...]:
-        """Those that have not ended."""
+        """The sessions that have not ended."""
         return tuple(self._sessions.values())
 
     def __len__(self) -> int:
-        """Sessions that have not ended."""
+        """Returns the number of sessions that have not ended."""
         return len(self._sessions)
 
     async def request(
@@ -87,10 +87,11 @@ class PrefillSide:
         adapter: str = "",
         span: Span | None = None,
     ) -> PrefillSession:
-        """A session for a prefill request whose ticket is verified. `dials`: it connects to decode.
+        """Returns a session for a prefill request whose ticket is verified. `dials`: the session
+        connects to decode.
 
-        Raises TicketInvalid for a second one, and what has ended the transfer already: the loss of
-        decode, where its OFFER would have to come over a connection that is gone.
+        Raises TicketInvalid for a second one, and the error that has already ended the transfer,
+        such as the loss of decode if its OFFER would have to come over the lost connection.
         """
         transfer_id = ticket.transfer_id
         self._ledger.claim(ticket, "prefill session")
@@ -102,7 +103,7 @@ class PrefillSide:
         if loss is not None:
             self._abandon(transfer_id, loss, early)
             raise loss
-        # With a ticket that has expired no OFFER is taken up.
+        # No OFFER is accepted under an expired ticket.
         left = ticket.good_until - self._clock.unix()
         lease = left if 0 < left < lease_seconds else lease_seconds
         try:
@@ -137,9 +138,9 @@ class PrefillSide:
         self._abandon(ticket.transfer_id, error, self._early.take(ticket.transfer_id))
 
     def offer(self, connection: Connection, offer: Offer, ticket: Ticket) -> None:
-        """Takes an OFFER whose ticket is verified; refuses it by a message where it cannot be met.
+        """Takes an OFFER whose ticket is verified. If it cannot be served, sends a REFUSED.
 
-        Raises TicketInvalid where the ticket was used for an offer before.
+        Raises TicketInvalid if the ticket was used for an offer before.
         """
         self._ledger.claim_by(ticket, "offer", connection.hello)
         session = self._sessions.get(ticket.transfer_id)
@@ -147,7 +148,7 @@ class PrefillSide:
             failure = session.error if session else self._ledger.failure(ticket.transfer_id)
             if failure is not None:
                 raise failure
-            # These raise LayoutMismatch or InvalidArgument, before any byte moves.
+            # The checks raise LayoutMismatch or InvalidArgument before any byte moves.
             connection.require_same_model(Role.PREFILL)
             connection.require_touchable(Role.PREFILL)
             _ = connection.writes
@@ -187,14 +188,14 @@ class PrefillSide:
                 session._fail(error)
 
     def offer_refused(self, connection: Connection, transfer_id: str, error: KvxferError) -> None:
-        """An OFFER came whose ticket is not good here: it is not awaited any longer."""
+        """Ends the wait for an OFFER that was refused for its ticket."""
         session = self._sessions.get(transfer_id)
         if session is not None:
             session._offer_refused(connection, error)
 
     def release(self, connection: Connection, ticket: Ticket, reason: str) -> None:
-        """Decode says that no OFFER will come. Raises TicketInvalid where one has come, unless the
-        transfer has failed since."""
+        """Takes decode's message that no OFFER will come. Raises TicketInvalid if one has come,
+        unless the transfer has failed since."""
         transfer_id = ticket.transfer_id
         if self._ledger.failure(transfer_id) is not None:
             return
@@ -210,15 +211,15 @@ class PrefillSide:
             session._fail(error)
 
     def keep(self, connection: Connection, ticket: Ticket, lease_seconds: float) -> None:
-        """Decode says that its OFFER will come later. Raises TicketInvalid where the ticket is
-        another worker's, and InvalidArgument for a lease that is none."""
+        """Takes decode's message that its OFFER will come later. Raises TicketInvalid if the ticket
+        is another worker's, and InvalidArgument for an invalid lease."""
         session = self._sessions.get(ticket.transfer_id)
         if session is not None:
             self._ledger.bind(ticket, connection.hello)
             session._keep(connection, min(lease_seconds, ticket.good_until - self._clock.unix()))
 
     def cancel(self, connection: Connection, transfer_id: str, reason: str) -> None:
-        """Decode gives a transfer up."""
+        """Takes decode's message that it cancels a transfer."""
         session = self._sessions.get(transfer_id)
         if session is not None and connection in session._met:
             session._cancelled_by_peer(connection, reason)
@@ -238,13 +239,13 @@ class PrefillSide:
             connection.send(Cancelled(transfer_id, 0))
 
     def drop(self, connection: Connection, error: KvxferError) -> None:
-        """The decode worker is gone."""
+        """Ends the transfers of a lost decode worker."""
         for lost in self._early.take_all(connection):
             lost.end()
             transfer_id = lost.offer.transfer_id
             self._abandon(transfer_id, error, self._early.take(transfer_id))
         for session in list(self._sessions.values()):
-            # Also one that its OFFER has not reached: there will be none.
+            # Also a session whose OFFER has not come: there will be none.
             if connection in session._met or session._awaits(connection):
                 session._peer_lost(connection, error)
 

@@ -1,8 +1,8 @@
-"""Which rank of a prefill instance writes what to which rank of a decode instance.
+"""The ranks of a prefill instance that write to each rank of a decode instance, and their parts.
 
-Pure functions of two layouts, so that every rank of both sides comes to the same answer. Each byte
-of a decode rank is written by exactly one prefill rank. Each prefill rank writes to some
-rank, or is at least told that it has nothing to write.
+Pure functions of two layouts, so that every rank of both sides gets the same result. Exactly one
+prefill rank writes each byte of a decode rank. Each prefill rank writes to some rank, or is at
+least told that it has nothing to write.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _MAX_BLOCKS_IN_CYCLE: Final = 1024
 
 
 def require_mappable(prefill: KvLayout, decode: KvLayout) -> None:
-    """Raises LayoutMismatch with the first field that no plan can bridge: of the model, or of what
-    only engines of one kind understand. Block sizes are one, where it takes more than a thousand
-    blocks until both end at the same token."""
+    """Raises LayoutMismatch with the first field that no plan can bridge: a property of the model,
+    or a form that only engines of one kind understand. Block sizes are such a field if a cycle
+    takes more than 1,024 blocks of the two sides together."""
     _require_same(_SAME_ON_BOTH_SIDES, prefill, decode)
     for shape in range(len(prefill.shapes) + 1):
         _require_same_shape(prefill.of_shape(shape), decode.of_shape(shape))
     if prefill.layer_groups:
-        # Of a block that is present all tokens come, whatever is absent before it.
+        # All tokens of a present block are sent, whatever is absent before it.
         for shape in range(len(prefill.shapes) + 1):
             _require_same(("block_size",), prefill.of_shape(shape), decode.of_shape(shape))
     cycle = math.lcm(prefill.block_size, decode.block_size)
@@ -57,7 +57,7 @@ def _require_same_shape(prefill: KvLayout, decode: KvLayout) -> None:
 
 
 def heads_between(prefill: KvLayout, decode: KvLayout) -> range:
-    """The KV heads that lie on both ranks, by their index in the whole model."""
+    """Returns the KV heads that are on both ranks, by their index in the whole model."""
     return range(
         max(prefill.first_head, decode.first_head),
         min(
@@ -68,7 +68,7 @@ def heads_between(prefill: KvLayout, decode: KvLayout) -> range:
 
 
 def layers_between(prefill: KvLayout, decode: KvLayout) -> tuple[int, ...]:
-    """The layers that a prefill rank writes to a decode rank, by their index in the whole model."""
+    """Returns the layers that a prefill rank writes to a decode rank, by index in the model."""
     turns = _turns(prefill, decode)
     shapes = prefill.layer_shapes or (0,) * prefill.num_layers
     before = [0] * len(turns)  # layers of each shape
@@ -84,9 +84,9 @@ def layers_between(prefill: KvLayout, decode: KvLayout) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def sources(prefill: KvLayout, decode: KvLayout) -> tuple[int, ...]:
-    """The ranks of the prefill instance that a decode rank offers its blocks to.
+    """Returns the ranks of the prefill instance to which a decode rank offers its blocks.
 
-    Of `prefill` the rank does not matter. Raises LayoutMismatch.
+    The rank of `prefill` does not matter. Raises LayoutMismatch.
     """
     require_mappable(prefill, decode)
     heads = [
@@ -104,9 +104,9 @@ def sources(prefill: KvLayout, decode: KvLayout) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def targets(prefill: KvLayout, decode: KvLayout) -> tuple[int, ...]:
-    """The ranks of the decode instance that offer their blocks to a prefill rank.
+    """Returns the ranks of the decode instance that offer their blocks to a prefill rank.
 
-    Of `decode` the rank does not matter. Raises LayoutMismatch.
+    The rank of `decode` does not matter. Raises LayoutMismatch.
     """
     require_mappable(prefill, decode)
     heads = [
@@ -123,7 +123,8 @@ def targets(prefill: KvLayout, decode: KvLayout) -> tuple[int, ...]:
 
 
 def bytes_per_token(prefill: KvLayout, decode: KvLayout) -> int:
-    """What a prefill rank writes to a decode rank for each token; states are not of tokens."""
+    """Returns the bytes that a prefill rank writes to a decode rank for each token. States do not
+    count, as they are not per token."""
     ours, theirs = prefill.of_layers, decode.of_layers
     total = 0
     for layer in layers_between(prefill, decode):
@@ -144,16 +145,16 @@ def _layers_on_both(prefill: KvLayout, decode: KvLayout) -> range:
 
 
 def _turns(prefill: KvLayout, decode: KvLayout) -> tuple[tuple[int, int] | None, ...]:
-    """The _turn() of the layers of each shape."""
+    """Returns the _turn() of the layers of each shape."""
     shapes = range(len(prefill.shapes) + 1)
     return tuple(_turn(prefill.of_shape(shape), decode.of_shape(shape)) for shape in shapes)
 
 
 def _turn(prefill: KvLayout, decode: KvLayout) -> tuple[int, int] | None:
-    """(i, n) where the prefill rank writes every n-th layer of a shape from the i-th on; None where
-    it writes none, as the ranks have no head in common or another replica of the heads writes.
+    """Returns (i, n) if the prefill rank writes every n-th layer of a shape from the i-th on; None
+    if it writes none, as the ranks have no head in common or another replica of the heads writes.
 
-    With m replicas of a head at prefill and n at decode, replica j serves replica j * n // m where
+    With m replicas of a head at prefill and n at decode, replica j serves replica j * n // m if
     m > n, and those that serve the same one take turns by layer. Otherwise each serves several.
     """
     if not heads_between(prefill, decode):

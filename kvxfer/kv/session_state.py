@@ -1,6 +1,6 @@
 """The states of both sessions and every allowed transition, as data; and the lease that ends them.
 
-The tables are the protocol: an event that a state does not list is a violation. `(state, event)`
+The tables are the protocol: an event that a state does not list is a violation. A `(state, event)`
 that maps to the same state is expected there and changes nothing.
 """
 
@@ -17,7 +17,7 @@ from kvxfer.errors import InvalidArgument, ProtocolError
 
 
 class PrefillState(enum.StrEnum):
-    WAITING = "waiting"  # for the OFFER; layers written meanwhile are kept
+    WAITING = "waiting"  # the OFFER is awaited; layers written meanwhile are kept
     SENDING = "sending"  # ACCEPTED is sent; layers go out as they are written
     DRAINING = "draining"  # DONE is sent; some writes are not delivered yet
     CANCELLING = "cancelling"  # writes are being cancelled; some may still be under way
@@ -27,7 +27,7 @@ class PrefillState(enum.StrEnum):
 
 class PrefillEvent(enum.StrEnum):
     OFFER = "offer"  # an OFFER that fits came
-    FINISH = "finish"  # the engine has written every layer, the OFFER is there
+    FINISH = "finish"  # the engine has written every layer, and the OFFER has come
     DELIVERED = "delivered"  # the last write was delivered
     ABORT = "abort"  # we give up: cancel(), a write failed, endpoint closed
     LEASE_OVER = "lease-over"
@@ -55,7 +55,7 @@ class DecodeEvent(enum.StrEnum):
     TAKE = "take"
     ABORT = "abort"  # we give up: cancel(), endpoint closed
     LEASE_OVER = "lease-over"
-    PEER_CANCEL = "peer-cancel"  # CANCEL came: nothing of prefill is under way
+    PEER_CANCEL = "peer-cancel"  # CANCEL came: no write of prefill is under way
     PEER_CANCELLED = "peer-cancelled"  # CANCELLED came: the answer to our CANCEL
     PEER_LOST = "peer-lost"
 
@@ -65,7 +65,7 @@ PREFILL_TRANSITIONS: Final[Mapping[tuple[PrefillState, PrefillEvent], PrefillSta
     (_P.WAITING, _PE.OFFER): _P.SENDING,
     (_P.WAITING, _PE.ABORT): _P.CANCELLING,
     (_P.WAITING, _PE.LEASE_OVER): _P.CANCELLING,
-    # Of a brokered handshake, where decode is met before its OFFER is here.
+    # In a brokered handshake decode is connected before its OFFER comes.
     (_P.WAITING, _PE.PEER_CANCEL): _P.CANCELLING,
     (_P.WAITING, _PE.PEER_LOST): _P.CANCELLING,
     (_P.SENDING, _PE.FINISH): _P.DRAINING,
@@ -103,13 +103,13 @@ DECODE_TRANSITIONS: Final[Mapping[tuple[DecodeState, DecodeEvent], DecodeState]]
     (_D.COUNTING, _DE.LEASE_OVER): _D.CANCELLING,
     (_D.COUNTING, _DE.PEER_CANCEL): _D.FAILED,
     (_D.COUNTING, _DE.PEER_LOST): _D.FAILED,
-    # Everything is here and correct; what happens to prefill now changes nothing.
+    # Everything has arrived and is correct; what happens to prefill now changes nothing.
     (_D.COMPLETE, _DE.TAKE): _D.TAKEN,
     (_D.COMPLETE, _DE.ABORT): _D.CANCELLED,
     (_D.COMPLETE, _DE.LEASE_OVER): _D.CANCELLED,
     (_D.COMPLETE, _DE.PEER_CANCEL): _D.COMPLETE,
     (_D.COMPLETE, _DE.PEER_LOST): _D.COMPLETE,
-    # CANCEL crosses what prefill sent before it knew.
+    # CANCEL crosses messages that prefill sent before it knew.
     (_D.CANCELLING, _DE.ACCEPTED): _D.CANCELLING,
     (_D.CANCELLING, _DE.DONE): _D.CANCELLING,
     (_D.CANCELLING, _DE.REFUSED): _D.CANCELLED,
@@ -138,7 +138,7 @@ class StateMachine(Generic[S, E]):
         return (self.state, event) in self._table
 
     def advance(self, event: E) -> S:
-        """Moves to the next state and returns it. Raises ProtocolError where there is none."""
+        """Moves to the next state and returns it. Raises ProtocolError if there is none."""
         following = self._table.get((self.state, event))
         if following is None:
             raise ProtocolError(
@@ -150,7 +150,7 @@ class StateMachine(Generic[S, E]):
 
 
 def why_left(error: BaseException | None) -> str:
-    """What the other side is told of a session that was left before its end."""
+    """Returns the reason that the other side is told for a session that was left early."""
     if error is None:
         return "its session was left"
     if isinstance(error, asyncio.CancelledError):
@@ -159,14 +159,16 @@ def why_left(error: BaseException | None) -> str:
 
 
 def when_done(future: asyncio.Future[Any]) -> asyncio.Future[None]:
-    """A future without an error that is done once `future` is. Cancelling it changes nothing."""
+    """Returns a future without an error that is done once `future` is. Cancelling it changes
+    nothing."""
     done: asyncio.Future[None] = future.get_loop().create_future()
     future.add_done_callback(lambda _: None if done.done() else done.set_result(None))
     return done
 
 
 class Lease:
-    """Calls `expire` on the event loop when `seconds` have passed. remaining(): any thread."""
+    """A timer that calls `expire` on the event loop when `seconds` have passed. Any thread may call
+    remaining()."""
 
     def __init__(self, seconds: float, expire: Callable[[], None], clock: Clock) -> None:
         self._expire = expire
@@ -175,20 +177,20 @@ class Lease:
         self.renew(seconds)
 
     def renew(self, seconds: float) -> None:
-        """Starts again: the lease now ends `seconds` from now. Raises InvalidArgument."""
+        """Restarts the lease: it now ends `seconds` from now. Raises InvalidArgument."""
         if not (math.isfinite(seconds) and seconds > 0):
-            raise InvalidArgument(f"a lease of {seconds} s; give it more than 0 and a finite time")
+            raise InvalidArgument(f"a lease of {seconds} s; pass a finite time of more than 0")
         self.end()
         self.seconds = seconds
         self._deadline = self._clock.monotonic() + seconds
         self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
 
     def remaining(self) -> float:
-        """Seconds until the end, and at least a millisecond: a wait needs some deadline."""
+        """Returns the seconds until the end, at least a millisecond: a wait needs a deadline."""
         return max(self._deadline - self._clock.monotonic(), 0.001)
 
     def end(self) -> None:
-        """The lease is not needed any more."""
+        """Stops the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

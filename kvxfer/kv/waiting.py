@@ -1,6 +1,6 @@
-"""What waits for its other half: offers for their prefill request, EXPECTs and decode requests of
-brokered transfers for each other; and what requests and peers that come later have to know of lost
-connections."""
+"""Halves of transfers that wait for the other half: offers for their prefill request, EXPECTs and
+decode requests of brokered transfers for each other. Also records of lost connections, for requests
+and peers that come later."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _LEAST_SECONDS: Final = 0.001
 
 @dataclass(frozen=True, slots=True)
 class EarlyOffer:
-    """A verified OFFER, its unpacked block table, the time that decode gave it, and that until no
-    request can come with its ticket."""
+    """A verified OFFER, its unpacked block table, the lease that decode gave it, and the time until
+    its ticket expires."""
 
     connection: Connection
     offer: Offer
@@ -40,19 +40,19 @@ class EarlyOffer:
     ticket: Lease
 
     def end(self) -> None:
-        """It waits no longer."""
+        """Stops both timers."""
         self.lease.end()
         self.ticket.end()
 
 
 class EarlyOffers:
-    """Keeps offers until their request comes, their lease ends or their ticket expires. Loop
-    only."""
+    """Offers that are kept until their request comes, their lease ends or their ticket expires.
+    Loop only."""
 
     def __init__(self, max_per_peer: int, clock: Clock) -> None:
         self._max_per_peer = max_per_peer
         self._clock = clock
-        # By transfer, and the ranks of decode in it.
+        # Offers by transfer, then by the connection to a rank of decode.
         self._offers: dict[str, dict[Connection, EarlyOffer]] = {}
         self._per_peer: collections.Counter[Connection] = collections.Counter()
 
@@ -69,10 +69,11 @@ class EarlyOffers:
         lease_over: Callable[[EarlyOffer], None],
         ticket_expired: Callable[[EarlyOffer], None],
     ) -> None:
-        """Keeps an offer whose ticket is good until this time; one of both is called with it, no
-        longer kept, when its lease ends or its ticket has expired.
+        """Keeps an offer whose ticket is valid until `good_until`. When its lease ends or its
+        ticket expires, the offer is removed, and `lease_over` or `ticket_expired` is called with
+        it.
 
-        Raises Backpressure where the peer has too many waiting.
+        Raises Backpressure if the peer has too many waiting.
         """
         if self._per_peer[connection] >= self._max_per_peer:
             raise Backpressure(
@@ -93,11 +94,11 @@ class EarlyOffers:
         self._per_peer[connection] += 1
 
     def has(self, transfer_id: str, connection: Connection) -> bool:
-        """Whether one of the transfer's offers is of this peer."""
+        """Whether one of the transfer's offers is from this peer."""
         return connection in self._offers.get(transfer_id, ())
 
     def take(self, transfer_id: str) -> list[EarlyOffer]:
-        """Removes and returns the offers of a transfer, which are still to be ended."""
+        """Removes and returns the offers of a transfer, which the caller has to end."""
         return [
             self._remove(transfer_id, connection)
             for connection in list(self._offers.get(transfer_id, ()))
@@ -126,7 +127,8 @@ class EarlyOffers:
 
 @dataclass(slots=True)
 class _Expected:
-    """A prefill worker waits for the OFFER, over this connection; with an error it did."""
+    """A prefill worker that waits for the OFFER over this connection; with an error, it no longer
+    waits."""
 
     ticket: Ticket
     connection: Connection
@@ -136,8 +138,8 @@ class _Expected:
 class ExpectedOffers:
     """The decode side of an endpoint before there is a session. Loop only.
 
-    What came is remembered until its ticket expires, also where prefill has given up or is lost
-    meanwhile: so decode is told at once, and may come again where it found no free blocks.
+    An EXPECT is remembered until its ticket expires, also if prefill cancels or is lost meanwhile:
+    then a decode request fails at once. One that finds no free blocks may come again.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -146,11 +148,11 @@ class ExpectedOffers:
         self._waiting: dict[str, asyncio.Future[_Expected]] = {}
 
     def __len__(self) -> int:
-        """How many decode requests wait."""
+        """Returns the number of decode requests that wait."""
         return len(self._waiting)
 
     def expect(self, ticket: Ticket, connection: Connection) -> None:
-        """An EXPECT whose ticket is verified has come."""
+        """Takes an EXPECT whose ticket is verified."""
         self._forget_expired()
         expected = self._expected[ticket.transfer_id] = _Expected(ticket, connection)
         waiting = self._waiting.get(ticket.transfer_id)
@@ -158,7 +160,7 @@ class ExpectedOffers:
             waiting.set_result(expected)
 
     def cancel(self, connection: Connection, transfer_id: str, reason: str) -> None:
-        """Prefill gives a transfer up that has no session here."""
+        """Notes that prefill cancels a transfer that has no session here."""
         expected = self._expected.get(transfer_id)
         if expected is not None and expected.connection is connection:
             expected.error = TransferCancelled(
@@ -167,7 +169,7 @@ class ExpectedOffers:
             )
 
     def drop(self, connection: Connection, error: KvxferError) -> None:
-        """The prefill worker is gone."""
+        """Notes that a prefill worker is lost."""
         for expected in self._expected.values():
             if expected.connection is connection:
                 expected.error = expected.error or error
@@ -179,10 +181,10 @@ class ExpectedOffers:
                 waiting.set_exception(error)
 
     async def prefill_of(self, ticket: Ticket, seconds: float) -> Connection:
-        """The connection of a ticket's prefill worker, once that waits for the OFFER.
+        """Returns the connection of a ticket's prefill worker once that waits for the OFFER.
 
-        Raises LeaseExpired after `seconds`, TicketInvalid where another request already waits
-        under this ticket, and why prefill has given up or is gone.
+        Raises LeaseExpired after `seconds`, TicketInvalid if another request already waits under
+        this ticket, and the error if prefill has cancelled or is lost.
         """
         transfer_id = ticket.transfer_id
         if transfer_id in self._waiting:
@@ -224,8 +226,8 @@ Worker: TypeAlias = tuple[str, int]
 
 
 class LostWorkers:
-    """The last loss of each rank of so many workers; the one that was lost longest ago is forgotten
-    first. Loop only."""
+    """The last loss of each rank of at most `max_remembered` workers; the worker with the oldest
+    loss is forgotten first. Loop only."""
 
     def __init__(self, clock: Clock, max_remembered: int = MAX_REMEMBERED) -> None:
         self._clock = clock
@@ -236,7 +238,7 @@ class LostWorkers:
         return len(self._losses)
 
     def add(self, worker: Worker, rank: int, error: KvxferError) -> None:
-        """The connection to a rank has ended now."""
+        """Notes that the connection to a rank has ended now."""
         losses = self._losses.pop(worker, {})
         losses[rank] = self._clock.monotonic(), without_traceback(error)
         self._losses[worker] = losses
@@ -244,32 +246,33 @@ class LostWorkers:
             del self._losses[next(iter(self._losses))]
 
     def since(self, worker: Worker, issued_at: float) -> dict[int, KvxferError]:
-        """Why ranks were lost after a ticket was issued; none where it does not say when."""
+        """Returns the errors of ranks that were lost after a ticket was issued; none if the time of
+        its issue is unknown."""
         if not issued_at:
             return {}
         losses = self._losses.get(worker, {})
-        # By the clock of now, which may have been set since.
+        # Converted by the current wall clock, which may have been set since the loss.
         issued = self._clock.monotonic() - (self._clock.unix() - issued_at)
         return {rank: error for rank, (at, error) in losses.items() if at >= issued}
 
 
 class LostOffers:
-    """Decode's OFFERs that prefill may not have heard of. Each is kept until its ticket expires, as
-    no connection is sure to last until prefill has heard. Loop only."""
+    """Decode's OFFERs that prefill may not have received. Each is kept until its ticket expires, as
+    any connection may end before prefill is told. Loop only."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._releases: dict[str, tuple[str, float, Release]] = {}  # by transfer
 
     def add(self, engine_id: str, ticket: Ticket, reason: str) -> None:
-        """Whether prefill, which is this engine, has heard of the OFFER is not known."""
+        """Adds an OFFER that prefill, at this engine, may not have received."""
         now = self._clock.unix()
         self._releases = {of: kept for of, kept in self._releases.items() if kept[1] > now}
         release = Release(ticket.transfer_id, ticket.token, reason)
         self._releases[ticket.transfer_id] = engine_id, ticket.good_until, release
 
     def of(self, engine_id: str) -> list[Release]:
-        """What an engine is to be told."""
+        """Returns the RELEASEs for an engine."""
         now = self._clock.unix()
         return [
             release

@@ -1,4 +1,4 @@
-"""Dispatch and combine of mixture-of-experts models that outlive a rank.
+"""Dispatch and combine of mixture-of-experts models, which survive the loss of a rank.
 
     with AllToAll(shape, rank=rank, ranks=ranks, cluster_key=key, exchange=gather) as group:
         group.dispatch_send(x, topk_ids, topk_weights)
@@ -6,7 +6,7 @@
         group.combine_send(experts(got))
         combined = group.combine_recv()     # combined.missing names the ranks that were lost
 
-docs/moe.md has the whole.
+See docs/moe.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvxfer.moe.results import Combined, Dispatched
     from kvxfer.moe.shape import MoeShape
 
-# Imported when they are used: the shape and the placement need no engine.
+# Imported on first use: the shape and the placement need no engine.
 _HOMES: Final = {
     "AllToAll": "kvxfer.moe.all_to_all",
     "Combined": "kvxfer.moe.results",

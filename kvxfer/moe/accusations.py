@@ -1,4 +1,4 @@
-"""Two members that have lost each other, as others see it."""
+"""Two members that have lost each other, as others see them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from kvxfer.moe.view_messages import Flush
 
 
 def loser(rank: int, told: Mapping[int, Flush]) -> int | None:
-    """Who has to be taken for lost, of two that accuse each other; None where no two do.
+    """Returns which of two members that accuse each other counts as lost; None if no two do.
 
-    A pure function of what the two say, so that all ranks come to the same.
+    A pure function of the reports of the two, so that all ranks conclude the same.
 
-    rank: the one that concludes. told: what each other member that it has not lost says it lost.
-    Who names `rank` has ended the connection to it, which it therefore accuses, too.
+    rank: the rank that concludes. told: the reports of the other members that it has not lost. A
+    member that names `rank` as lost has ended their connection, so `rank` accuses it, too.
     """
     for other, flush in told.items():
         if rank in flush.lost:
@@ -26,5 +26,6 @@ def loser(rank: int, told: Mapping[int, Flush]) -> int | None:
 
 
 def _of_pair(*pair: tuple[int, bool]) -> int:
-    """Each with whether it only saw its connection end. That one, or else the higher."""
+    """Picks one of two ranks, each given with whether it only saw its connection end: that one, or
+    else the higher."""
     return max(pair, key=lambda each: (each[1], each[0]))[0]

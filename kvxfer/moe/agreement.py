@@ -1,5 +1,5 @@
-"""Joins a rank's membership to its mesh and its exchange: feeds it what is met, and does what it
-decides."""
+"""The link of a rank's membership to its mesh and exchange: feeds events to the membership, and
+carries out its effects."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 _TURN_SECONDS: Final = 0.5
 _SHORT_SECONDS: Final = 0.05
-"""Between two looks at what is to be tried again."""
+"""Seconds between two checks for attempts that are due again."""
 _JOIN_SECONDS: Final = 0.25
-"""Between two times that a newcomer asks who is there, as members may have changed."""
+"""Seconds between two requests of a newcomer for the members, which may change."""
 _REFUSAL_SECONDS: Final = 1.0
-"""For others to hear why there is no group."""
+"""Seconds for others to learn why there is no group."""
 
 
 class Run(NamedTuple):
@@ -52,8 +52,8 @@ class Run(NamedTuple):
 
 
 class Agreement:
-    """Of one rank. `steps` are those that it has begun and not ended. loss_seconds: in which the
-    members notice that a rank is frozen."""
+    """The agreement of one rank with the others. `steps` are those that it has begun and not ended.
+    loss_seconds: the time in which members notice that a rank is frozen."""
 
     def __init__(
         self,
@@ -68,36 +68,36 @@ class Agreement:
     ) -> None:
         self.steps: set[int] = set()
         self._refusals: dict[int, Refusal] = {}
-        """Of steps that are not run: those to come, and those begun here."""
+        """The refusals of steps that are not run: later steps, and those begun here."""
         self._runs: list[Run] = []
         self._engine, self._exchange, self._clock = engine, exchange, clock
         self._placement, self._rank, self._min_ranks = placement, rank, min_ranks
         self._ranks, self._loss_seconds = len(placement.ranks), loss_seconds
         self._mesh = Mesh(engine, exchange, shape, placement, rank, self, clock)
-        self._membership: Membership | None = None  # until the group has formed
+        self._membership: Membership | None = None  # set once the group has formed
         self._early: list[tuple[int, Message]] = []
         self._failure: Exception | None = None
         self._refusing: set[int] = set()
         self._wanted: frozenset[int] = frozenset()
         self._taken_since: float | None = None
-        """Since when each member that answers is connected to another process of this rank."""
+        """The time since which answering members are connected to another process of this rank."""
         self._asks: list[tuple[float, AskRank]] = []
         self._we_leave = False
         self._leaving: dict[int, int] = {}  # ranks, and how many steps they have run
         self._let_go: set[int] = set()
         self._lets_us_go: set[int] = set()
         self._near: dict[int, frozenset[int]] = {}
-        """What ranks have said, each with itself."""
+        """The ranks near each rank, as it has reported them, and itself."""
 
     @property
     def view(self) -> View:
-        """Of the last one that this rank has adopted."""
+        """The last view that this rank has adopted."""
         if self._membership is None or self._membership.view is None:
             raise PeerLost("the group has not formed")
         return self._membership.view
 
     def run(self, step: int) -> Run:
-        """Of a step that is under way; not always of the last view."""
+        """Returns the run of a step that is under way; not always that of the last view."""
         for run in reversed(self._runs):
             if run.first_step <= step:
                 return run
@@ -106,7 +106,7 @@ class Agreement:
     # --- set-up
 
     def form(self, addresses: Sequence[str], deadline: float) -> None:
-        """Connects to all ranks, and begins with the first view. Raises what another rank refuses,
+        """Connects to all ranks, and adopts the first view. Raises the refusal of another rank,
         PeerLost, or DeadlineExceeded."""
         others = frozenset(range(self._ranks)) - {self._rank}
         try:
@@ -130,7 +130,7 @@ class Agreement:
             self.heard(rank, message)
 
     def _refuse(self, error: KvxferError, others: frozenset[int]) -> None:
-        """Tells all ranks, and waits until they have heard it or are gone."""
+        """Tells all ranks, and waits, a second at most, until they refuse too or are lost."""
         self._refusing = set(others)
         self._mesh.refuse(error)
         deadline = self._clock.monotonic() + _REFUSAL_SECONDS
@@ -138,7 +138,7 @@ class Agreement:
             pass
 
     def join(self, address: str, deadline: float) -> None:
-        """As a newcomer, in the place of a rank that is no member. Raises as form() does."""
+        """Joins as a newcomer, in the place of a rank that is no member. Raises as form() does."""
         self._membership = Membership(self._rank, self._ranks, None, min_ranks=self._min_ranks)
         met: list[Peer | Exception] = []
         self._engine.connect(address, CONNECT_SECONDS, met.append)
@@ -157,8 +157,8 @@ class Agreement:
             self._raise()
 
     def members_known(self, addresses: dict[int, str], *, taken: bool) -> None:
-        """Whom a newcomer has to be set up with; none before the members have agreed that the rank
-        whose place it takes is lost. taken: the answering member is still connected to that one."""
+        """Takes the members that a newcomer has to be set up with; none until they have agreed that
+        the rank whose place it takes is lost. taken: the member that answers has not lost it."""
         if self._membership is None or self._membership.view is not None:
             return
         now = self._clock.monotonic()
@@ -173,7 +173,7 @@ class Agreement:
         self._announce()
 
     def _announce(self) -> None:
-        """Tells all, where this newcomer is set up with all that it knows of."""
+        """Announces this newcomer, if it is set up with all members that it knows."""
         complete = self._wanted and self._mesh.set_up_with >= self._wanted
         if self._membership is not None and complete:
             self._do(self._membership.announce())
@@ -181,7 +181,7 @@ class Agreement:
     # --- between and within steps
 
     def boundary(self, deadline: float) -> None:
-        """Before a step is begun: agrees on the next view, if there is a reason."""
+        """Agrees on the next view, if there is a reason, before a step begins."""
         with translated():
             quiet = self._exchange.quiet()
         if quiet and self._member.calm and not self._leaving:
@@ -190,8 +190,8 @@ class Agreement:
         self._settle(self._member.boundary, deadline)
 
     def refuse(self, why: InvalidArgument, deadline: float) -> None:
-        """This rank cannot begin the next step: agrees with all members that no rank runs it, and
-        goes on to the one after it."""
+        """Refuses the next step, which this rank cannot begin: agrees with all members that no rank
+        runs it, and skips it."""
         step = self._exchange.next_step
         if step not in self._refusals:
             self._do(self._member.refuse(step, str(why)))
@@ -200,18 +200,18 @@ class Agreement:
             self._exchange.skip_step()
 
     def refusal(self, step: int) -> StepRefused:
-        """Why a step is not run; it is over with that."""
+        """Returns why a step is not run, and ends the step."""
         refusal = self._refusals.pop(step)
         self.step_ended(step)
         return StepRefused(f"rank {refusal.rank} refused step {step}: {refusal.why}")
 
     def settle(self, deadline: float) -> None:
-        """Before a dispatch is completed: agrees on the next view, if another rank wants it."""
+        """Agrees on the next view, if another rank wants one, before a dispatch completes."""
         self._settle(self._member.waiting, deadline)
 
     def doubt(self, deadline: float) -> bool:
-        """Whether a wait has ended because half of the members or more are lost: this rank itself
-        may be the lost one. Then agrees on the next view, and the wait is to be tried again."""
+        """Agrees on the next view if half of the members or more are lost, as this rank itself may
+        be the lost one. Returns whether it did; the caller then has to wait again."""
         lost = self._exchange.lost()
         if not lost or 2 * len(lost) < len(self.view.members):
             return False
@@ -219,7 +219,7 @@ class Agreement:
         return True
 
     def attend(self) -> None:
-        """Takes what has come while the rank waits in a step, and answers."""
+        """Takes events while the rank waits in a step, and reacts."""
         self.take()
         self._do(self._member.waiting(self._exchange.next_step))
         self._raise()
@@ -240,14 +240,14 @@ class Agreement:
                 )
 
     def take(self) -> None:
-        """Feeds the membership all that has come. Raises what ends this rank."""
+        """Feeds all events to the membership. Raises the error that ends this rank."""
         self._engine.take()
         self._losses()
         self._bid()
         self._raise()
 
     def _pass(self, deadline: float, most: float = _TURN_SECONDS) -> bool:
-        """Waits for something to come, and feeds it. False at the deadline."""
+        """Waits for events, and feeds them to the membership. Returns False at the deadline."""
         now = self._clock.monotonic()
         due = [ask for at, ask in self._asks if at <= now]
         self._asks = [(at, ask) for at, ask in self._asks if at > now]
@@ -262,7 +262,7 @@ class Agreement:
         return now < deadline
 
     def _losses(self) -> None:
-        """Ranks that the exchange has lost, with or without their connection."""
+        """Feeds the losses of the exchange, whether or not a connection has ended."""
         if self._membership is None or self._membership.view is None:
             return
         for rank in self._exchange.lost():
@@ -293,7 +293,7 @@ class Agreement:
             for effect in effects:
                 self._do_one(effect)
         except Exception as error:
-            self._failure = error  # also where the engine's handler is told, and only logs it
+            self._failure = error  # kept, as the engine only logs what a handler raises
             raise
 
     def _do_one(self, effect: Effect) -> None:
@@ -319,7 +319,7 @@ class Agreement:
         near = Near(frozenset(self._mesh.near & {*view.members}))
         self._near[self._rank] = near.ranks | {self._rank}
         self._leave_out(view)
-        # Before steps are posted again: a newcomer may be on another host than the rank before it.
+        # Before steps are posted again: a newcomer may be on another host than its predecessor.
         self._hosts_known()
         with translated():
             self._exchange.set_view(view.number, alive, table, view.first_step)
@@ -334,7 +334,7 @@ class Agreement:
         )
 
     def _leave_out(self, view: View) -> None:
-        """Before its other steps are posted again. What this rank has raised already is over."""
+        """Leaves out refused steps, before others are posted again. Ignores those that ended."""
         for refusal in view.refused:
             step = refusal.step
             heard = step in self._refusals
@@ -355,8 +355,8 @@ class Agreement:
     # --- the end
 
     def take_leave(self, deadline: float) -> None:
-        """Until the other members have taken all of the steps that this rank has ended, or leave,
-        or are lost."""
+        """Waits until the other members have ended all steps that this rank has ended, or leave, or
+        are lost."""
         self._we_leave = True
         if self._failure is not None or self._membership is None or self._membership.view is None:
             return
@@ -366,12 +366,12 @@ class Agreement:
             pass
 
     def _stay(self) -> set[int]:
-        """The ranks that may still need what this one has sent."""
+        """Returns the ranks that may still need what this one has sent."""
         others = {*self.view.members} - {self._rank} - self._member.lost
         return others - self._lets_us_go - self._leaving.keys()
 
     def _bid(self) -> None:
-        """Lets those go that leave, once nothing of theirs is needed here."""
+        """Releases departing ranks, once no step here needs their data."""
         for rank, steps in self._leaving.items():
             needed = self._exchange.next_step < steps or any(step < steps for step in self.steps)
             if rank not in self._let_go and not needed:

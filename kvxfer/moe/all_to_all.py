@@ -34,10 +34,10 @@ from kvxfer.moe.tensors import (
 logger = logging.getLogger("kvxfer.moe")
 
 _TURN_SECONDS: Final = 0.5
-"""In native code between two looks at the clock, and at Ctrl-C."""
+"""Seconds in native code between two checks of the clock and of Ctrl-C."""
 _LOSS_TIMEOUTS: Final = 3.0
-"""Times the engine's peer_timeout: the most that a silent peer is waited for. After it a newcomer
-takes the process in its place for alive."""
+"""The longest wait for a silent peer, in peer_timeouts of the engine. After it, a newcomer takes
+the process in its place for alive."""
 _LAYOUTS: Final = frozenset(get_args(Layout))
 _NATIVE: Final[dict[DType, str]] = {
     "float32": "f32",
@@ -60,36 +60,36 @@ class _Slot:
     out: Room
     step: int = -1
     ids: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
-    """Of the tokens, [tokens, top_k]."""
+    """The experts of the tokens, [tokens, top_k]."""
     table: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """Of the view in which the step is run."""
+    """The table of the view in which the step is run."""
     rows: tuple[int, ...] = ()
-    """The shape of what combine_send() takes; empty where that is not the next call."""
+    """The shape of what combine_send() takes; empty if that is not the next call."""
 
 
 class AllToAll:
     """One rank of a group that dispatches tokens to experts and combines what these return. A
     context manager: leaving it closes the group.
 
-    shape, ranks: equal at all ranks. rank: this one, from 0. placement: who has which experts;
+    shape, ranks: equal at all ranks. rank: this one, from 0. placement: the experts of each rank;
     evenly, each expert once, by default. cluster_key: as of Engine.
 
-    How the ranks meet, one of these:
-    exchange: a function that gives all ranks what each of them passes to it, in the order of
-    ranks, as all_gather_object() does. addresses: of all ranks, `kvx://HOST:PORT/` and 32 zeros,
-    where each listens by its `host` and `port`. member: the address of any rank of a group that
-    runs: this process is a newcomer, in the place of a rank that is not there any more.
+    One of these makes the ranks meet:
+    exchange: a function that returns what all ranks have passed to it, in the order of ranks, as
+    all_gather_object() does. addresses: those of all ranks, `kvx://HOST:PORT/` and 32 zeros, where
+    each listens with its `host` and `port`. member: the address of any rank of a running group;
+    this process joins as a newcomer, in the place of a lost rank.
 
     min_ranks: with fewer, the group ends with MoeGroupLost. timeout: seconds that any call waits
-    for other ranks. busy_wait: seconds that a call looks again and again before it sleeps.
-    torch: whether what the group gives out are tensors of torch, or else numpy arrays; by default,
-    whether torch has been imported. options: see EngineOptions.
+    for other ranks. busy_wait: seconds that a call polls before it sleeps. torch: whether the group
+    gives out torch tensors, or else numpy arrays; by default, whether torch has been imported.
+    options: see EngineOptions.
 
     All ranks call the same steps in the same order, each from one thread at a time. A call raises
     InvalidArgument if it is out of order, which changes nothing, DeadlineExceeded with the ranks
     that it waits for, StepRefused if another rank could not begin the step, RankExcluded if the
-    others go on without this rank, MoeGroupLost, and EngineClosed after close(). After the last
-    three the group is of no more use.
+    others continue without this rank, MoeGroupLost, and EngineClosed after close(). After the last
+    three, the group can no longer be used.
     """
 
     def __init__(
@@ -216,8 +216,8 @@ class AllToAll:
             self._leave()
 
     def close(self) -> None:
-        """Leaves the group, after all ranks have taken what they wait for of this one: waits until
-        they leave too, for `timeout` seconds at most. Idempotent."""
+        """Leaves the group, once the other ranks have taken what they need from this one, or after
+        `timeout` seconds. Idempotent."""
         if not self._closed and not self._engine._is_parents:
             self._agreement.take_leave(self._clock.monotonic() + self.timeout)
             self._leave()
@@ -230,13 +230,13 @@ class AllToAll:
 
     @property
     def address(self) -> str:
-        """For newcomers: `member`."""
+        """The address to give to newcomers, as `member`."""
         return self._engine.address
 
     @property
     def view(self) -> int:
         """The number of the view: equal at all members, and greater after each change of the
-        members and each refused step. Not by one; differences mean nothing."""
+        members and each refused step. It does not rise by one; differences mean nothing."""
         return self._agreement.view.number
 
     @property
@@ -251,13 +251,13 @@ class AllToAll:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by part, at most. What dispatch_recv() and combine_recv() give out comes on top, as
-        large as the largest step so far."""
+        """The most bytes of each part. Results of dispatch_recv() and combine_recv() come on top,
+        as large as those of the largest step so far."""
         return dict(self._exchange.memory_parts())
 
     def input(self, slot: int = 0) -> Tensor:
-        """[max_tokens, hidden] of the input's dtype: what is dispatched from its first rows is not
-        copied, where the wire has the same dtype. It may be written from the slot's
+        """Returns [max_tokens, hidden] of the input's dtype: what is dispatched from its first rows
+        is not copied, if the wire has the same dtype. It may be written from the slot's
         combine_recv() until its dispatch_send(), and not after close()."""
         self._slot(slot)
         with translated():
@@ -267,10 +267,11 @@ class AllToAll:
         return tensor_in(memory, self.shape.input, shape, torch=self._torch)
 
     def answers(self, slot: int = 0) -> Tensor:
-        """[ranks * max_tokens, hidden] of the combine's dtype: what is sent back from its first
-        rows by layout "tokens" is not copied. With that layout, dispatch_recv() gives x here where
-        the wire has the same dtype. It may be written from dispatch_recv() until combine_send(),
-        and not after close(). Raises InvalidArgument where a row is no multiple of 64 bytes."""
+        """Returns [ranks * max_tokens, hidden] of the combine's dtype: what is sent back from its
+        first rows with layout "tokens" is not copied. With that layout, dispatch_recv() gives x
+        here if the wire has the same dtype. It may be written from dispatch_recv() until
+        combine_send(), and not after close(). Raises InvalidArgument if a row is not a multiple of
+        64 bytes."""
         self._slot(slot)
         shape, memory = self.shape, self._answers(slot)
         if memory is None:
@@ -292,16 +293,16 @@ class AllToAll:
     def dispatch_send(
         self, x: Any, ids: Any, weights: Any, *, slot: int = 0, scales: Any = None
     ) -> int:
-        """Begins a step: sends each token to the ranks of its experts. The number of the step.
+        """Begins a step: sends each token to the ranks of its experts. Returns the step's number.
 
         x: [tokens, hidden] of the input's dtype, at most `max_tokens` rows. ids: [tokens, top_k]
         integers: logical experts; -1 goes nowhere, as does an expert without a live replica. The
         weights of one that a token chooses several times are added. weights: [tokens, top_k]
-        floats. scales: [tokens, scales of a row] float32, where the input is float8_e4m3fn with
+        floats. scales: [tokens, scales of a row] float32, if the input is float8_e4m3fn with
         scales. x and scales are contiguous. All are of torch on the CPU or of numpy, and may change
         once this returns.
 
-        Where the members have changed, all ranks agree on the next view first. If an argument is
+        If the members have changed, all ranks agree on the next view first. If an argument is
         wrong, no rank runs the step: this call raises InvalidArgument once all ranks know, and
         their dispatch_recv() raises StepRefused. The next call begins the next step.
         """
@@ -322,7 +323,7 @@ class AllToAll:
     def _send(
         self, slot: int, x: Any, ids: Any, weights: Any, scales: Any
     ) -> tuple[int, npt.NDArray[np.int64]]:
-        """The step, and the choices in it."""
+        """Sends the tokens; returns the step, and the choices in it."""
         shape = self.shape
         try:
             count = len(x)
@@ -349,11 +350,11 @@ class AllToAll:
         capacity: int | None = None,
     ) -> Dispatched:
         """Waits for all tokens of the slot's step that are for this rank's experts. Raises
-        StepRefused, which ends the step, where another rank could not begin it.
+        StepRefused, which ends the step, if another rank could not begin it.
 
-        layout: see Dispatched. align: "experts" begins each expert's rows at a multiple of it.
-        capacity: of "padded", rows of each expert; by default as many as there can be. An expert
-        that has more is refused with InvalidArgument, and the call may be repeated.
+        layout: see Dispatched. align: with "experts", each expert's rows begin at a multiple of it.
+        capacity: with "padded", the rows of each expert; by default the most that can arrive. If an
+        expert has more, this raises InvalidArgument, and may be called again.
         """
         of_slot = self._slot(slot)
         if layout not in _LAYOUTS or align < 1:
@@ -404,10 +405,10 @@ class AllToAll:
     def combine_send(self, y: Any, *, slot: int = 0) -> None:
         """Sends back what the experts made of the slot's tokens.
 
-        y: of the combine's dtype and the shape of Dispatched.x, each row where that of x was. By
-        the layout "tokens", a row is the weighted sum of the token's local experts; by the others
-        that of one expert, and the group weighs it. May change once this returns, but for rows of
-        answers(): these not before combine_recv().
+        y: of the combine's dtype and the shape of Dispatched.x, each row in the place of that of x.
+        With layout "tokens", a row is the weighted sum of the token's local experts; with the
+        others, the output of one expert, which the group weights. y may change once this returns;
+        rows in answers() only after combine_recv().
         """
         of_slot = self._slot(slot)
         if not of_slot.rows:
@@ -422,7 +423,7 @@ class AllToAll:
         """Waits for the contributions of all ranks to this rank's tokens, adds them, and ends the
         step. The contribution of a lost rank is whole or absent.
 
-        out: where the sums go, [tokens, hidden] of the output's dtype; see Combined.
+        out: takes the sums, [tokens, hidden] of the output's dtype; see Combined.
         """
         of_slot, shape = self._slot(slot), self.shape
         wanted = (len(of_slot.ids), shape.hidden)
@@ -447,7 +448,8 @@ class AllToAll:
             raise EngineClosed(f"the group of rank {self.rank} was closed; make a new one")
 
     def _wait(self, wait: _Wait, slot: int, what: str, *, agreed: bool) -> None:
-        """agreed: not while the ranks agree on a view, which may run the step again."""
+        """Waits in a step. agreed: completes an agreement on a view first, as that may run the step
+        again."""
         deadline = self._clock.monotonic() + self.timeout
         while True:
             if agreed:

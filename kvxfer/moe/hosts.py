@@ -1,4 +1,4 @@
-"""Which ranks share a host."""
+"""The ranks that share a host."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 
 def hosts_of(ranks: int, near: Mapping[int, frozenset[int]]) -> list[int]:
-    """By rank, the number of its host: the first rank there. Ranks of one host have all added each
-    other as near.
+    """Returns the number of each rank's host: the first rank there. Ranks of one host have all
+    added each other as near.
 
-    near: what each rank has said, with itself. A rank that has said nothing is alone.
+    near: the ranks near each rank, as it has reported them, and itself. A rank without a report is
+    alone.
     """
     first: dict[frozenset[int], int] = {}
     return [first.setdefault(near[rank], rank) if rank in near else rank for rank in range(ranks)]

@@ -1,55 +1,55 @@
-"""Which ranks are alive, and since which step: the same answer at all of them.
+"""The agreement on which ranks are alive, and since which step: equal at all of them.
 
-A pure state machine: what a rank meets goes in, effects come out, to be done in their order. No
+A pure state machine: events go in, effects come out, to be carried out in their order. It has no
 clock and no I/O, so verify/moe runs it on virtual time.
 
 The model is virtual synchrony (K. Birman, T. Joseph, "Exploiting virtual synchrony in distributed
 systems", SOSP 1987): a group goes through a sequence of views, and all members that go from one
-view to the next have completed the same in the first. Here a step is what is completed. Three
-things differ. A rank may complete a step without the contribution of a rank that it lost, and
-others with it: masks are each rank's own, and are not agreed on. Members are flushed where they
-wait, so that steps under way are run again in the next view rather than delivered before it. And
-a view need not have a majority, because most of a group may really be dead; instead lost ranks are
-asked.
+view to the next have completed the same steps in the first. Three things differ. A rank may
+complete a step without the contribution of a rank that it lost, and others with it: masks are each
+rank's own, and are not agreed on. Members are flushed where they wait, so that steps under way are
+run again in the next view rather than delivered before it. And a view need not have a majority,
+because most of a group may really be dead; instead, lost ranks are asked.
 
 *Flush.* At its boundary a rank that has lost a member begins a change of the view with FLUSH. A
 rank that is at its boundary, or waits in a step, answers with its own. From its FLUSH until it
-adopts a view, a rank begins no step and completes no dispatch. Its FLUSH tells the first step that
-it has not dispatched, and what it has lost by then.
+adopts a view, a rank begins no step and completes no dispatch. Its FLUSH has the first step that it
+has not dispatched, and the members that it has lost so far.
 
 *Decision.* The leader is the lowest member that is not lost. When all members that are not lost
-have sent a FLUSH of the same lost members as its own, it decides: these members, newcomers, and
-the first step, which is the lowest of theirs. A rank whose FLUSH was counted has completed no
-dispatch of that step or of later ones: it waited for the one that has not dispatched it, which it
-has not lost. So these steps are run in the new view, and those before in the old one: every member
-has dispatched them.
+have sent a FLUSH with the same lost members as its own, it decides on the next view: these members,
+newcomers, and the first step, which is the lowest of theirs. A rank whose FLUSH was counted has
+completed no dispatch of that step or of later ones: it waited for the rank that has not dispatched
+the step, which it has not lost. So these steps are run in the new view. Earlier steps are run in
+the old one: every member has dispatched them.
 
-*One view after another.* Of a rank that is lost here, nothing is taken, and what is lost stays so.
-A decision needs the FLUSH of each member that is not lost, with the deciding rank's lost members.
-So all that took part refuse views decided by those, and none of them decides otherwise. Where the
-leader is lost after its decision, ranks that have the view answer a FLUSH of the old one with it;
-while one of them is connected to the rest, the rest lacks its FLUSH and cannot decide. Views of
-ranks that have lost each other have different numbers: a number has the deciding rank in it.
+*One view after another.* A rank takes nothing from a rank that it has lost, and a lost rank stays
+lost. A decision needs the FLUSH of each member that is not lost, with the lost members of the
+deciding rank. So all that took part refuse views decided by the lost ones, and none of them decides
+otherwise. If the leader is lost after its decision, ranks that have the view answer a FLUSH of the
+old one with it; while one of them is connected to the rest, the rest lacks its FLUSH and cannot
+decide. Views of ranks that have lost each other have different numbers: a number includes the
+deciding rank.
 
-*Accusations.* A loss is seen as silence or as the end of the connection, which also comes to one
-that was itself taken for dead. Hearsay alone makes no member lost: the others see a death
-themselves. Where two members accuse each other and neither is lost here, one of them is taken for
-lost, the same one everywhere: the one that only saw its connection end, or else the higher. So a
-false suspicion costs one rank, not two.
+*Accusations.* A loss shows as silence, or as the end of the connection, which a rank also sees if
+it was itself taken for dead. Hearsay alone makes no member lost: the others see a death themselves.
+If two members accuse each other and neither is lost here, one of them is taken for lost, the same
+one everywhere: the one that only saw its connection end, or else the higher. So a false suspicion
+costs one rank, not two.
 
 *Asking.* Before it decides, a leader asks lost ranks whether they are alive: with half of the
 members or fewer, every rank that does not survive; with more, those that were not silent, which may
-have gone on while this side was frozen. One that has a later view excludes the asker. Else the
-larger side goes on, or at equal size the one with the lowest rank: the asked rank gives way, or the
-asker waits for the other side. A rank whose engine does not answer is dead or frozen; when it wakes
-up it finds itself alone, asks, and is told. Where a network is cut in two and stays so, both sides
-go on, except those of fewer than `min_ranks`.
+have continued while this side was frozen. A rank that has a later view excludes the asker.
+Otherwise the larger side continues, or at equal size the one with the lowest rank: the asked rank
+gives way, or the asker waits for the other side. A rank whose engine does not answer is dead or
+frozen; when it wakes up, it finds itself alone, asks, and learns the outcome. If a network is cut
+in two for good, both sides continue, except those of fewer than `min_ranks`.
 
 *Refusals.* A rank that cannot begin a step begins a change of the view instead; its FLUSH says why.
-The view after that lists the step, and all members leave it out. No member has completed its
-dispatch: the first step of the view is not a later one. The view also lists the earlier refusals
-that some member, or a newcomer, still has before it. Where the refusing rank is lost before the
-decision, the step is run without it.
+The next view lists the step, and all members leave it out. No member has completed its dispatch, as
+the view's first step is not a later one. The view also lists earlier refusals of steps that some
+member, or a newcomer, has not reached. If the refusing rank is lost before the decision, the step
+is run without it.
 
 *Newcomers.* A process takes the place of a rank that is not a member. It is set up with all members
 and says so (READY); the leader begins a change, and admits it if every survivor is set up with it.
@@ -84,12 +84,13 @@ _Loss: TypeAlias = Literal["silent", "closed", "judged"]
 
 
 def first_view(ranks: int) -> View:
-    """Of a group that begins."""
+    """Returns the first view of a group."""
     return View(number=0, previous=0, members=tuple(range(ranks)), newcomers=(), first_step=0)
 
 
 class Membership:
-    """Of one rank. `view`: the first one; None for a newcomer, which waits to be admitted.
+    """The membership of one rank. `view`: the first one; None for a newcomer, which waits to be
+    admitted.
 
     min_ranks: a group of fewer ends with MoeGroupLost.
     """
@@ -98,22 +99,22 @@ class Membership:
         self.rank, self.ranks, self.min_ranks = rank, ranks, min_ranks
         self.ended: RankExcluded | MoeGroupLost | None = None
         self.blocked = False
-        """From its FLUSH until it adopts a view: no step begins, no dispatch completes."""
+        """Whether it awaits a view after its FLUSH: no step begins, no dispatch completes."""
         self._step = 0
-        """The next one, while blocked."""
+        """The next step, while blocked."""
         self._admitted = view is not None
         self._view = view or View(number=0, previous=0, members=(), newcomers=(), first_step=0)
         self._lost: dict[int, _Loss] = {}
-        """Members; "judged" are those that have lost against another one."""
+        """The lost members, and how each was lost; "judged" is by an accusation of another one."""
         self._flushes: dict[int, Flush] = {}
-        """The last of each rank, of this view or a later one."""
+        """The last FLUSH of each rank, of this view or a later one."""
         self._told: Flush | None = None
         self._refuses = ""
-        """Why it cannot begin the next step."""
+        """The reason why it cannot begin the next step; empty if it can."""
         self._ready: set[int] = set()
-        """Ranks that are no members, and are set up with this one."""
+        """Ranks that are not members, and are set up with this one."""
         self._announced: dict[int, frozenset[int]] = {}
-        """Newcomers, and whom they are set up with."""
+        """Newcomers, and the ranks that each is set up with."""
         self._tried: set[int] = set()
         """Newcomers for which a change was begun."""
         self._asking: Ask | None = None
@@ -121,7 +122,7 @@ class Membership:
 
     @property
     def view(self) -> View | None:
-        """None for a newcomer that is not admitted yet."""
+        """The current view; None for a newcomer that is not admitted yet."""
         return self._view if self._admitted else None
 
     @property
@@ -131,13 +132,13 @@ class Membership:
 
     @property
     def calm(self) -> bool:
-        """A member that has nothing to agree on with others."""
+        """True for a member that has nothing to agree on with others."""
         return not (self._lost or self._flushes or self._announced or self._idle())
 
-    # --- what a rank meets
+    # --- events
 
     def boundary(self, step: int) -> Effects:
-        """It is about to dispatch `step`, and has told all that came before."""
+        """Handles a rank that is about to dispatch `step`; all earlier events have been fed in."""
         if not (self._lost or self._flushes or self._announced) or self._idle():
             return ()
         if not (self._lost or self._called() or self._next_newcomers()):
@@ -145,7 +146,8 @@ class Membership:
         return self._flush(step)
 
     def waiting(self, next_step: int) -> Effects:
-        """It waits in a step, has dispatched all before `next_step`, and has told all that came."""
+        """Handles a rank that waits in a step, and has dispatched all before `next_step`. All
+        earlier events have been fed in."""
         if not (self._lost or self._flushes) or self._idle():
             return ()
         if not (self._called() or self._alone_knows_the_view()):
@@ -153,15 +155,15 @@ class Membership:
         return self._flush(next_step)
 
     def refuse(self, step: int, why: str) -> Effects:
-        """At its boundary, with nothing to agree on: it cannot begin `step`. In the next view no
-        rank runs it. Nothing where some rank has too many refused steps before it."""
+        """Refuses `step`, at a boundary with nothing to agree on: in the next view, no rank runs
+        it. Does nothing if some rank has too many refused steps before it."""
         if self._idle() or len(self._view.refused) >= MOST_REFUSALS:
             return ()
         self._refuses = why[:MOST_WHY]
         return self._flush(step)
 
     def lose(self, rank: int, *, silent: bool) -> Effects:
-        """The connection to a rank is gone. `silent`: because nothing came from it any more."""
+        """Handles the loss of the connection to a rank. `silent`: because the rank fell silent."""
         self._ready.discard(rank)
         self._announced.pop(rank, None)
         self._tried.discard(rank)
@@ -172,19 +174,19 @@ class Membership:
         return self._advance()
 
     def newcomer(self, rank: int) -> Effects:
-        """A rank that is no member is set up with this one; of a newcomer, any rank."""
+        """Handles the set-up with a rank that is not a member; at a newcomer, with any rank."""
         if rank in self._view.members:
             raise InvalidArgument(f"rank {rank} is a member of view {self._view.number}")
         self._ready.add(rank)
         return self._advance()
 
     def announce(self) -> Effects:
-        """Of a newcomer that is set up with all members that it knows."""
+        """Announces a newcomer that is set up with all members that it knows."""
         ready = Ready(_ordered(self._ready))
         return tuple(Send(rank, ready) for rank in ready.welcomed)
 
     def received(self, rank: int, message: Message) -> Effects:
-        """From a rank by the connection of its pair."""
+        """Handles a message of a rank over the connection of its pair."""
         if self.ended is not None or rank in self._lost:
             return ()
         match message:
@@ -201,7 +203,7 @@ class Membership:
                 )
 
     def answered(self, rank: int, ask: Ask, answer: Answer | None) -> Effects:
-        """What a rank said; None where its engine does not answer, or is lost before it did."""
+        """Handles the answer of a rank; None if its engine does not answer, or is lost first."""
         if self.ended is not None or ask != self._asking or rank not in self._unanswered:
             return ()
         if isinstance(answer, Wait):
@@ -212,7 +214,7 @@ class Membership:
         return self._advance()
 
     def asked(self, ask: Ask) -> Effects:
-        """By a rank that has lost this one."""
+        """Handles the question of a rank that has lost this one."""
         view = self._view
         if self.ended is not None or not self._admitted:
             return (Reply(ask.rank, Yield(view.number)),)
@@ -222,7 +224,7 @@ class Membership:
             return (Reply(ask.rank, Excluded(view.number)),)
         own = {self.rank} | set(view.members) - self.lost - set(ask.survivors)
         if _strength(own) > _strength(ask.survivors):
-            # Two halves that have gone on stay apart: this one will not decide about the asker.
+            # Two halves that have both continued stay apart: this one never decides on the asker.
             return (Reply(ask.rank, Wait(view.number) if member else Excluded(view.number)),)
         ended = self._end(self._excluded(f"rank {ask.rank} goes on with {[*ask.survivors]}"))
         return (Reply(ask.rank, Yield(view.number)), *ended)
@@ -244,7 +246,7 @@ class Membership:
             self._flushes[rank] = flush
             return self._advance()
         if flush.view == view.previous and rank in view.members:
-            # It has it from the rank that decided it, unless that is lost to it.
+            # The rank gets the view from its decider, unless it has lost that.
             return (Send(rank, view),) if self._decider(view) in flush.lost else ()
         if self._round(flush.view) == self._round(view.number) or rank not in view.members:
             return (Send(rank, Ended(view.number, RankExcluded.code)),)
@@ -255,7 +257,7 @@ class Membership:
             return self._adopt(view) if self.rank in view.newcomers else ()
         if view.number == self._view.number:
             return ()
-        if rank not in self._view.members:  # two halves of a group have let this newcomer in
+        if rank not in self._view.members:  # two halves of a group have admitted this newcomer
             self._ready.discard(rank)
             return (Fence(rank),)
         if self._round(view.number) < self._round(self._view.number):
@@ -264,7 +266,7 @@ class Membership:
             if self.rank in view.members:
                 return self._adopt(view)
             return self._end(self._excluded(f"view {view.number} is {[*view.members]}"))
-        # This rank was admitted by a view that the others have not adopted.
+        # The others have not adopted the view that has admitted this rank.
         return self._end(self._excluded(f"view {view.number} follows {view.previous}"))
 
     # --- a change of the view
@@ -273,16 +275,16 @@ class Membership:
         return not self._admitted or self.blocked or self.ended is not None
 
     def _called(self) -> bool:
-        """Whether another member has begun a change."""
+        """Returns whether another member has begun a change."""
         number = self._view.number
         return any(flush.view == number for flush in self._flushes.values())
 
     def _alone_knows_the_view(self) -> bool:
-        """Whether none but this newcomer may have the view: then it has to ask for the next."""
+        """Returns whether this newcomer may alone have the view; it then has to begin the next."""
         return self.rank in self._view.newcomers and self._decider(self._view) in self._lost
 
     def _next_newcomers(self) -> set[int]:
-        """Those for whom this rank, as the leader, has to begin a change."""
+        """Returns the newcomers for whom this rank, as the leader, has to begin a change."""
         survivors = self._survivors()
         if self.rank != min(survivors):
             return set()
@@ -298,7 +300,7 @@ class Membership:
         return self._advance()
 
     def _advance(self) -> Effects:
-        """What follows from what is known, in a change of the view."""
+        """Continues a change of the view, as far as this rank can."""
         if not self.blocked or self.ended is not None:
             return ()
         effects: list[Effect] = [*self._conclude()]
@@ -308,7 +310,7 @@ class Membership:
         return tuple(effects)
 
     def _conclude(self) -> Iterable[Effect]:
-        """Takes for lost one of each two that accuse each other."""
+        """Takes one of each two members that accuse each other for lost."""
         while (rank := loser(self.rank, told := self._current_flushes())) is not None:
             if rank == self.rank:
                 yield from self._end(self._excluded("a member has lost it"))
@@ -340,7 +342,7 @@ class Membership:
             yield Send(rank, flush)
 
     def _decide(self) -> Effects:
-        """Of the leader: asks, or decides, where all that survive say the same."""
+        """Asks lost ranks, or decides, at the leader, once all survivors report the same."""
         survivors = self._survivors()
         told = self._current_flushes()
         if self.rank != min(survivors) or not self._all_say_the_same(survivors, told):
@@ -379,8 +381,8 @@ class Membership:
         return min([self._step, *(flush.next_step for flush in told)])
 
     def _left_out(self, first_step: int, told: Mapping[int, Flush]) -> tuple[Refusal, ...]:
-        """The steps that are not run in the next view. Of several refusals of one, the first, then
-        that of the lowest rank."""
+        """Returns a refusal for each step that is not run in the next view: that of the current
+        view, or else that of the lowest rank."""
         refused = {each.step: each for each in self._view.refused if each.step >= first_step}
         said = {rank: (flush.next_step, flush.refuses) for rank, flush in told.items()}
         said[self.rank] = (self._step, self._refuses)
@@ -390,14 +392,14 @@ class Membership:
         return tuple(refused[step] for step in sorted(refused))
 
     def _doubtful(self, survivors: set[int], told: Iterable[Flush]) -> set[int]:
-        """Whom the leader has to ask before it decides."""
+        """Returns the ranks that the leader has to ask before it decides."""
         if 2 * len(survivors) <= len(self._view.members):
             return set(range(self.ranks)) - survivors - self._ready
         lost = {rank for rank, how in self._lost.items() if how != "silent"}
         return lost.union(*({*flush.closed, *flush.judged} for flush in told))
 
     def _admissible(self, survivors: set[int], told: Iterable[Flush]) -> set[int]:
-        """The newcomers of the next view: each two are set up with each other."""
+        """Returns the newcomers of the next view: each two are set up with each other."""
         listed = self._ready.intersection(*(flush.ready for flush in told))
         admitted: set[int] = set()
         for rank in sorted(listed & self._announced.keys()):
@@ -423,7 +425,7 @@ class Membership:
         self._tried -= members
         self._announced = {r: with_ for r, with_ in self._announced.items() if r not in members}
         effects.append(Adopt(view))
-        if self._decider(view) != self.rank:  # which may be lost before they have it
+        if self._decider(view) != self.rank:  # the decider may be lost before
             others = (rank for rank in view.newcomers if rank != self.rank)
             effects += [Send(rank, view) for rank in others if rank not in self._lost]
         held, self._flushes = self._flushes, {}
@@ -464,6 +466,6 @@ def _ordered(ranks: Iterable[int]) -> tuple[int, ...]:
 
 
 def _strength(side: Iterable[int]) -> tuple[int, int]:
-    """Of two sides, the one with the greater goes on."""
+    """Returns the strength of a side; of two sides, the stronger continues."""
     ranks = set(side)
     return (len(ranks), -min(ranks))

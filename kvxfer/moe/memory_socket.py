@@ -1,4 +1,4 @@
-"""Hands the memory of ranks over to those on the same host."""
+"""The hand-over of memory between ranks on one host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BACKLOG: Final = 4096
 
 
 class Handed(NamedTuple):
-    """File descriptors, which the context manager closes."""
+    """The file descriptors of a rank's memory, which the context manager closes."""
 
     memory: int
     doorbell: int
@@ -32,7 +32,7 @@ class Handed(NamedTuple):
 
 
 def give(name: str, secret: bytes, handed: Handed) -> None:
-    """Leaves duplicates at the socket of that name, and does not wait until they are taken. Raises
+    """Sends duplicates to the socket of that name, without waiting until they are taken. Raises
     PeerLost."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sender:
         sender.setblocking(False)
@@ -45,27 +45,27 @@ def give(name: str, secret: bytes, handed: Handed) -> None:
 
 
 class MemorySocket:
-    """An abstract unix socket. What comes without an expected secret is dropped."""
+    """An abstract unix socket, which drops descriptors without an expected secret."""
 
     def __init__(self) -> None:
         self.name = f"kvxfer-moe-{secrets.token_hex(SECRET_BYTES)}"
         self._expected: set[bytes] = set()
         self._taken: dict[bytes, Handed] = {}
         self._open: list[socket.socket] = []
-        """From which nothing has come yet: its giver is between connect() and send()."""
+        """Connections without data so far: the giver is between connect() and send()."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
         self._socket.bind(f"\0{self.name}")
         self._socket.listen(_BACKLOG)
 
     def expect(self) -> bytes:
-        """A new secret, for one rank."""
+        """Returns a new secret, for one rank."""
         secret = secrets.token_bytes(SECRET_BYTES)
         self._expected.add(secret)
         return secret
 
     def take(self, secret: bytes) -> Handed:
-        """What was given with this secret. Raises PeerLost where nothing was."""
+        """Returns what was given with this secret. Raises PeerLost if nothing was."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._open.append(self._socket.accept()[0])
@@ -86,7 +86,7 @@ class MemorySocket:
                 pass
 
     def _receive(self, connection: socket.socket) -> bool:
-        """Whether something has come, or the giver is gone: then it is closed."""
+        """Reads a connection. If data came, or the giver is gone, closes it and returns True."""
         connection.setblocking(False)
         header, fds = b"", list[int]()
         try:

@@ -1,7 +1,8 @@
-"""Every rank connected to every other one, and their memory set up for steps.
+"""The connections between all ranks, and the set-up of their memory for steps.
 
-Rank i connects to all j < i, a newcomer to all. Both say Hello, then hand their memory over or say
-their Terms, then say Welcome. All of it happens where the caller of the group takes completions.
+Rank i connects to all j < i, a newcomer to all. Both send Hello, then Terms (after they have handed
+over their memory, on one host), then Welcome. All of it runs in calls of the group, which take
+completions.
 """
 
 from __future__ import annotations
@@ -48,49 +49,49 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS: Final = 2.0
 _ASK_SECONDS: Final = 0.25
-"""In which the engine of a lost rank takes a connection, unless it is dead or frozen."""
+"""The time for a lost rank's engine to accept a connection, unless it is dead or frozen."""
 _REDIAL_SECONDS: Final = 0.1
 
 
 class MeshHandler(Protocol):
-    """Told what concerns views. It must not block."""
+    """A handler of the events that concern views. It must not block."""
 
     def set_up(self, rank: int) -> None:
-        """Both sides of the pair are set up."""
+        """Handles a pair with both sides set up."""
 
     def heard(self, rank: int, message: Message) -> None:
-        """A message of a rank that has said Hello."""
+        """Handles a message of a rank that has sent Hello."""
 
     def lost(self, rank: int, error: Exception) -> None:
-        """A rank that has said Hello, after its connection has ended."""
+        """Handles the loss of a rank that has sent Hello, after its connection has ended."""
 
     def asked(self, ask: Ask) -> None:
-        """By a rank that has lost this one; reply() answers."""
+        """Handles the question of a rank that has lost this one; reply() answers."""
 
     def answered(self, rank: int, ask: Ask, answer: Answer | None) -> None:
-        """What a rank says to ask(); None if it is not reached, or lost before it says anything."""
+        """Handles the answer to ask(); None if the rank is not reached, or is lost first."""
 
     def members_known(self, addresses: dict[int, str], *, taken: bool) -> None:
-        """The answer to ask_members(): none while this rank is a member still. taken: which the
-        rank that answers has not lost."""
+        """Handles the answer to ask_members(): no addresses while this rank is still a member.
+        taken: the rank that answers has not lost that member."""
 
     def refused(self, rank: int | None, error: Exception) -> None:
-        """No pair, as that rank says; None: as this one says."""
+        """Handles a refusal to form a pair, by that rank; None: by this one."""
 
 
 @dataclass(slots=True)
 class _Pair:
-    """This rank and another one that has said Hello."""
+    """A pair of this rank and another one that has sent Hello."""
 
     peer: Peer
     hello: Hello
     ours: bool = False
-    """This side is set up."""
+    """Whether this side is set up."""
     theirs: bool = False
 
 
 class Mesh:
-    """Of one rank. `members` are those whose place no newcomer takes."""
+    """The connections of one rank. `members` are those whose place no newcomer takes."""
 
     def __init__(
         self,
@@ -110,15 +111,15 @@ class Mesh:
         self._shape, self._placement, self._of = shape, placement, len(placement.ranks)
         self._socket = MemorySocket()
         self._pairs: dict[int, _Pair] = {}
-        self._ranks: dict[int, int] = {}  # by the peer's id
+        self._ranks: dict[int, int] = {}  # ranks, keyed by the peer's id
         self._secrets: dict[int, bytes] = {}
         self._askers: dict[int, Peer] = {}
-        self._asked: dict[int, tuple[int, Ask]] = {}  # by the peer's id
+        self._asked: dict[int, tuple[int, Ask]] = {}  # keyed by the peer's id
         self._dialed: set[int] = set()
         self._redials: dict[int, float] = {}
-        self._failed: dict[int, str] = {}  # why a rank is dialed again
+        self._failed: dict[int, str] = {}  # the reason why a rank is dialed again
         self._refusal: KvxferError | None = None
-        self._early: list[tuple[Peer, Hello]] = []  # of ranks whose place is not free yet
+        self._early: list[tuple[Peer, Hello]] = []  # waiting until a place is free
         engine.handler = self
 
     @property
@@ -140,7 +141,7 @@ class Mesh:
         return bool(self._redials)
 
     def missing(self, ranks: Iterable[int]) -> str:
-        """Of these ranks, which are not set up, and why."""
+        """Describes which of these ranks are not set up, and why."""
         late = sorted(frozenset(ranks) - self.set_up_with)
         absent = [rank for rank in late if rank not in self._pairs]
         silent = [rank for rank in late if rank in self._pairs]
@@ -151,7 +152,7 @@ class Mesh:
     # --- connections
 
     def dial(self, addresses: Mapping[int, str]) -> None:
-        """Connects to these ranks and says Hello, again until they are there, and to no others."""
+        """Connects to these ranks and sends Hello, with retries; stops those to other ranks."""
         self._redials = {rank: at for rank, at in self._redials.items() if rank in addresses}
         self.addresses |= addresses
         for rank in addresses:
@@ -159,7 +160,7 @@ class Mesh:
                 self._dial(rank)
 
     def redial(self) -> None:
-        """Dials again where it is time."""
+        """Dials the ranks whose retry is due."""
         now = self._clock.monotonic()
         for rank in [rank for rank, at in self._redials.items() if at <= now]:
             del self._redials[rank]
@@ -181,15 +182,15 @@ class Mesh:
         self._engine.connect(self.addresses[rank], CONNECT_SECONDS, connected)
 
     def send(self, rank: int, message: Message) -> None:
-        """To a rank that has said Hello; nothing where it is lost."""
+        """Sends a message to a rank that has sent Hello; does nothing if it is lost."""
         pair = self._pairs.get(rank)
         if pair is not None:
             self._say(pair.peer, message)
 
     def ask(self, rank: int, ask: Ask) -> None:
-        """Connects to a rank that is lost; answered() follows."""
+        """Connects to a lost rank and asks it; answered() follows."""
 
-        if rank not in self.addresses:  # this newcomer has never met it
+        if rank not in self.addresses:  # a newcomer has never met this rank
             self._handler.answered(rank, ask, None)
             return
 
@@ -203,24 +204,24 @@ class Mesh:
         self._engine.connect(self.addresses[rank], _ASK_SECONDS, connected)
 
     def reply(self, rank: int, answer: Answer) -> None:
-        """To a rank that asked."""
+        """Replies to a rank that asked."""
         asker = self._askers.pop(rank, None)
         if asker is not None:
             self._say(asker, answer)
 
     def ask_members(self, peer: Peer) -> None:
-        """Asks a rank, and all that are set up; members_known() follows."""
+        """Asks a peer, and all ranks of pairs, for the members; members_known() follows."""
         for each in {peer, *(pair.peer for pair in self._pairs.values())}:
             self._say(each, Join(self.rank))
 
     def fence(self, rank: int) -> None:
-        """After this no write of the rank lands, and it is lost."""
+        """Fences a rank: after this none of its writes lands, and it is lost."""
         pair = self._pairs.get(rank)
         if pair is not None:
             _fence(pair.peer)
 
     def admit(self, members: frozenset[int]) -> None:
-        """The members from now on; takes the Hello of those that wait for a place."""
+        """Sets the members, and takes the Hello of newcomers that wait for a place."""
         self.members = members
         early, self._early = self._early, []
         for peer, hello in early:
@@ -228,7 +229,7 @@ class Mesh:
                 self._receive(peer, hello)
 
     def refuse(self, error: KvxferError) -> None:
-        """Tells all why there is no group, also those that say Hello from now on."""
+        """Tells all why there is no group, also those that send Hello from now on."""
         self._refusal = error
         for rank in self._pairs:
             self.send(rank, _refusal(error))
@@ -257,7 +258,7 @@ class Mesh:
         if rank is None:
             return
         pair = self._pairs.get(rank)
-        if pair is None or pair.peer is peer:  # not a second process that says it is this rank
+        if pair is None or pair.peer is peer:  # not a second process that claims this rank
             self._dialed.discard(rank)
             self._handler.lost(rank, error)
 
@@ -334,13 +335,13 @@ class Mesh:
         if hello.rank in self.members:
             self._early.append((peer, hello))
             return
-        if peer.id not in self._secrets:  # it has connected
+        if peer.id not in self._secrets:  # the peer has connected, and has no Hello yet
             self._greet(peer)
         self._ranks[peer.id] = hello.rank
         if self._refusal is not None:
             raise self._refusal
         self._require_same(hello)
-        if hello.rank in self._pairs:  # of a process that is lost
+        if hello.rank in self._pairs:  # a pair with a lost process
             self._exchange.remove(hello.rank)
         self._pairs[hello.rank] = _Pair(peer, hello)
         self.addresses[hello.rank] = hello.address
@@ -355,7 +356,7 @@ class Mesh:
         return Handed(exchange.memory_fd, exchange.doorbell_fd, exchange.memory_bytes)
 
     def _require_same(self, hello: Hello) -> None:
-        """Raises InvalidArgument by name."""
+        """Raises InvalidArgument that names what differs."""
         if hello.version != VERSION:
             raise InvalidArgument(
                 f"rank {hello.rank} speaks version {hello.version} and rank {self.rank} {VERSION}; "
@@ -398,12 +399,12 @@ class Mesh:
             self._handler.set_up(rank)
 
     def _say(self, peer: Peer, message: Message) -> None:
-        with contextlib.suppress(PeerError, EngineClosed):  # it is lost, and reported
+        with contextlib.suppress(PeerError, EngineClosed):  # the loss is reported elsewhere
             peer.send(encode(message))
 
 
 def _fence(peer: Peer) -> None:
-    with contextlib.suppress(PeerError, EngineClosed):  # it is lost already
+    with contextlib.suppress(PeerError, EngineClosed):  # lost already
         peer.fence()
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a group say to each other: frozen typed values as tagged msgpack."""
+"""The messages between the ranks of a group: frozen typed values as tagged msgpack."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ Address: TypeAlias = Annotated[str, Meta(max_length=256)]
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """The first message of a rank, unless it sends Join or Ask.
 
-    socket: the abstract unix socket that takes file descriptors of ranks on its host. secret: what
-    has to come with those of the rank that it is said to.
+    socket: the abstract unix socket that takes file descriptors of ranks on its host. secret: has
+    to accompany the descriptors of the recipient.
     """
 
     rank: Rank
@@ -49,7 +49,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Why no group forms with the rank that it is said to."""
+    """The reason why no group forms with the recipient."""
 
     code: str
     text: str
@@ -57,27 +57,27 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     def error(self) -> KvxferError:
         try:
             return by_code(self.code)(self.text)
-        except TypeError:  # one that is made of more than a text
+        except TypeError:  # an error that takes more than a text
             return KvxferError(f"{self.text} ({self.code})")
 
 
 class Terms(msgspec.Struct, frozen=True, tag="terms"):
-    """Where the rank writes to: what `open_remote()` gave, or None where its memory waits at the
-    socket of the rank that it is said to."""
+    """The terms for the recipient's writes, from `open_remote()`; None if the rank's memory waits
+    at the recipient's socket."""
 
     remote: bytes | None
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """This side of the pair is set up."""
+    """A notice that this side of the pair is set up."""
 
 
 # --- hosts
 
 
 class Near(msgspec.Struct, frozen=True, tag="near"):
-    """The members whose memory the rank reads, as they are on its host: what is for several of them
-    may go to one of them."""
+    """The members on the rank's host, whose memory it reads: rows for several of them may go to one
+    of them."""
 
     ranks: Annotated[frozenset[Rank], Meta(max_length=MOST_RANKS)]
 
@@ -86,27 +86,27 @@ class Near(msgspec.Struct, frozen=True, tag="near"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """The rank closes its group after so many steps; it waits for Farewell, or Leaving."""
+    """A notice that the rank leaves after `steps` steps; it waits for Farewell, or Leaving."""
 
     steps: Annotated[int, Meta(ge=0, lt=1 << 40)]
 
 
 class Farewell(msgspec.Struct, frozen=True, tag="farewell"):
-    """Nothing of the rank that it is said to is needed any more."""
+    """A notice that the sender needs nothing more from the recipient."""
 
 
 # --- newcomers
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """newcomer → any member: who is there?"""
+    """newcomer → any member: who are the members?"""
 
     rank: Rank
 
 
 class Members(msgspec.Struct, frozen=True, tag="members"):
-    """The answer to Join: the addresses of the members, by rank; none where the newcomer's rank is
-    still a member. taken: it is not lost to this one."""
+    """The answer to Join: the addresses of the members, by rank; none if the newcomer's rank is
+    still a member. taken: the sender has not lost that member."""
 
     addresses: Annotated[dict[Rank, Address], Meta(max_length=MOST_RANKS)]
     taken: bool = False
@@ -141,7 +141,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes, name: str) -> Message:
-    """`name` is the peer that sent it. Raises ProtocolError."""
+    """Decodes a message of the peer `name`. Raises ProtocolError."""
     try:
         return _DECODER.decode(data)
     except UNREADABLE as error:

@@ -1,4 +1,4 @@
-"""A layer of experts for torch whose experts are spread over the ranks of a group."""
+"""A torch layer of experts, which are spread over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from kvxfer.moe.results import Combined, Dispatched, Layout
 
 
 class LocalExperts(Protocol):
-    """What one rank computes."""
+    """The experts of one rank."""
 
     @property
     def layout(self) -> Layout:
-        """How it wants its tokens."""
+        """The layout in which it takes tokens."""
 
     def __call__(self, got: Dispatched) -> Tensor:
-        """What the experts make of `got.x`: of its shape, of any dtype. By the layout "tokens" the
-        weighted sum of a token's local experts, else the output of one expert."""
+        """Returns what the experts make of `got.x`: of its shape, of any dtype. With layout
+        "tokens", a row is the weighted sum of a token's local experts, else the output of one."""
 
 
 class GroupedExperts(nn.Module):
     """SwiGLU networks: down @ (silu(gate @ x) * (up @ x)). Each computes all its tokens at once.
 
     gate_up: [local experts, 2 * inner, hidden], gate first. down: [local experts, hidden, inner].
-    They are in the order of `placement.ranks[rank]`, and computed with in their dtype.
+    Both are in the order of `placement.ranks[rank]`. The experts compute in their dtype.
     """
 
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
@@ -63,10 +63,10 @@ class GroupedExperts(nn.Module):
 
 
 class MoEAllToAll(nn.Module):
-    """Sends each token to the ranks of its experts, computes what has come here, and adds up what
-    comes back. Inference only; tensors are on the CPU.
+    """A layer that sends each token to the ranks of its experts, computes what arrives here, and
+    adds up what comes back. Inference only; tensors are on the CPU.
 
-    A step of the group is one call at every rank. A rank without tokens calls it too, with none.
+    A step of the group is one call at every rank. A rank without tokens calls it with none.
     Several modules may use one group in turn, in the same order at all ranks. A step that another
     rank could not begin ends with StepRefused in compute() or forward().
     """
@@ -77,7 +77,7 @@ class MoEAllToAll(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, slot: int = 0) -> Combined:
-        """One step. Arguments as of dispatch(), result as of combine()."""
+        """Runs one step, with the arguments of dispatch() and the result of combine()."""
         self.dispatch(x, ids, weights, slot)
         self.compute(slot)
         return self.combine(slot)
@@ -87,7 +87,7 @@ class MoEAllToAll(nn.Module):
         """Begins a step. One in another slot may be under way meanwhile.
 
         Args:
-            x: [tokens, hidden]; of another dtype than the group's input, it is converted.
+            x: [tokens, hidden]; converted if its dtype is not that of the group's input.
             ids: integers [tokens, top_k], the experts of each token; -1: none.
             weights: floats [tokens, top_k].
         """
@@ -98,17 +98,17 @@ class MoEAllToAll(nn.Module):
 
     @torch.no_grad()
     def compute(self, slot: int = 0) -> None:
-        """The part of this rank's experts in the slot's step."""
+        """Runs this rank's experts in the slot's step."""
         got = self.group.dispatch_recv(slot=slot, layout=self.experts.layout)
         y = self.experts(got).to(getattr(torch, self.group.shape.combine))
         self.group.combine_send(y.contiguous(), slot=slot)
 
     def combine(self, slot: int = 0) -> Combined:
-        """Ends the slot's step. `out` is valid until its next one. Where `missing` is not empty,
-        ranks were lost in this step; the same tokens may be sent again with the next one."""
+        """Ends the slot's step. `out` is valid until the slot's next combine(). If `missing` is not
+        empty, ranks were lost in this step; the same tokens may be sent again in the next one."""
         return self.group.combine_recv(slot=slot)
 
 
 def _dequantised(x: Tensor, scales: Tensor, scale_block: int) -> Tensor:
-    """[rows, hidden] float32."""
+    """Returns [rows, hidden] float32."""
     return x.float() * scales.repeat_interleave(scale_block, dim=1)[:, : x.shape[1]]

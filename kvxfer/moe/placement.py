@@ -1,4 +1,4 @@
-"""Which rank has which experts, and which of an expert's replicas a rank sends to."""
+"""The placement of experts on ranks, and the choice of the replica that a rank sends to."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ NO_REPLICA: Final = -1
 class Placement:
     """The experts of each rank.
 
-    ranks: for each rank the logical experts that it has, by local index. An expert may be on
-    several ranks: any of its replicas computes the same. Raises InvalidArgument where an expert is
-    on no rank, or twice on one.
+    ranks: the logical experts of each rank, by local index. An expert may be on several ranks: any
+    of its replicas computes the same. Raises InvalidArgument if an expert is on no rank, or twice
+    on one.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -41,8 +41,8 @@ class Placement:
 
     @classmethod
     def even(cls, experts: int, ranks: int, copies: int = 1) -> Self:
-        """Neighbouring experts together, the same number on each rank, or one more. With several
-        `copies`, those of an expert are as many ranks apart as possible."""
+        """Places neighbouring experts together, the same number on each rank, or one more. With
+        several `copies`, those of an expert are as many ranks apart as possible."""
         if not 1 <= copies <= ranks:
             raise InvalidArgument(f"{copies} copies of an expert do not fit {ranks} ranks")
         placed: list[list[int]] = [[] for _ in range(ranks)]
@@ -55,17 +55,17 @@ class Placement:
 
     @property
     def experts(self) -> int:
-        """How many logical experts there are."""
+        """The number of logical experts."""
         return 1 + max(expert for experts in self.ranks for expert in experts)
 
     def table(
         self, alive: Sequence[bool], rank: int, near: Collection[int] = ()
     ) -> npt.NDArray[np.int64]:
-        """Where `rank` sends each logical expert's tokens: destination rank << 32 | local expert,
-        or NO_REPLICA.
+        """Returns where `rank` sends each logical expert's tokens: destination rank << 32 | local
+        expert, or NO_REPLICA.
 
-        alive: by rank. near: the ranks on this rank's host. Its own replica comes first, then one
-        on its host. Ranks without either take turns among the replicas.
+        alive: whether each rank is alive. near: the ranks on this rank's host. Its own replica
+        comes first, then one on its host. Ranks without either take turns among the replicas.
         """
         replicas: list[list[tuple[int, int]]] = [[] for _ in range(self.experts)]
         for owner, experts in enumerate(self.ranks):

@@ -1,4 +1,4 @@
-"""What a step gives back."""
+"""The results of a step."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ class Dispatched:
     slot's combine_recv().
 
     members: the ranks that run the step.
-    x: of the wire's dtype. By layout "experts": [rows, hidden], where local expert e has
-    `expert_rows[e]` rows from row `begins[e]` on; "padded": [experts, capacity, hidden]; "tokens":
-    [tokens, hidden], where source rank s has `source_rows[s]` rows from row `begins[s]` on, in
-    answers() where combine's dtype is the same: then only valid until combine_send(), and what
-    is written over x is sent back without a copy. What lies between these rows is undefined.
-    scales: [..., scales of a row] float32 for rows as of x, where the wire has scales: one for each
-    `scale_block` elements, the last one for the rest. expert_rows: rows by local expert: a token
-    has one, however often it has chosen the expert. source_rows: tokens by source rank.
-    ids, weights: only by "tokens": [tokens, top_k] int32 local experts, -1 for none, and float32.
+    x: rows of the wire's dtype. With layout "experts": [rows, hidden], where local expert e has
+    `expert_rows[e]` rows from row `begins[e]` on. "padded": [experts, capacity, hidden]. "tokens":
+    [tokens, hidden], where source rank s has `source_rows[s]` rows from row `begins[s]` on. With
+    "tokens", and if combine has the same dtype, x is in answers(): it is valid only until
+    combine_send(), and what overwrites it is sent back without a copy. Memory between these rows
+    is undefined.
+    scales: [..., scales of a row] float32 for the rows of x, if the wire has scales: one for each
+    `scale_block` elements, the last one for the rest. expert_rows: rows by local expert; a token
+    has one, however often it chose the expert. source_rows: tokens by source rank.
+    ids, weights: only with "tokens": [tokens, top_k] int32 local experts, -1 for none, and float32.
     No local expert is twice in a row; the weights of one that was chosen several times are added.
-    missing: ranks whose tokens are not here, as they were lost; rows of theirs that are here are
-    zero.
+    missing: ranks whose tokens are not here because they were lost; if some of their rows are here,
+    these are zero.
     """
 
     step: int
@@ -52,9 +53,9 @@ class Dispatched:
 class Combined:
     """The sum of each token's experts.
 
-    out: [tokens, hidden] of the output's dtype; without an `out` of the caller's, in memory of the
+    out: [tokens, hidden] of the output's dtype; unless the caller gave `out`, in memory of the
     group that the slot's next combine_recv() reuses. missing: ranks that had tokens of this one,
-    and whose contribution is absent for all of them. Weights are not scaled up for it.
+    and whose contribution is absent for all of them. Weights are not scaled up to make up for it.
     """
 
     step: int
@@ -65,7 +66,7 @@ class Combined:
 
     @property
     def contributed(self) -> npt.NDArray[np.bool_]:
-        """[tokens, top_k]: whether that expert's output is in `out`. Not where its id is -1, where
-        no replica was alive, and where its rank is missing."""
+        """[tokens, top_k]: whether that expert's output is in `out`. False if its id is -1, if no
+        replica was alive, or if its rank is missing."""
         owners = np.where(self._ids >= 0, self._table[self._ids] >> 32, -1)
         return (owners >= 0) & ~np.isin(owners, self.missing)

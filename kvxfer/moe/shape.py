@@ -1,4 +1,4 @@
-"""What all ranks of a group agree on before the first step."""
+"""The shape of steps, on which all ranks of a group agree before the first one."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ _Size: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 24)]
 class MoeShape:
     """The shape of every step of a group: equal at all ranks.
 
-    experts: logical ones, which the router chooses. hidden: elements of a token. top_k: experts of
-    a token. max_tokens: of one rank in one step. slots: steps that may be under way at once.
+    experts: the number of logical experts, which the router chooses. hidden: elements of a token.
+    top_k: experts of a token. max_tokens: the most tokens of one rank in one step. slots: steps
+    that may be under way at once.
 
-    input: dtype of `x`. wire: what travels to the experts; the input's dtype, a narrower float, or
-    float8_e4m3fn, which with `scale_block` has one float32 scale for so many elements of a row (the
-    last block may be shorter): the sender quantises, or passes on where the input is float8_e4m3fn
-    too. combine: dtype of what the experts return, and of what travels back. output: dtype of the
-    sum. wire, combine and output are those of the input where they are left out; combine and output
-    of float8_e4m3fn are bfloat16.
+    input: dtype of `x`. wire: dtype on the way to the experts; the input's dtype, a narrower float,
+    or float8_e4m3fn. With `scale_block`, float8_e4m3fn has one float32 scale for each block of this
+    many elements of a row (the last block may be shorter): the sender quantises, or passes on the
+    caller's scales if the input is float8_e4m3fn too. combine: dtype of what the experts return,
+    also on the way back. output: dtype of the sum. wire, combine and output default to the input's
+    dtype; combine and output to bfloat16 if the input is float8_e4m3fn.
 
     Raises InvalidArgument.
     """
@@ -94,6 +95,6 @@ class MoeShape:
 
     @property
     def scales(self) -> int:
-        """float32 scales of a token, the last one maybe of a shorter block; 0 without
+        """The number of float32 scales of a token, the last one maybe of a shorter block; 0 without
         `scale_block`."""
         return -(-self.hidden // self.scale_block) if self.scale_block else 0

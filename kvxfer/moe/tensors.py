@@ -1,4 +1,4 @@
-"""Tensors of the caller's, and memory that is given out as tensors: numpy's or torch's."""
+"""Tensors of the caller, and memory that is given out as tensors, of numpy or torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Tensor: TypeAlias = "npt.NDArray[Any] | torch.Tensor"
 
 _ITEM_BYTES: Final[dict[str, int]] = {"int32": 4, **ITEM_BYTES}
-# numpy has no names for these: their bits.
+# Dtypes that numpy lacks, and the integers that hold their bits.
 _AS_NUMPY: Final = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
 
 
@@ -27,19 +27,19 @@ _KINDS: Final[dict[type, str]] = {np.int64: "iu", np.float32: "f"}
 
 
 def is_torch(value: object) -> bool:
-    """Whether it is a tensor of torch, which is not imported for that."""
+    """Returns whether a value is a tensor of torch, without importing torch."""
     return hasattr(value, "data_ptr")
 
 
 @functools.cache
 def _name_of(dtype: object) -> str:
-    """Of a dtype of torch or numpy."""
+    """Returns the name of a dtype of torch or numpy."""
     return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
 def address_of(value: Any, name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    """The address of a contiguous tensor in host memory of this dtype and shape. bfloat16 and
-    float8_e4m3fn of numpy may also be the unsigned integers of their bits. Raises
+    """Returns the address of a contiguous tensor in host memory of this dtype and shape. In numpy,
+    bfloat16 and float8_e4m3fn may also be unsigned integers with their bits. Raises
     InvalidArgument."""
     if is_torch(value):
         contiguous = value.is_contiguous() and value.is_cpu
@@ -60,8 +60,8 @@ def address_of(value: Any, name: str, dtype: str, shape: tuple[int, ...]) -> int
 def choices(
     value: Any, name: str, dtype: type[np.int64 | np.float32], shape: tuple[int, ...]
 ) -> npt.NDArray[Any]:
-    """What a router says, as an array of this dtype: of integers or floats of any width, on the
-    CPU. Raises InvalidArgument."""
+    """Converts what a router returns, integers or floats of any width on the CPU, to an array of
+    this dtype. Raises InvalidArgument."""
     if is_torch(value):
         if not value.is_cpu:
             raise InvalidArgument(f"{name} is on {value.device}; it has to be in host memory")
@@ -82,9 +82,9 @@ def choices(
 
 
 class Room:
-    """Memory that grows, given out as one tensor at a time: the next one lies over the last.
+    """Memory that grows, given out as one tensor at a time: the next one overlaps the last.
 
-    memory: to begin with; whole elements.
+    memory: the first memory, of whole elements.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class Room:
         self._row: tuple[int, ...] = ()
 
     def tensor(self, shape: tuple[int, ...]) -> tuple[Any, int]:
-        """Of this shape, with what lies there; and its address."""
+        """Returns a tensor of this shape, whose contents are undefined, and its address."""
         if shape[1:] != self._row or shape[0] > len(self._rows):
             self._fit(shape)
         rows = self._rows.narrow(0, 0, shape[0]) if self._torch else self._rows[: shape[0]]
         return rows, self._address
 
     def _fit(self, shape: tuple[int, ...]) -> None:
-        """All of the memory in rows of this shape's: the next shapes differ in their number."""
+        """Divides all memory into rows of this shape: later shapes differ in their number."""
         count = math.prod(shape)
         if count > self._count:
             most = max(count, self._count * 3 // 2)
@@ -120,14 +120,14 @@ class Room:
 
 
 def memory_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    """Memory that the caller keeps alive."""
+    """Returns memory that the caller keeps alive."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 def tensor_in(
     memory: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...], *, torch: bool
 ) -> Tensor:
-    """The memory, which is as large, as a tensor."""
+    """Returns the memory, which has the size of the tensor, as a tensor."""
     if not torch:
         return memory.view(_AS_NUMPY.get(dtype, dtype)).reshape(shape)
     import torch as library

@@ -1,4 +1,4 @@
-"""What a rank has to do for the agreement on views (membership.py)."""
+"""The actions of a rank for the agreement on views (membership.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvxfer.moe.view_messages import Answer, Ask, Message, View
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """To a rank by the connection of its pair; nothing where that has ended."""
+    """A message to a rank over the connection of its pair; nothing if that has ended."""
 
     rank: int
     message: Message
@@ -19,15 +19,15 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """End the connection to a rank: nothing of it counts any more."""
+    """The end of the connection to a rank: nothing from it counts afterwards."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class AskRank:
-    """Connect to a rank anew and ask it; answered() tells how that went: with None, too, where a
-    newcomer knows no address of it. `pause`: not at once, but after some milliseconds."""
+    """A question to a rank over a new connection. answered() takes the answer, or None, also if a
+    newcomer knows no address of the rank. `pause`: not at once, but after some milliseconds."""
 
     rank: int
     ask: Ask
@@ -36,7 +36,7 @@ class AskRank:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """To the rank that asks, by the connection on which it asked."""
+    """An answer to the rank that asks, over the connection on which it asked."""
 
     rank: int
     answer: Answer
@@ -44,14 +44,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """From now on this view; steps from `first_step` on that were dispatched are posted again."""
+    """A new view; steps from `first_step` on that were dispatched are posted again."""
 
     view: View
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The rank has no next view: RankExcluded or MoeGroupLost."""
+    """The end of a rank that has no next view: RankExcluded or MoeGroupLost."""
 
     error: RankExcluded | MoeGroupLost
 

@@ -1,4 +1,4 @@
-"""What the ranks of a group say to each other about views (membership.py)."""
+"""The messages between the ranks of a group about views (membership.py)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kvxfer.moe.shape import MOST_RANKS
 
 Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
 Ranks: TypeAlias = Annotated[tuple[Rank, ...], Meta(max_length=MOST_RANKS)]
-"""In ascending order."""
+"""Ranks in ascending order."""
 Number: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 24)]
-"""Of a view: round * ranks + the rank that decided it. Two decisions never have one number."""
+"""The number of a view: round * ranks + the rank that decided it. No two decisions share one."""
 Step: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
 MOST_WHY: Final = 500
 Why: TypeAlias = Annotated[str, Meta(max_length=MOST_WHY)]
 MOST_REFUSALS: Final = 64
-"""That are ahead of some rank; further refusals are not told."""
+"""The most refused steps that are ahead of some rank; further ones are not reported."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """A step that no rank runs, and why this one could not begin it."""
+    """A step that no rank runs, and the reason why `rank` could not begin it."""
 
     step: Step
     rank: Rank
@@ -33,9 +33,9 @@ class Flush(msgspec.Struct, frozen=True, tag="flush"):
     """member → members: no step begins and no dispatch completes here before the next view.
 
     next_step: the first step that the rank has not dispatched. lost: members that it has lost, or
-    takes for lost. closed: those of them whose connection ended. judged: those that lost against
-    one that had accused them. The rest fell silent. ready: newcomers that it is set up with.
-    refuses: why the rank cannot begin `next_step`; empty where it can.
+    takes for lost. closed: those of them whose connection ended. judged: those that lost against a
+    member that had accused them. The rest fell silent. ready: newcomers that it is set up with.
+    refuses: why the rank cannot begin `next_step`; empty if it can.
     """
 
     view: Number
@@ -48,10 +48,10 @@ class Flush(msgspec.Struct, frozen=True, tag="flush"):
 
 
 class View(msgspec.Struct, frozen=True, tag="view"):
-    """leader → members: the view after `previous`; each that has it → newcomers.
+    """leader → members: the view after `previous`. Members that have it send it to newcomers.
 
-    first_step: the first that is run in it, and that newcomers run. refused: steps from it on that
-    are left out, one refusal each.
+    first_step: the first step that is run in it, also by newcomers. refused: steps from that one on
+    that are left out, one refusal each.
     """
 
     number: Number
@@ -63,7 +63,7 @@ class View(msgspec.Struct, frozen=True, tag="view"):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """leader → a rank that is lost to it: are you alive? Of view `view`, these go on."""
+    """leader → a rank that it has lost: are you alive? `survivors` of `view` would continue."""
 
     rank: Rank
     view: Number
@@ -71,36 +71,36 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
 
 
 class Excluded(msgspec.Struct, frozen=True, tag="excluded"):
-    """The answer of one that has a later view, without the asker."""
+    """The answer of a rank that has a later view, without the asker."""
 
     view: Number
 
 
 class Yield(msgspec.Struct, frozen=True, tag="yield"):
-    """The answer of one that is excluded from now on."""
+    """The answer of a rank that is excluded from now on."""
 
     view: Number
 
 
 class Wait(msgspec.Struct, frozen=True, tag="wait"):
-    """The answer of one whose side goes before the asker's: ask again."""
+    """The answer of a rank whose side is stronger than the asker's: ask again."""
 
     view: Number
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """To ranks that have no next view: the code of the error that they end with."""
+    """A notice to ranks without a next view: the code of the error with which they end."""
 
     view: Number
     code: str
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """newcomer → all that it is set up with: which ranks these are."""
+    """newcomer → all ranks that it is set up with: `welcomed` are these ranks."""
 
     welcomed: Ranks
 
 
 Message: TypeAlias = Flush | View | Ended | Ready
-"""By the connection of a pair."""
+"""Messages over the connection of a pair."""
 Answer: TypeAlias = Excluded | Yield | Wait

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def attend_causally(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Queries [tokens, heads, head_size], keys and values [tokens, kv_heads, head_size] →
-    [tokens, heads, head_size]; token i sees tokens 0..i."""
+    """Computes attention: queries [tokens, heads, head_size], keys and values [tokens, kv_heads,
+    head_size] → [tokens, heads, head_size]; token i sees tokens 0..i."""
     attended = F.scaled_dot_product_attention(
         queries.transpose(0, 1).unsqueeze(0),
         keys.transpose(0, 1).unsqueeze(0),
@@ -20,8 +20,8 @@ def attend_causally(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def attend_one(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Query [1, heads, head_size] sees all of keys and values [tokens, kv_heads, head_size] →
-    [1, heads, head_size]."""
+    """Computes attention: query [1, heads, head_size], keys and values [tokens, kv_heads,
+    head_size] → [1, heads, head_size]; the query sees all tokens."""
     _, kv_heads, head_size = keys.shape
     grouped = query.view(kv_heads, -1, head_size)
     scores = grouped @ keys.permute(1, 2, 0) * head_size**-0.5

@@ -20,7 +20,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def load_config(folder: Path) -> LlamaConfig:
-    """The config of a checkpoint folder, named after the folder.
+    """Returns the config of a checkpoint folder, named after the folder.
 
     Raises:
         InvalidArgument: there is no such folder, no `config.json` in it, or it describes a model
@@ -37,7 +37,7 @@ def load_config(folder: Path) -> LlamaConfig:
 
 
 def load_weights(folder: Path, config: LlamaConfig) -> dict[str, Tensor]:
-    """All tensors that `config` asks for, as float32 in new memory.
+    """Returns all tensors that `config` asks for, as float32 in new memory.
 
     Raises:
         InvalidArgument: a file or tensor is missing, damaged or of another shape; it is named.
@@ -69,7 +69,7 @@ def load_weights(folder: Path, config: LlamaConfig) -> dict[str, Tensor]:
 
 
 def _files(folder: Path, names: list[str]) -> dict[str, Path]:
-    """Which file each tensor is in."""
+    """Returns the file of each tensor."""
     if (folder / _SINGLE).is_file():
         return dict.fromkeys(names, folder / _SINGLE)
     index = folder / _INDEX

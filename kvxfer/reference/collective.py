@@ -1,4 +1,4 @@
-"""What ranks that compute one model together ask of each other."""
+"""The operations between ranks that compute one model together."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvxfer.reference.shards import Shard
 
 
 class Collective(Protocol):
-    """Every rank makes the same calls in the same order, with tensors of equal shapes."""
+    """A group of ranks. All make the same calls in the same order, with tensors of equal shapes."""
 
     @property
     def shard(self) -> Shard:
-        """This rank."""
+        """The calling rank."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, the same bits at each of them. Changes `x`."""
+        """Returns the sum of all ranks' tensors, with the same bits on all ranks. Changes `x`."""
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """The tensors of all ranks one after another along the last dimension."""
+        """Returns the tensors of all ranks, one after another along the last dimension."""

@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class Abandoned(Exception):
-    """Raised inside a computation whose caller was cancelled."""
+    """The error inside a computation whose caller was cancelled."""
 
 
 class Abandon:
-    """Tells a running computation that its result is not needed any more. Any thread."""
+    """A flag that ends a computation whose result is not needed any more. Any thread."""
 
     def __init__(self) -> None:
         self._flag = threading.Event()
@@ -35,15 +35,15 @@ class Abandon:
 
 
 class ComputeThread:
-    """Runs computations one after another, first come first served.
+    """A thread that runs computations one after another, first come first served.
 
     One thread, because every computation already uses all the cores it may. A request with many
-    steps queues each of them by itself, so running requests take turns. run() belongs to the
+    steps queues each of them separately, so running requests take turns. run() belongs to the
     event loop.
     """
 
     def __init__(self, begin: Callable[[], object] = lambda: None) -> None:
-        """`begin` is called once, in that thread, before the first."""
+        """`begin` is called once, in that thread, before the first computation."""
         self._under_way = 0
         self._executor = concurrent.futures.ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="kvxfer-compute", initializer=begin
@@ -52,12 +52,12 @@ class ComputeThread:
     async def run(
         self, computation: Callable[[], T], abandon: Abandon | None = None, *, waits: str = ""
     ) -> T:
-        """The result of `computation`, which has the caller's context. While it waits for earlier
-        ones, a traced request has a span of the name `waits`.
+        """Returns the result of `computation`, which has the caller's context. While it waits for
+        earlier ones, a traced request has a span named `waits`.
 
-        When the waiting task is cancelled, the computation is taken out of the queue, or told by
-        `abandon` and waited for: once this has raised CancelledError nothing of it runs, so the
-        blocks it wrote to can be given away.
+        If the waiting task is cancelled, a queued computation is dropped; for a running one,
+        `abandon` is set, and its end is waited for. Once this has raised CancelledError nothing of
+        it runs, so the blocks that it wrote to can be reused.
         """
         waiting = child(waits) if waits and self._under_way else None
 
@@ -73,7 +73,7 @@ class ComputeThread:
         except asyncio.CancelledError as left:
             if waiting is not None:
                 waiting.end(left)
-            # Cancelling the wrapper has cancelled the job where it had not begun.
+            # Cancelling the wrapper has cancelled the job if it had not begun.
             if abandon is not None:
                 abandon.set()
             await _ended(job)
@@ -82,7 +82,7 @@ class ComputeThread:
             self._under_way -= 1
 
     def close(self) -> None:
-        """Waits for what runs; drops what is queued."""
+        """Waits for the running computation; drops queued ones."""
         self._executor.shutdown(cancel_futures=True)
 
 

@@ -1,4 +1,4 @@
-"""What a Llama-architecture model is made of, as plain values, and how `config.json` says it."""
+"""The sizes and options of a Llama-architecture model, and how they are read from `config.json`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RopeType = Literal["default", "linear", "llama3"]
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the context a model was trained on."""
+    """The stretching of rotary frequencies beyond the context that a model was trained on."""
 
     type: RopeType = "default"
     factor: float = 1.0
@@ -24,10 +24,10 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """Sizes of one model. Raises `InvalidArgument` where they contradict each other.
+    """Sizes of one model. Raises `InvalidArgument` if they contradict each other.
 
-    With `num_experts`, each layer has so many feed-forward networks of `intermediate_size`, and a
-    router that sends each token to `experts_per_token` of them.
+    Unless `num_experts` is 0, each layer has that number of feed-forward networks of
+    `intermediate_size`, and a router that sends each token to `experts_per_token` of them.
     """
 
     name: str
@@ -97,7 +97,7 @@ DEMO_CONFIG = LlamaConfig(
 
 
 def config_from_hf(name: str, hf: Mapping[str, Any]) -> LlamaConfig:
-    """The `LlamaConfig` of a Hugging Face `config.json`, of transformers 4 or 5.
+    """Returns the `LlamaConfig` of a Hugging Face `config.json`, of transformers 4 or 5.
 
     Raises:
         InvalidArgument: another architecture, a key that is missing or of the wrong type, or a
@@ -165,7 +165,8 @@ class _Keys:
 
 
 def _rope(keys: _Keys) -> tuple[float, RopeScaling]:
-    """Theta and scaling: `rope_parameters` since transformers 5, two separate keys before."""
+    """Returns theta and scaling: from `rope_parameters` since transformers 5, from two separate
+    keys before."""
     name = keys.name
     parameters = keys.values.get("rope_parameters") or keys.values.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):

@@ -1,4 +1,4 @@
-"""Where a model computes, and a cache for it in memory of torch's."""
+"""The device that a model computes on, and a cache for it in torch's memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvxfer.reference.kv_cache import PagedKvCache
 
 
 def device_of(gpu: int | None) -> torch.device:
-    """Where the model computes whose cache is memory of this GPU, None for host memory: there, or
-    on the processor where torch is built without CUDA.
+    """Returns the device of a model whose cache is on this GPU: the GPU. Returns the processor for
+    None (a cache in host memory), and if torch has no CUDA.
 
     Raises InvalidArgument for a GPU that torch does not have.
     """
@@ -33,7 +33,7 @@ def cache_on(
     planes: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> PagedKvCache:
-    """A paged cache for a model on this device, over these planes or new ones.
+    """Returns a paged cache for a model on this device, over these planes or new ones.
 
     Raises NotBuilt for a GPU without Triton.
     """

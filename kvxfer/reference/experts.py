@@ -1,7 +1,7 @@
 """The experts of a layer: which of them a token needs, and what they compute.
 
-Each token by itself, and of at most two experts: then the bits of a sum depend neither on the
-process that has computed a part of it, nor on the order of the parts.
+Each token is computed separately, by at most two experts. So the bits of a sum depend neither on
+the process that has computed a part of it, nor on the order of the parts.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ _MOST_PER_TOKEN: Final = 2
 
 
 class Experts(Protocol):
-    """Those of all layers of a model."""
+    """The experts of all layers of a model."""
 
     def __call__(self, layer: int, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
-        """What they add to each token: [tokens, hidden_size], valid until the next call.
+        """Returns what they add to each token: [tokens, hidden_size], valid until the next call.
 
         Args:
             x: [tokens, hidden_size].
-            ids, shares: int64 and float32 [tokens, experts_per_token], of route().
+            ids, shares: int64 and float32 [tokens, experts_per_token], from route().
         """
 
 
 def route(logits: Tensor, experts_per_token: int) -> tuple[Tensor, Tensor]:
-    """The experts with the largest of `logits` [tokens, num_experts], and their shares, which add
-    up to 1."""
+    """Returns the experts with the largest of `logits` [tokens, num_experts], and their shares,
+    which add up to 1."""
     largest = logits.float().topk(experts_per_token)
     return largest.indices, largest.values.softmax(dim=-1)
 
 
 def answer(row: Tensor, chosen: Iterable[tuple[ExpertWeights, Tensor]]) -> Tensor:
-    """The weighted sum of what some experts make of one token: [hidden_size].
+    """Returns the weighted sum of the outputs of some experts for one token: [hidden_size].
 
     Args:
-        row: [hidden_size].
-        chosen: for each of the experts its share too, a scalar.
+        row: the token, [hidden_size].
+        chosen: the experts, each with its share, a scalar.
     """
-    # Of memory with one alignment, which the bits of a product may depend on.
+    # The copy has a fixed alignment: the bits of a product may depend on it.
     x, total = row.unsqueeze(0).clone(), torch.zeros_like(row)
     for weights, share in chosen:
         gate, up = F.linear(x, weights.gate_up).chunk(2, dim=-1)
@@ -55,7 +55,7 @@ def answer(row: Tensor, chosen: Iterable[tuple[ExpertWeights, Tensor]]) -> Tenso
 
 
 def require_exact(config: LlamaConfig) -> None:
-    """Raises InvalidArgument where the sum of a token's experts depends on their order."""
+    """Raises InvalidArgument if the sum of a token's experts depends on their order."""
     if config.experts_per_token > _MOST_PER_TOKEN:
         raise InvalidArgument(
             f"{config.name}: this engine adds the outputs of {_MOST_PER_TOKEN} experts for a "

@@ -1,6 +1,6 @@
 """The paged KV cache in memory of a GPU: kernels store into it and attend to it.
 
-Needs Triton. Nothing waits: what is read and written is so in the order of the current stream.
+Needs Triton. No call waits: reads and writes happen in the order of the current stream.
 """
 
 from __future__ import annotations

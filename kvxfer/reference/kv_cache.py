@@ -50,8 +50,8 @@ class PagedKvCache:
         return self._planes
 
     def slots(self, blocks: Tensor, start: int, stop: int) -> Tensor:
-        """int64 [stop - start]: where positions start..stop of a sequence lie in the planes, for
-        its int64 block table."""
+        """Returns the slots in the planes of positions start..stop of a sequence, int64
+        [stop - start], for its int64 block table."""
         positions = torch.arange(start, stop, device=blocks.device)
         return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
 
@@ -70,10 +70,11 @@ class PagedKvCache:
         blocks: Tensor,
         length: int,
     ) -> Tensor:
-        """What the last positions of a sequence of `length` attend to, [tokens, heads, head_size].
+        """Returns the attention of the last positions of a sequence of `length`, [tokens, heads,
+        head_size].
 
-        `queries` are those of all positions, or of the last one alone. `keys` and `values` are what
-        write() was last given of this layer: those of the last positions.
+        `queries` are those of all positions, or of the last one alone. `keys` and `values` are
+        those of the last positions, as passed to the last write() of this layer.
         """
         if len(keys) < length:
             keys, values = self.read(layer, blocks, length)
@@ -82,11 +83,11 @@ class PagedKvCache:
         return attend_one(queries, keys, values)
 
     def read(self, layer: int, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values of positions 0..length of a sequence, for its int64
+        """Returns copies of the keys and values of positions 0..length of a sequence, for its int64
         block table, each [length, num_kv_heads, head_size]."""
         used = blocks[: -(-length // self.block_size)]
-        # As a matrix with a row per block, gathering is a memcpy per block; as rows of tokens, or
-        # with more dimensions, torch takes a path that is five times slower.
+        # On a matrix with a row per block, torch gathers by a memcpy per block; with a row per
+        # token, or more dimensions, it takes a path that is five times slower.
         keys, values = (
             plane.view(self.num_blocks, -1).index_select(0, used).view(-1, *plane.shape[1:])
             for plane in self._planes[layer]

@@ -2,8 +2,8 @@
 
 One sequence per call, all in the type and on the device of the weights. With the same weights,
 thread count and machine, the same calls give the same bits: nothing depends on which blocks a
-sequence got, on where the cache lies, or on what else runs. That is what makes "decode after a
-transfer gives the tokens of a single process" a comparison of integers without tolerance.
+sequence got, on where the cache lies, or on what else runs. So the tokens of a decode after a
+transfer can be compared with those of a single process without tolerance.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvxfer.reference.weights import FINAL_NORM
 
 class LlamaModel:
     """A model with its weights, or one rank of it. Any thread may call it; while apply() runs, no
-    other may.
+    other thread may.
 
     With a `collective` all its ranks make the same calls, each with a cache for its KV heads
     (`shards.local_config`), and each gets the same logits. Without one nothing is exchanged.
@@ -41,14 +41,14 @@ class LlamaModel:
         dtype: torch.dtype | None = None,
         experts: Experts | None = None,
     ) -> None:
-        """`weights` has the boxes that this rank has, by the names of `weight_shapes(config)`; they
-        are copied. `dtype` is what the model computes in, without it that of the weights.
-        `experts` computes those of a model that has them."""
+        """`weights` has the boxes of this rank, by the names of `weight_shapes(config)`; they are
+        copied. `dtype` is the type that the model computes in; None takes that of the weights.
+        `experts` computes the experts of a model that has them."""
         if (experts is not None) != (config.num_experts > 0):
             raise InvalidArgument(f"{config.name} has {config.num_experts} experts in each layer")
         self.config = config
         self.weights_version = 0
-        """Of apply(); 0 before the first."""
+        """The version of the last apply(); 0 before the first."""
         self._collective, self._experts = collective, experts
         self._shard = WHOLE if collective is None else collective.shard
         there = weights[FINAL_NORM]
@@ -65,10 +65,10 @@ class LlamaModel:
         return self._parameters.embedding.dtype
 
     def apply(self, weights: Mapping[str, Tensor], version: int, whole: bool = True) -> None:
-        """Takes other weights, in place, between two calls of prefill() and decode(); unless
-        `whole`, some of them.
+        """Replaces the weights, in place, between two calls of prefill() and decode(); unless
+        `whole`, only some of them.
 
-        Raises InvalidArgument where a box is missing or of another shape, with nothing changed.
+        Raises InvalidArgument if a box is missing or of another shape, with nothing changed.
         """
         self._parameters.load(weights, whole)
         self.weights_version = version
@@ -81,12 +81,11 @@ class LlamaModel:
         blocks: Tensor,
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """Computes a whole prompt: its KV goes to the cache, the last token's logits come back.
+        """Computes a whole prompt: stores its KV in the cache, and returns the last token's logits.
 
-        `on_layer(layer)` is called as soon as the keys and values of that layer are complete in
-        the cache, or on a GPU will be when its stream gets there, before its attention runs: from
-        then on they can be sent while the rest is computed. An exception it raises ends the
-        prefill.
+        `on_layer(layer)` is called before the layer's attention runs, as soon as its keys and
+        values are complete in the cache, or on a GPU queued in the stream. From then on they can be
+        sent while the rest is computed. An exception that it raises ends the prefill.
 
         Args:
             tokens: int64 [prompt length].
@@ -117,7 +116,7 @@ class LlamaModel:
 
     @torch.inference_mode()
     def decode(self, token: int, position: int, cache: PagedKvCache, blocks: Tensor) -> Tensor:
-        """One step: stores the KV of `token` at `position` and attends to all positions up to it.
+        """Takes a step: stores the KV of `token` at `position`, attends to all positions up to it.
 
         Returns:
             [vocab_size], the logits of the token after it.
@@ -147,7 +146,7 @@ class LlamaModel:
         return rotate(keys, cos, sin), values
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[tokens, heads * head_size] → [tokens, heads, head_size]."""
+        """Reshapes [tokens, heads * head_size] to [tokens, heads, head_size]."""
         return x.view(len(x), -1, self.config.head_size)
 
     def _feed_forward(self, index: int, layer: Layer, x: Tensor) -> Tensor:
@@ -175,14 +174,14 @@ class LlamaModel:
         rows = self._parameters.embedding
         if self._collective is None:
             return F.embedding(tokens, rows)
-        # Each row is at one rank, and zero at the others: a sum that is exact.
+        # Each row is on one rank, and zero on the others, so the sum is exact.
         here = tokens - self._shard.rank * len(rows)
         missing = (here < 0) | (here >= len(rows))
         x = F.embedding(here.masked_fill(missing, 0), rows).masked_fill(missing.unsqueeze(1), 0)
         return self._collective.all_reduce(x)
 
     def _summed(self, linear: Linear, x: Tensor) -> Tensor:
-        """The product of a matrix with a part of whose columns each rank has, and of x."""
+        """Returns the product of `x` with a matrix whose columns are split over the ranks."""
         if self._collective is None:
             return linear(x)
         product = self._collective.all_reduce(F.linear(x, linear.weight))

@@ -1,7 +1,7 @@
-"""The weights of a model, or of one rank of it, where the model computes with them.
+"""The weights of a model, or of one rank of it, in the memory that it computes with.
 
 A checkpoint's parameters are views of that memory: keys and values are one matrix, and so are the
-two inputs of the feed-forward network. Other weights are copied into the views, in place.
+two inputs of the feed-forward network. New weights are copied into the views, in place.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Of the experts of a layer, whose own weights are elsewhere."""
+    """The router of a layer's experts. The experts' own weights are elsewhere."""
 
     gate: Linear
 
@@ -61,7 +61,7 @@ class Parameters:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Uninitialised but for the padding of the vocabulary, which is zero."""
+        """Allocates the memory, uninitialised but for the vocabulary's padding, which is zero."""
         self._name = config.name
         self._boxes = boxes_of(config, shard)
         self._dtype, self._device = dtype, device
@@ -75,9 +75,10 @@ class Parameters:
         self.layers = [self._layer(layer_prefix(index)) for index in range(config.num_layers)]
 
     def load(self, boxes: Mapping[str, Tensor], whole: bool = True) -> None:
-        """Copies boxes of all parameters here, or unless `whole` of some, from any type and device.
+        """Copies in the boxes of all parameters, or unless `whole` of some, from any type and
+        device.
 
-        Raises InvalidArgument where one is missing or of another shape; nothing is copied then.
+        Raises InvalidArgument if one is missing or of another shape; nothing is copied then.
         """
         for name, view in self._views.items():
             if name not in boxes:

@@ -11,7 +11,7 @@ from kvxfer.reference.config import LlamaConfig, RopeScaling
 
 
 def inverse_frequencies(config: LlamaConfig) -> Tensor:
-    """float32 [head_size / 2]: radians per position of each pair of dimensions."""
+    """Returns the radians per position of each pair of dimensions, float32 [head_size / 2]."""
     exponent = torch.arange(0, config.head_size, 2, dtype=torch.int64).float() / config.head_size
     frequencies = 1.0 / (config.rope_theta**exponent)
     scaling = config.rope_scaling
@@ -23,8 +23,9 @@ def inverse_frequencies(config: LlamaConfig) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between
-    blended. Source: `apply_scaling` in Meta's llama-models (models/llama3/model.py)."""
+    """Scales frequencies as Llama 3.1: stretches long wavelengths by `factor`, keeps short ones,
+    and blends those between. Source: `apply_scaling` in Meta's llama-models
+    (models/llama3/model.py)."""
     wavelengths = 2 * math.pi / frequencies
     longest_kept = scaling.original_max_position / scaling.high_freq_factor
     shortest_stretched = scaling.original_max_position / scaling.low_freq_factor
@@ -39,13 +40,13 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotation(frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, each float32 [tokens, 1, head_size], for int64 [tokens] positions."""
+    """Returns cosine and sine, each float32 [tokens, 1, head_size], of int64 [tokens] positions."""
     angles = torch.outer(positions.float(), frequencies)
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns `x` [tokens, heads, head_size]; dimension i is paired with i + head_size / 2."""
+    """Rotates `x` [tokens, heads, head_size]; dimension i is paired with i + head_size / 2."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)

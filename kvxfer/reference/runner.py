@@ -28,7 +28,8 @@ _PROCESSOR: Final = torch.device("cpu")
 def load_model(
     folder: Path | None, device: torch.device = _PROCESSOR
 ) -> tuple[LlamaModel, Tokenizer]:
-    """The model of a checkpoint folder, or the demo model with seeded weights and byte tokens.
+    """Loads the model of a checkpoint folder, or the demo model with seeded weights and byte
+    tokens.
 
     Raises:
         InvalidArgument: the folder holds no model this engine runs; the text says why.
@@ -41,7 +42,7 @@ def load_model(
 
 
 class Model(Protocol):
-    """A `LlamaModel`, or what stands for several of them."""
+    """A `LlamaModel`, or an object that stands for several ranks."""
 
     config: LlamaConfig
 
@@ -63,7 +64,7 @@ class Model(Protocol):
 
 
 class ModelRunner:
-    """Runs one model over one cache.
+    """A runner of one model over one cache.
 
     Thread-safe for disjoint blocks: calls that use different blocks may run at the same time.
     """
@@ -76,7 +77,7 @@ class ModelRunner:
         return self.model.config
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """The token ids of a prompt.
+        """Returns the token ids of a prompt.
 
         Raises:
             InvalidArgument: it is empty, or an id is outside the vocabulary.
@@ -93,7 +94,8 @@ class ModelRunner:
         return tokens
 
     def blocks_for(self, prompt_length: int, max_tokens: int) -> int:
-        """Blocks that a prompt and its output take; the last output token is never stored.
+        """Returns the number of blocks that a prompt and its output take; the last output token is
+        never stored.
 
         Raises:
             PromptTooLong: they do not fit the model's context, or not even an empty cache.
@@ -134,10 +136,11 @@ class ModelRunner:
     def decode(
         self, token: int, prompt_length: int, blocks: Sequence[int], max_tokens: int
     ) -> Iterator[int]:
-        """The output tokens after `token`, the first one, until there are `max_tokens` in all.
+        """Yields the output tokens after `token`, the first one, until there are `max_tokens` in
+        all.
 
-        `blocks` covers prompt and output, with the prompt's KV in it. One step of the model per
-        token asked for.
+        `blocks` covers prompt and output, with the prompt's KV in it. The model takes a step for
+        each token, when it is requested.
         """
         table = torch.tensor(blocks, device=self.model.device)
         for position in range(prompt_length, prompt_length + max_tokens - 1):
@@ -147,7 +150,7 @@ class ModelRunner:
     def generate(
         self, prompt: str | Sequence[int], max_tokens: int, *, ignore_eos: bool = False
     ) -> list[int]:
-        """The single-process run: greedy output of a prompt, which has the cache to itself.
+        """Returns the greedy output of a prompt, computed in one process with the whole cache.
 
         Ends with the model's end-of-sequence token, unless `ignore_eos`.
 
@@ -165,5 +168,5 @@ class ModelRunner:
         return output
 
     def ends(self, token: int) -> bool:
-        """Whether `token` ends a sequence."""
+        """True if `token` ends a sequence."""
         return token in self.config.eos_token_ids

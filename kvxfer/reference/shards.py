@@ -1,8 +1,8 @@
-"""Which box of each parameter a rank has, where several ranks compute one model together.
+"""The box of each parameter that a rank has, when several ranks compute one model together.
 
 Attention is split by heads, the feed-forward network by its inner dimension, embedding and output
-head by the vocabulary. Norms, and biases that are added to sums of all ranks, are at each rank.
-Where there are fewer KV heads than ranks, neighbouring ranks have the same one.
+head by the vocabulary. Every rank has the norms, and the biases that are added to sums of all
+ranks. If there are fewer KV heads than ranks, neighbouring ranks have the same one.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ WHOLE: Final = Shard()
 
 
 class Box(NamedTuple):
-    """Of one parameter, in elements along each dimension. Along one of them, where the parameter
-    is split, `first` and `length` say what the rank has; it may be nothing."""
+    """The box of one parameter, in elements along each dimension. A parameter that is split has a
+    `dimension`, along which the rank has `length` elements from `first` on; they may be none."""
 
     whole: tuple[int, ...]
     dimension: int | None
@@ -50,9 +50,10 @@ class Box(NamedTuple):
 
 
 def local_config(config: LlamaConfig, ranks: int) -> LlamaConfig:
-    """Heads and inner dimension of one rank of so many; the rest is that of the whole model.
+    """Returns the config with the heads and inner dimension of one rank; the rest is that of the
+    whole model.
 
-    Raises InvalidArgument where they cannot be dealt out evenly.
+    Raises InvalidArgument if they cannot be divided evenly.
     """
     if ranks < 1:
         raise InvalidArgument(f"{ranks} ranks compute nothing; use at least 1")
@@ -70,8 +71,8 @@ def local_config(config: LlamaConfig, ranks: int) -> LlamaConfig:
     kv_heads = config.num_kv_heads
     if kv_heads % ranks and ranks % kv_heads:
         raise InvalidArgument(
-            f"{config.name}: {kv_heads} KV heads cannot be dealt out to {ranks} ranks; one number "
-            "has to be a multiple of the other"
+            f"{config.name}: {kv_heads} KV heads cannot be divided among {ranks} ranks; one number "
+            "must be a multiple of the other"
         )
     return replace(
         config,
@@ -82,17 +83,18 @@ def local_config(config: LlamaConfig, ranks: int) -> LlamaConfig:
 
 
 def vocabulary_rows(config: LlamaConfig, ranks: int) -> int:
-    """Rows of the embedding that each rank has in memory; the last ranks have padding in some."""
+    """Returns the embedding rows that each rank has in memory; the last ranks have padding."""
     return -(-config.vocab_size // ranks)
 
 
 def boxes_of(config: LlamaConfig, shard: Shard) -> dict[str, Box]:
-    """The box of each parameter of the model, by its name. Raises as local_config() does."""
+    """Returns the box of each parameter of the model, by its name. Raises InvalidArgument as
+    local_config() does, and if there is no such rank."""
     return dict(_boxes(config, shard))
 
 
 def holdings_of(config: LlamaConfig, shard: Shard, dtype: str = "float32") -> Holdings:
-    """What a rank wants of an update that comes in this type. Raises as local_config() does."""
+    """Returns the boxes that a rank wants of an update in this type. Raises as boxes_of() does."""
     return Holdings(
         parameters=tuple(
             Holding(name=name, dtype=dtype, whole=box.whole, offset=box.offset, shape=box.shape)
@@ -104,7 +106,7 @@ def holdings_of(config: LlamaConfig, shard: Shard, dtype: str = "float32") -> Ho
 
 
 def cut(config: LlamaConfig, weights: Mapping[str, Tensor], shard: Shard) -> dict[str, Tensor]:
-    """Views of a rank's boxes in whole parameters."""
+    """Returns views of a rank's boxes in whole parameters."""
     return {
         name: weights[name]
         if box.dimension is None

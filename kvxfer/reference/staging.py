@@ -1,4 +1,4 @@
-"""Where a rank of a model finds the weights of an update, once they have been staged."""
+"""The staged weights of an update, for a rank of a model."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from kvxfer.weights.transfer.staged import Staged
 
 
 class Staging(Protocol):
-    """Of one rank. Called by the thread that its model runs in."""
+    """The staged updates of one rank. Called by the thread that its model runs in."""
 
     def pin(self, update_id: str) -> Staged:
         """Keeps an update that is staged until it is applied or unpinned. Raises NotStaged."""
 
     def unpin(self, update_id: str) -> None:
-        """It will not be applied."""
+        """Releases a pinned update, which will not be applied."""
 
     def boxes(self) -> Mapping[str, Tensor]:
-        """The pinned boxes of this rank, by the names of the checkpoint."""
+        """Returns the pinned boxes of this rank, by the names of the checkpoint."""
 
     def applied(self, staged: Staged, pause_seconds: float | None) -> None:
-        """This rank serves the update. The pause is that of the whole instance, at rank 0."""
+        """Reports that this rank serves the update. Rank 0 passes the whole instance's pause."""
 
     def broken(self, error: BaseException) -> None:
-        """It failed while applying: the instance serves nothing any more."""
+        """Reports that the update failed while it was applied: the instance serves nothing any
+        more."""
 
     @property
     def address(self) -> str:
-        """Of its engine for weight updates, which a coordinator may dial."""
+        """The address of the rank's engine for weight updates, which a coordinator may dial."""
 
     def close(self) -> None:
-        """The rank ends."""
+        """Closes the staging when the rank ends."""

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes by default, a checkpoint's own tokenizer where it has one."""
+"""Text to token ids and back: bytes by default, a checkpoint's own tokenizer if it has one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FileTokenizer:
 
 
 def load_tokenizer(folder: Path | None) -> Tokenizer:
-    """The tokenizer of a checkpoint folder; bytes where there is no folder or it has none.
+    """Returns the tokenizer of a checkpoint folder; bytes if there is no folder or it has none.
 
     Raises:
         NotBuilt: the folder has one, but the `tokenizers` package is not installed.

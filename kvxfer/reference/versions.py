@@ -1,4 +1,4 @@
-"""Which requests run with which version of the weights, and how they meet an update."""
+"""The version of the weights that each request runs with, and the effect of an update on it."""
 
 from __future__ import annotations
 
@@ -23,47 +23,47 @@ _WAIT_SECONDS: Final = 120.0
 
 
 class Policy(enum.StrEnum):
-    """What an update does with running requests. New ones wait until it is applied, in any case."""
+    """The effect of an update on running requests. New ones always wait until it is applied."""
 
     DRAIN = "drain"
-    """They end first."""
+    """Requests end first."""
     ABORT = "abort"
-    """They end with RequestAborted, and can be sent again."""
+    """Requests end with RequestAborted, and can be sent again."""
     KEEP = "keep"
-    """They go on, from the next token with the new weights."""
+    """Requests continue, with the new weights from the next token on."""
 
 
 class VersionSpan(NamedTuple):
-    """Tokens of an answer that one version gave."""
+    """Consecutive tokens of an answer that one version computed."""
 
     version: int
     first: int
     """Index of the first of them in the answer."""
     tokens: int
-    """How many."""
+    """The number of tokens."""
 
 
 class Admission:
-    """A request that runs. check() may be called by any thread; the rest belongs to one task."""
+    """A running request. Any thread may call check(); the rest belongs to one task."""
 
     def __init__(self, demanded: int | None) -> None:
         self._demanded = demanded
         self._error: KvxferError | None = None
         self.spans: list[VersionSpan] = []
-        """Of the tokens so far."""
+        """The versions of the tokens so far."""
 
     def check(self, version: int) -> None:
-        """To be called by what computes, before it does, with the version of its weights.
+        """Checks the version of the weights before each computation.
 
-        Raises RequestAborted where an update has ended the request, and WrongVersion where it
-        demands another version.
+        Raises the error that has ended the request, such as RequestAborted after an update, and
+        WrongVersion if the request demands another version.
         """
         if self._error is not None:
             raise without_traceback(self._error)
         require_version(self._demanded, version)
 
     def note(self, version: int) -> None:
-        """This version gave one more token."""
+        """Counts one more token of this version."""
         if not self.spans:
             self.spans.append(VersionSpan(version, 0, 1))
         elif self.spans[-1].version == version:
@@ -77,15 +77,15 @@ class Admission:
 
     @property
     def error(self) -> KvxferError | None:
-        """Why it is not to go on."""
+        """The error that has ended the request, or None."""
         return self._error
 
 
 class VersionGate:
-    """Lets requests in, and an update between two of their steps. Loop only.
+    """A gate that admits requests, and updates between two of their steps. Loop only.
 
-    Whatever computes runs in `compute`, one step at a time, and checks its admission first. Under
-    `drain` and `abort` an answer is of exactly one version.
+    Each step runs in `compute` and first checks its admission. Under `drain` and `abort` an answer
+    is of exactly one version.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class VersionGate:
         drain_seconds: float = DRAIN_SECONDS,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`policy` is that of updates that bring none. Requests that have not ended after
+        """`policy` is that of updates without one. Requests that have not ended after
         `drain_seconds` are aborted."""
         self.version = 0
-        """Served now."""
+        """The version that is served now."""
         self._compute, self._clock = compute, clock
         self._policy, self._drain_seconds = policy, drain_seconds
         self._running: set[Admission] = set()
@@ -107,25 +107,25 @@ class VersionGate:
         self._open.set()
         self._updating = asyncio.Lock()
         self._stopped = 0.0
-        """When the last step before the update had ended."""
+        """The time at which the last step before the update had ended."""
         self._broken: KvxferError | None = None
 
     @property
     def broken(self) -> KvxferError | None:
-        """Why nothing is served any more."""
+        """The error that has ended the service, or None."""
         return self._broken
 
     def require(self, demanded: int | None) -> None:
-        """Raises WrongVersion where a request demands another version than is served, and what has
-        ended the service."""
+        """Raises the error that has ended the service, and WrongVersion if a request demands
+        another version than is served."""
         if self._broken is not None:
             raise without_traceback(self._broken)
         require_version(demanded, self.version)
 
     @contextlib.asynccontextmanager
     async def admit(self, demanded: int | None = None) -> AsyncIterator[Admission]:
-        """Waits while an update is applied. Raises as require() does, and DeadlineExceeded where
-        the update takes longer than two minutes."""
+        """Admits a request, once no update is being applied. Raises as require() does, and
+        DeadlineExceeded if the update takes longer than two minutes."""
         try:
             async with asyncio.timeout(_WAIT_SECONDS):
                 while not self._open.is_set():
@@ -159,12 +159,12 @@ class VersionGate:
         first: bool = True,
         last: bool = True,
     ) -> float:
-        """Applies an update, or a wave of one; returns the seconds since the update began for which
-        no step ran, or under `drain` and `abort`, could have begun.
+        """Applies an update, or a wave of one. Returns the seconds since the last step before the
+        first wave: under `keep` until the weights were replaced, else until new steps could begin.
 
-        `swap` replaces the weights in the compute thread, and returns their version; what it raises
-        ends the service. `settle` is awaited before new requests are let in: after the last wave.
-        No request can go on between two waves, so `keep` is `drain` then.
+        `swap` replaces the weights in the compute thread, and returns their version; an error in it
+        ends the service. After the last wave, `settle` is awaited before new requests are admitted.
+        No request can continue between two waves, so `keep` acts as `drain` then.
         """
         policy = policy or self._policy
         if policy is Policy.KEEP and not (first and last):
@@ -211,7 +211,7 @@ class VersionGate:
                 async with asyncio.timeout(self._drain_seconds):
                     await self._quiet.wait()
         if policy is not Policy.KEEP:
-            # Not waited for: each checks before it computes, which happens after the swap.
+            # No need to wait: each checks before its next step, which runs after the swap.
             for each in self._running:
                 each.abort(
                     RequestAborted(
@@ -222,7 +222,7 @@ class VersionGate:
 
 
 def require_version(demanded: int | None, served: int) -> None:
-    """Raises WrongVersion, which names both."""
+    """Raises WrongVersion, which names both versions, if a version is demanded but not served."""
     if demanded not in (None, served):
         raise WrongVersion(
             f"the request demands version {demanded} of the weights and {served} is served; send "

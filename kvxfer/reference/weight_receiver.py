@@ -22,13 +22,13 @@ from kvxfer.weights.transfer.staged import Staged
 T = TypeVar("T")
 
 Commit: TypeAlias = Callable[[Staged], Awaitable[float | None]]
-"""Applies an update to the whole instance; its pause in seconds."""
+"""Applies an update to the whole instance, and returns its pause in seconds."""
 
 _CALL_SECONDS: Final = 60.0
 
 
 def staged_boxes(receiver: WeightReceiver) -> dict[str, Tensor]:
-    """Views of what is in the arena, which is host memory."""
+    """Returns views of the boxes in the arena, which is host memory."""
     memory = torch.frombuffer(receiver.memory, dtype=torch.uint8)
     return {
         name: memory[place.offset : place.offset + place.nbytes]
@@ -40,7 +40,7 @@ def staged_boxes(receiver: WeightReceiver) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receivers:
-    """Makes the receiver of each rank of an instance, in the process of the rank."""
+    """A factory that makes the receiver of each rank of an instance, in the rank's process."""
 
     config: LlamaConfig
     instance_id: str
@@ -48,7 +48,7 @@ class Receivers:
     coordinator: str | None = None
     """The address that each rank dials; without it the coordinator dials the ranks."""
     dtype: str = "float32"
-    """Of what training sends; it is converted to what the model computes in."""
+    """The type that training sends; it is converted to the type that the model computes in."""
     options: EngineOptions = field(default_factory=EngineOptions)
 
     def __call__(self, shard: Shard) -> ReceiverThread:
@@ -58,7 +58,7 @@ class Receivers:
 class ReceiverThread(LoopThread):
     """An engine and a `WeightReceiver` on a loop in a thread: a `Staging`.
 
-    Rank 0 commits by message: commit_by() says how, once for all updates.
+    Rank 0 commits when the coordinator sends a message, by the function set with commit_by().
     """
 
     def __init__(self, made: Receivers, shard: Shard) -> None:
@@ -72,8 +72,8 @@ class ReceiverThread(LoopThread):
         self.begin()
 
     def commit_by(self, commit: Commit, loop: asyncio.AbstractEventLoop) -> None:
-        """What rank 0 does when the coordinator says that an update is to be applied, on this
-        loop."""
+        """Sets the function by which rank 0 applies the updates that the coordinator commits, and
+        the loop to run it on."""
 
         async def there(staged: Staged) -> float | None:
             work = asyncio.run_coroutine_threadsafe(_awaited(commit, staged), loop)
@@ -87,7 +87,7 @@ class ReceiverThread(LoopThread):
 
     @property
     def version(self) -> int:
-        """That the coordinator believes to be served."""
+        """The version that the coordinator believes to be served."""
         return self._receiver.version
 
     def pin(self, update_id: str) -> Staged:
@@ -103,7 +103,7 @@ class ReceiverThread(LoopThread):
 
     def applied(self, staged: Staged, pause_seconds: float | None) -> None:
         self._pinned = None
-        # That of rank 0 says so itself, when its commit() returns.
+        # Rank 0's receiver reports it itself, when its commit() returns.
         if self._shard.rank:
             self._call(lambda: self._receiver.applied(staged, pause_seconds))
 

@@ -1,4 +1,4 @@
-"""The weights of a model by their Hugging Face names: which there are, and seeded random ones."""
+"""The weights of a model by their Hugging Face names: their shapes, and seeded random ones."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def layer_prefix(layer: int) -> str:
 
 
 def weight_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of every tensor of the model; linear layers are [outputs, inputs].
+    """Yields (name, shape) of every tensor of the model; linear layers are [outputs, inputs].
 
-    Of a model with experts, their routers but not the experts: `expert_weights`."""
+    A model with experts has their routers here, but not the experts: `expert_weights`."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size = config.num_heads * config.head_size
     kv_size = config.num_kv_heads * config.head_size
@@ -65,7 +65,7 @@ _EXPERT_GAIN: Final = 3.0
 
 
 class ExpertWeights(NamedTuple):
-    """Of one feed-forward network."""
+    """The weights of one feed-forward network."""
 
     gate_up: Tensor
     """[2 * intermediate_size, hidden_size]."""
@@ -74,7 +74,7 @@ class ExpertWeights(NamedTuple):
 
 
 def expert_weights(config: LlamaConfig, seed: int, layer: int, expert: int) -> ExpertWeights:
-    """Random weights of one expert, that depend on the arguments only: a rank draws its own."""
+    """Returns random weights of one expert, from the arguments only: a rank draws its own."""
     number = layer * config.num_experts + expert
     generator = torch.Generator().manual_seed(seed << 32 | number)
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -89,7 +89,7 @@ def seeded_weights(
     device: torch.device = _PROCESSOR,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
-    """Random weights that depend on `config`, `seed` and the kind of device only."""
+    """Returns random weights that depend on `config`, `seed` and the kind of device only."""
     generator = torch.Generator(device).manual_seed(seed)
     weights: dict[str, Tensor] = {}
     for name, shape in weight_shapes(config):

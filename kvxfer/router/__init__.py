@@ -1,4 +1,4 @@
 """`kvxfer router`: OpenAI's API in front of prefill and decode engines.
 
-It uses the control plane by its REST API alone, as a router of anybody else would.
+It uses only the control plane's REST API, as any other router would.
 """

@@ -20,13 +20,13 @@ _KEY: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
 
 def watch_api_keys(path: Path) -> WatchedFile[Tokens]:
-    """The keys of a file, whatever is put into it later. Raises InvalidArgument."""
+    """Returns the keys of a file, read again when it changes. Raises InvalidArgument."""
     return WatchedFile("API keys file", path, parse_api_keys)
 
 
 def parse_api_keys(content: bytes) -> Tokens:
-    """One line each: NAME KEY; the name goes into logs. Empty lines and those that begin with # say
-    nothing. Raises InvalidArgument, which names the line and never the key."""
+    """Parses lines of NAME KEY; the name goes into logs. Ignores empty lines and lines that begin
+    with #. Raises InvalidArgument, which names the line and never the key."""
     callers: dict[str, Caller] = {}
     for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
         words = line.split()
@@ -44,29 +44,29 @@ def parse_api_keys(content: bytes) -> Tokens:
 
 
 class ApiKeyGuard:
-    """Lets a request through or raises. One event loop. Without `keys` everybody is served."""
+    """A check of each request's API key. One event loop. Without `keys` every client is served."""
 
     def __init__(self, keys: WatchedFile[Tokens] | None, clock: Clock) -> None:
         self._keys = keys
         self._failures = wrong_tokens(clock)
 
     def admit(self, request: Request) -> None:
-        """Raises InvalidApiKey, or TooManyWrongKeys where they come too fast from one address."""
+        """Raises InvalidApiKey, or TooManyWrongKeys if they come too fast from one address."""
         if self._keys is None:
             return
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = request.headers.get("X-API-Key", "")  # as clients of Anthropic's API send it
         if not key.strip():
-            raise InvalidApiKey("this router asks for an API key; send Authorization: Bearer KEY")
+            raise InvalidApiKey("this router requires an API key; send Authorization: Bearer KEY")
         caller = self._keys.current.caller(key.strip())
         if caller is None:
             address = "unknown" if request.client is None else request.client.host
             if seconds := self._failures.wait_seconds(address):
                 raise TooManyWrongKeys(
-                    f"too many wrong API keys from the address {address}; come again in "
-                    f"{seconds:.3f} s, with one that this router knows",
+                    f"too many wrong API keys from the address {address}; retry in "
+                    f"{seconds:.3f} s, with a key that this router knows",
                     seconds,
                 )
-            raise InvalidApiKey("the API key is not one that this router knows")
+            raise InvalidApiKey("this router does not know the API key")
         request.scope[CALLER_KEY] = caller.name

@@ -1,4 +1,4 @@
-"""The router's HTTP API: that of the inference engines behind it, and what operators ask of it."""
+"""The router's HTTP API: the routes of the inference engines behind it, and those for operators."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def create_app(
     clock: Clock = SYSTEM_CLOCK,
     workers: httpx2.AsyncBaseTransport | None = None,
 ) -> FastAPI:
-    """The router over a control plane, whose client and `tracer` it closes when it stops.
+    """Makes a router over a control plane, whose client and `tracer` it closes when it stops.
 
-    `workers` carries its requests of workers, over sockets unless another one is given.
+    `workers` carries its requests to workers; by default, sockets do.
     """
     metrics = Metrics()
     router = Router(settings, control_plane, metrics, clock=clock, workers=workers)
@@ -112,7 +112,7 @@ def create_app(
         guard.admit(request)
         return await router.models.card(name)
 
-    @app.get("/health")  # as inference servers have it
+    @app.get("/health")  # the route of inference servers
     @app.get("/healthz")
     async def health() -> dict[str, str]:
         return {"status": "ok"}

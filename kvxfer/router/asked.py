@@ -21,51 +21,51 @@ _MODEL_LENGTH: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request for what a dialect's route gives."""
+    """A request to the route of a dialect."""
 
     request_id: str
     dialect: Dialect
     path: str
-    """Here and at the workers, with the query."""
+    """The path and the query, here and at the workers."""
     method: str = "POST"
     content: bytes
-    """The body as it came."""
+    """The body as received."""
     content_type: str = _JSON
     members: Members = field(default_factory=dict, repr=False)
-    """Those of the body; none where it is no JSON object."""
+    """The members of the body; empty if it is no JSON object."""
     model: str | None
-    """None where the request names none."""
+    """The model; None if the request names none."""
     alone: str
-    """Why one worker has to serve it: a member, or a route. Empty where a pair can."""
+    """The member or route that requires one worker alone; empty if a pair can serve it."""
     lacks: str = ""
-    """The member without which no worker can serve it; "body" where that is no object."""
+    """The required member that is missing; "body" if that is no JSON object."""
     streams: bool
     """Whether the client wants a stream."""
     prompt_tokens: int | None = None
-    """As far as it is known; an estimate where a text was not tokenized in time."""
+    """The prompt's tokens as far as known; an estimate if a text was not tokenized in time."""
     text_bytes: int = 0
-    """Of the prompt's text, whose tokens are not among them yet."""
+    """The bytes of the prompt's text that `prompt_tokens` does not count yet."""
     ids: list[int] | None = None
-    """The prompt's tokens, where the client sent them."""
+    """The prompt's tokens, if the client sent them."""
     prefix: AskedHashes = NO_HASHES
-    """Of a prompt whose tokens are known."""
+    """The hashes of the prompt, if its tokens are known."""
     rendered: msgspec.Raw | None = None
-    """The prompt's tokens as a worker has rendered it, for both workers."""
+    """The tokens of the prompt as one worker has rendered it, for both workers."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Of the client, for the workers."""
+    """The client's headers that the workers get."""
     tenant: str | None = None
     """The name of the client's API key."""
     arrived: float
-    """By the monotonic clock of the router."""
+    """The time of arrival by the router's monotonic clock."""
 
     @property
     def priority(self) -> int:
-        """As vLLM's, whose lowest number is first; 0 where the request has none that counts."""
+        """vLLM's `priority`, the lowest first; 0 if it is missing or not in -1000 to 1000."""
         value = value_of(self.members, "priority")
         return value if type(value) is int and -1000 <= value <= 1000 else 0
 
     def not_by_a_pair(self, refusal: NotAggregating) -> KvxferError:
-        """What the client is told where no worker serves it alone."""
+        """Returns the error for the client if no worker serves the request alone."""
         if self.lacks:
             what = "not a JSON object" if self.lacks == "body" else "missing"
             return InvalidRequest(f"{self.lacks}: {what}; {self.path} needs it", self.lacks)
@@ -85,9 +85,9 @@ def read_request(
     tenant: str | None = None,
     arrived: float = 0.0,
 ) -> Asked:
-    """Raises InvalidRequest for a body that no worker may see.
+    """Reads a request. Raises InvalidRequest for a body that no worker may see.
 
-    `named`: the client has chosen `request_id`; else a member of the body may.
+    `named`: the client has chosen `request_id`; otherwise `request_id` of the body replaces it.
     """
     json = content_type.partition(";")[0].strip().lower() in ("", _JSON)
     read = read_members(content) if json else None
@@ -112,7 +112,7 @@ def read_request(
         content_type=content_type,
         members=members,
         model=model,
-        # Only a worker can say in its own words what is wrong with a body.
+        # A worker refuses an invalid body in its own words.
         alone=lacks or dialect.alone(members),
         lacks=lacks,
         streams=is_on(value_of(members, "stream")),

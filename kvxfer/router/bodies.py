@@ -11,7 +11,7 @@ import msgspec
 from kvxfer.unreadable import UNREADABLE
 
 Members: TypeAlias = Mapping[str, msgspec.Raw]
-"""By name. What no one decodes reaches the workers byte for byte."""
+"""Members by name. Those that are not decoded reach the workers byte for byte."""
 
 NO_MEMBERS: Final[Members] = {}
 
@@ -22,12 +22,12 @@ _DEEPEST: Final = 16
 
 
 def read_members(content: bytes) -> Members | None:
-    """Those of a JSON object; None where the body is none, which a worker will refuse."""
+    """Returns the members of a JSON object; None if the body is none, which a worker refuses."""
     try:
         return msgspec.json.decode(content, type=dict[str, msgspec.Raw])
     except UNREADABLE:
         pass
-    # Python's json, which inference engines use, reads more: NaN, half of a surrogate pair.
+    # Python's json, which inference engines use, accepts more: NaN, half of a surrogate pair.
     try:
         read = json.loads(content)
     except (ValueError, RecursionError):
@@ -36,13 +36,13 @@ def read_members(content: bytes) -> Members | None:
 
 
 def has(members: Members, name: str) -> bool:
-    """Whether the member is there, and not null."""
+    """Whether the member is present, and not null."""
     raw = members.get(name)
     return raw is not None and bytes(raw) != b"null"
 
 
 def value_of(members: Members, name: str) -> Any:
-    """None where the member is missing, null, or nothing that msgspec reads."""
+    """Returns a member's value; None if it is missing, null, or unreadable for msgspec."""
     raw = members.get(name)
     if raw is None:
         return None
@@ -57,27 +57,27 @@ def as_raw(value: Any) -> msgspec.Raw:
 
 
 def is_on(value: Any) -> bool:
-    """Whether pydantic reads it as true, where it reads it at all."""
+    """Whether pydantic reads the value as true."""
     if isinstance(value, str):
         return value.lower() in {"1", "on", "t", "true", "y", "yes"}
     return isinstance(value, int | float) and value == 1
 
 
 def as_integer(value: Any) -> int | None:
-    """As pydantic reads an integer: 16.0 is one."""
+    """Reads an integer as pydantic does: 16.0 is one. Returns None for anything else."""
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     return int(value) if whole and not isinstance(value, bool) else None
 
 
 def token_ids(value: Any) -> list[int] | None:
-    """A prompt of token ids; None where it is none."""
+    """Returns the value if it is a prompt of token ids, otherwise None."""
     if not isinstance(value, list) or not value:
         return None
     return value if all(type(i) is int and 0 <= i < 1 << 63 for i in value) else None
 
 
 def text_bytes(value: Any, depth: int = 0) -> int:
-    """UTF-8 bytes of what is said in messages, or in other content of a prompt."""
+    """Counts the UTF-8 bytes of the text in messages, or in other content of a prompt."""
     if isinstance(value, str):
         return len(value.encode(errors="replace"))
     if depth == _DEEPEST:

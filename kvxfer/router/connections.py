@@ -1,4 +1,4 @@
-"""Connections to workers: pooled, and patient only where a deadline of the request takes over."""
+"""Pooled connections to workers. Reads have no timeout: the request's deadlines bound them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any, Final
 import httpx2
 
 _TIMEOUTS: Final = {"timeout": {"connect": 2.0, "write": 10.0, "read": None, "pool": None}}
-"""In seconds. How long an answer may take is its reader's business."""
+"""Seconds. The reader of an answer bounds its time."""
 _LIMITS: Final = httpx2.Limits(
     max_connections=None,
     max_keepalive_connections=512,
-    # Shorter than what engines wait (vLLM: 5 s): no request meets a connection being closed.
+    # Engines close idle connections later (vLLM: 5 s), so no request meets one being closed.
     keepalive_expiry=2.0,
 )
-# A client's query may be long, and another each time.
+# A URL with a long query of a client is rarely used again.
 _LONGEST_KEPT: Final = 256
 _kept_url = functools.lru_cache(1024)(httpx2.URL)
 
 
 class WorkerConnections:
-    """Sends requests over connections that are kept open. Loop only.
+    """Connections to workers that are kept open. Loop only.
 
-    Not by httpx2's client: that sends the cookies of an answer with the requests of others, and
+    httpx2's client is not used: it sends the cookies of an answer with the requests of others, and
     takes a seventh of a request's time.
     """
 
@@ -32,7 +32,7 @@ class WorkerConnections:
         def pool() -> httpx2.AsyncBaseTransport:
             return httpx2.AsyncHTTPTransport(limits=_LIMITS, trust_env=False)
 
-        # A pool is searched at begin and end of each request: streams have one, all else another.
+        # Each request searches its pool at its begin and end, so streams have their own.
         self._streams, self._short = transport or pool(), transport or pool()
 
     async def send(
@@ -44,8 +44,8 @@ class WorkerConnections:
         *,
         decode: bool = False,
     ) -> httpx2.Response:
-        """The head of the answer, which its reader closes. `decode`: it takes as long as an answer
-        to a client. Raises httpx2.RequestError."""
+        """Returns the head of the answer, which its reader closes. `decode`: the answer takes as
+        long as the client's. Raises httpx2.RequestError."""
         extensions: dict[str, Any] = {**_TIMEOUTS}
         parsed = _kept_url(url) if len(url) <= _LONGEST_KEPT else httpx2.URL(url)
         request = httpx2.Request(
@@ -57,7 +57,7 @@ class WorkerConnections:
         return response
 
     async def get(self, url: str, headers: Mapping[str, str]) -> httpx2.Response:
-        """A whole answer."""
+        """Returns a whole answer."""
         response = await self.send("GET", url, headers)
         try:
             await response.aread()

@@ -1,10 +1,10 @@
-"""A stream that goes on at another worker: which requests can, what that worker is asked, and its
-events as those of the client's stream.
+"""A stream that goes on at another worker: which requests allow it, the request to that worker,
+and its events as events of the client's stream.
 
-The other worker gets the tokens of the prompt and of the text that the client has as the prompt of
-a completion, also for a chat. It starts with nothing but these tokens. Requests whose answer also
-depends on something else are not continued: random numbers of a seed, the state of a parser or of a
-grammar, counts of output tokens. Nor are those with a member that is not listed here.
+The other worker gets a completion, also for a chat. Its prompt is the tokens of the prompt and of
+the text that the client has; the worker knows nothing else. A request is not continued if its
+answer depends on more: on a seed's random numbers, on the state of a parser or of a grammar, or on
+counts of output tokens. Nor is one with a member that is not listed here.
 
 The members are those of vLLM 0.32.
 """
@@ -26,7 +26,7 @@ from kvxfer.unreadable import UNREADABLE
 
 JsonObject = dict[str, Any]
 
-# Those that the other worker gets as they are: they concern each token alone, or the answer's form.
+# Members that the other worker gets unchanged: they affect each token alone, or the answer's form.
 _KEPT: Final = frozenset(
     {
         *("model", "stream", "stream_options", "stream_interval", "user", "priority"),
@@ -36,7 +36,7 @@ _KEPT: Final = frozenset(
         *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens"),
     }
 )
-# Those of the prompt, which tokens replace, of limits, which are reduced, and what vLLM ignores.
+# Members of the prompt (tokens replace them), limits (they are reduced), and what vLLM ignores.
 _REPLACED: Final = frozenset(
     {
         *("prompt", "add_special_tokens", "truncate_prompt_tokens", "truncation_side"),
@@ -49,7 +49,7 @@ _REPLACED: Final = frozenset(
 _OFF: Final = (b"false",)
 _EMPTY: Final = (b"[]",)
 _ZERO: Final = (b"0", b"0.0")
-# Values with which other members do not prevent it, beside null.
+# Other members allow a continuation with these values, or null.
 _HARMLESS: Final[Mapping[str, tuple[bytes, ...]]] = {
     "n": (b"1",),
     "best_of": (b"1",),
@@ -70,13 +70,13 @@ _HARMLESS: Final[Mapping[str, tuple[bytes, ...]]] = {
     "vllm_xargs": (b"{}",),
 }
 _IDS: Final = ("prompt_token_ids", "token_ids")
-# vLLM's, of completions without a limit.
+# vLLM's default for completions.
 _MAX_TOKENS: Final = 16
 
 
 def prevented_by(asked: Asked) -> str:
-    """The member for which the request cannot go on at another worker, or its route; empty if it
-    can."""
+    """Returns the member, or the route, that keeps the request from going on at another worker;
+    empty if it can."""
     members, dialect = asked.members, asked.dialect
     if dialect not in (COMPLETIONS, CHAT):
         return dialect.path
@@ -99,12 +99,12 @@ def prevented_by(asked: Asked) -> str:
 
 
 def limit_of(asked: Asked) -> int | None:
-    """Tokens that the answer may have; None where the model's context length alone bounds it."""
-    names = ("max_completion_tokens", "max_tokens") if asked.dialect is CHAT else ("max_tokens",)
-    for name in names:
+    """Returns the answer's limit of tokens; None if only the model's context length bounds it."""
+    limit = asked.dialect.limit
+    for name in ("max_completion_tokens", limit) if asked.dialect is CHAT else (limit,):
         if has(asked.members, name):
             return as_integer(value_of(asked.members, name))
-    return None if asked.dialect is CHAT else _MAX_TOKENS
+    return _MAX_TOKENS if asked.dialect is COMPLETIONS else None
 
 
 class Continuation:
@@ -118,8 +118,7 @@ class Continuation:
         limit: int,
         of_prefill: JsonObject | None,
     ) -> None:
-        """`limit`: of the tokens of the whole answer. `of_prefill`: what the first prefill worker
-        answered."""
+        """Takes the whole answer's `limit` of tokens, and the first prefill worker's answer."""
         self._asked = asked
         self._transcript = transcript
         self._prompt = prompt
@@ -130,11 +129,11 @@ class Continuation:
         """Whether the text of the last token is known to be complete."""
 
     def drop(self, tokens: int) -> None:
-        """Leaves out the last ones, whose text the client does not have: they come again."""
+        """Leaves out the last tokens, whose text the client lacks: they are computed again."""
         self._tokens = self._tokens[: len(self._tokens) - tokens]
 
     def request(self, arrived: float) -> Asked:
-        """What another worker, or a pair, is asked."""
+        """Returns the request to another worker, or to a pair."""
         asked, told = self._asked, len(self._tokens)
         members = {k: v for k, v in asked.members.items() if k in _KEPT and has(asked.members, k)}
         members["prompt"] = as_raw(self._prompt + self._tokens)
@@ -154,7 +153,7 @@ class Continuation:
         return replace(request, model=asked.model)
 
     def take(self, whole: bytes) -> bytes:
-        """Events of the other worker as those of the client's stream."""
+        """Returns events of the other worker as events of the client's stream."""
         return b"".join(map(self._take, events_in(whole)))
 
     def _take(self, event: bytes) -> bytes:
@@ -183,7 +182,7 @@ class Continuation:
 
 
 def _of_chat(choice: JsonObject) -> JsonObject:
-    """The choice of a completion's event as that of a chat's."""
+    """Returns the choice of a completion's event as the choice of a chat's event."""
     left_out = {"text", "prompt_token_ids"}
     if choice.get("finish_reason") is None:
         left_out.add("stop_reason")

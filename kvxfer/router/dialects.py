@@ -1,5 +1,5 @@
-"""The routes of inference engines that generate tokens: what the router has to know of the bodies,
-answers and streams of each. Everything else goes through as it is.
+"""The routes of inference engines that generate tokens: what the router must know of the bodies,
+answers and streams of each. Everything else passes unchanged.
 
 The members are those of vLLM 0.32.
 """
@@ -18,38 +18,39 @@ JsonObject = dict[str, Any]
 
 
 class Prompt(NamedTuple):
-    """What is known of a prompt before a worker has seen it."""
+    """A prompt as far as it is known before a worker has seen it."""
 
     nbytes: int = 0
-    """Of its text, where it is text."""
+    """The bytes of the text, if it is text."""
     ids: list[int] | None = None
-    """Its tokens, where the client sent them."""
+    """The tokens, if the client sent them."""
     more: int = 0
-    """Tokens of further prompts of the request, where the client sent them."""
+    """The number of tokens of the request's further prompts, if the client sent tokens."""
 
 
 class Dialect:
-    """A route, and the bodies, answers and streams that it has. Stateless."""
+    """A route, with its bodies, answers and streams. Stateless."""
 
     path: str
     needs: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Of each of these a body has to have one member."""
+    """Groups of members; a body needs at least one member of each."""
     limit: ClassVar[str] = "max_tokens"
     """The member that bounds the output: prefill computes one token."""
     not_for_prefill: ClassVar[frozenset[str]] = frozenset()
-    """Members that only decode gets, beside those of streams."""
+    """Members that only decode gets, in addition to those of streams."""
     for_prefill: ClassVar[Mapping[str, bool]] = MappingProxyType({})
-    """What prefill's kv_transfer_params say beside what both get."""
+    """Members of prefill's kv_transfer_params that decode does not get."""
     tokenized: ClassVar[frozenset[str]] = frozenset()
-    """What makes the prompt, in the words of vLLM's /tokenize; empty where that does not know."""
+    """Members that make the prompt, as vLLM's /tokenize names them; empty if it cannot tokenize the
+    route's prompts."""
     prompt_usage: ClassVar[tuple[str, ...]] = ()
-    """Members of an answer's usage that tell of the prompt: prefill knows them."""
+    """Members of an answer's usage that describe the prompt; prefill's answer has their values."""
     tells_usage: ClassVar[re.Pattern[bytes]]
-    """Finds these in an answer, or in an event."""
+    """A pattern that finds these in an answer or in an event."""
 
     def lacks(self, members: Members | None) -> str:
-        """The member without which no worker serves the request, as it is missing; "body" where
-        that is no JSON object (None)."""
+        """Returns the required member that is missing; "body" if that is no JSON object (None);
+        empty if nothing is missing."""
         if not self.needs:
             return ""
         if members is None:
@@ -58,23 +59,23 @@ class Dialect:
         return next(missing, ("",))[0]
 
     def alone(self, members: Members) -> str:
-        """The member for which one worker has to serve the request; empty where a pair can."""
+        """Returns the member that requires one worker alone; empty if a pair can serve it."""
         raise NotImplementedError
 
     def prompt(self, members: Members) -> Prompt:
         raise NotImplementedError
 
     def is_text(self, members: Members) -> bool:
-        """Whether the prompt is of text alone, and a tokenizer knows all of it."""
+        """Whether the prompt is text alone, so that a tokenizer knows all of it."""
         raise NotImplementedError
 
     def renders(self, members: Members) -> bool:
-        """Whether a template makes the prompt, and both workers may be given its tokens instead:
-        vLLM renders it at `path`/render."""
+        """Whether a template makes the prompt, and both workers may get its tokens instead. vLLM
+        renders it at `path`/render."""
         return self.is_text(members)
 
     def prompt_logprobs(self, members: Members) -> bool:  # noqa: ARG002
-        """Whether the answer has logprobs of the prompt, which prefill computes."""
+        """Whether the request asks for logprobs of the prompt, which prefill computes."""
         return False
 
     def lacks_logprobs(self, of_prefill: JsonObject) -> bool:
@@ -86,20 +87,20 @@ class Dialect:
         return None
 
     def ended(self, last: bytes) -> bool:
-        """Whether a stream that ends with these events is whole."""
+        """Whether a stream that ends with these events is complete."""
         return b"data: [DONE]" in last
 
     def error_body(self, error: JsonObject) -> JsonObject:
-        """An answer that is an error of the router."""
+        """Returns the body of an error of the router."""
         return {"error": error}
 
     def error_event(self, error: JsonObject) -> bytes:
-        """The last event of a stream that breaks off."""
+        """Returns the last event of a stream that breaks off."""
         return b"data: " + json.dumps(self.error_body(error)).encode() + b"\n\n"
 
     def with_prompt(self, answer: JsonObject, of_prefill: JsonObject | None) -> None:
-        """Puts what prefill's answer says of the prompt into decode's answer, or one of its events.
-        None: prefill's is lost, and nothing is said."""
+        """Copies what prefill's answer says of the prompt into decode's answer, or one of its
+        events. If prefill's answer is lost (None), the usage says null."""
         usage, known = _usage(answer), _usage(of_prefill or {}) or {}
         for name in self.prompt_usage:
             if usage is not None and (told := usage.get(name)) is not None:
@@ -107,7 +108,7 @@ class Dialect:
 
 
 def _usage(answer: JsonObject) -> JsonObject | None:
-    """That of an answer, or of an event of /v1/responses or /v1/messages."""
+    """Returns the usage of an answer, or of an event of /v1/responses or /v1/messages."""
     for holder in (answer, answer.get("response"), answer.get("message")):
         if isinstance(holder, dict) and isinstance(usage := holder.get("usage"), dict):
             return usage
@@ -121,7 +122,7 @@ def _choices(answer: JsonObject) -> list[JsonObject]:
 
 
 def _in_the_form_of(told: Any, known: Any) -> Any:
-    """Where decode leaves out what is null, so does this."""
+    """Returns prefill's value without the null members that decode's value leaves out."""
     if not isinstance(told, dict) or not isinstance(known, dict):
         return known
     return {name: value for name, value in known.items() if value is not None or name in told}
@@ -130,7 +131,7 @@ def _in_the_form_of(told: Any, known: Any) -> Any:
 class _OpenAi(Dialect):
     """Completions and chat completions."""
 
-    # With a seed, vLLM 0.32 on a CPU ends at a prompt that it computes in chunks.
+    # If a request has a seed, vLLM 0.32 on a CPU stops at a prompt that it computes in chunks.
     not_for_prefill = frozenset(
         {"max_completion_tokens", "min_tokens", "n", "best_of", "seed", "return_token_ids"}
     )
@@ -195,7 +196,7 @@ class _Chat(_OpenAi):
     )
 
     def alone(self, members: Members) -> str:
-        for name in ("use_beam_search", "echo"):  # with echo, vLLM tells logprobs of the prompt
+        for name in ("use_beam_search", "echo"):  # with echo, vLLM returns logprobs of the prompt
             if is_on(value_of(members, name)):
                 return name
         return ""
@@ -208,7 +209,7 @@ class _Chat(_OpenAi):
         return isinstance(messages, list) and all(_says_text(message) for message in messages)
 
     def renders(self, members: Members) -> bool:
-        # A worker that is given tokens has no text of the prompt to return.
+        # A worker that gets tokens has no text of the prompt to return.
         return super().renders(members) and not is_on(value_of(members, "return_prompt_text"))
 
     def with_prompt(self, answer: JsonObject, of_prefill: JsonObject | None) -> None:
@@ -255,7 +256,7 @@ class _Responses(Dialect):
         return not isinstance(items, list) or b'"input_image"' not in bytes(members["input"])
 
     def ended(self, last: bytes) -> bool:  # noqa: ARG002
-        return True  # HTTP tells where it breaks off
+        return True  # HTTP shows if it breaks off
 
     def error_event(self, error: JsonObject) -> bytes:
         told = {"type": "error", **{name: error[name] for name in ("code", "message", "param")}}
@@ -266,7 +267,7 @@ class _Messages(Dialect):
     """Anthropic's API."""
 
     path = "/v1/messages"
-    # By which vLLM knows that its limit of tokens is not the client's.
+    # vLLM then knows that its limit of tokens is not the client's.
     for_prefill = MappingProxyType({"do_remote_decode": True})
     needs = (("model",), ("messages",), ("max_tokens",))
     prompt_usage = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
@@ -336,7 +337,7 @@ class _Single(Dialect):
         return False
 
     def ended(self, last: bytes) -> bool:  # noqa: ARG002
-        return True  # HTTP tells where it breaks off
+        return True  # HTTP shows if it breaks off
 
 
 COMPLETIONS: Final[Dialect] = _Completions()

@@ -1,4 +1,4 @@
-"""What a router lets in: so many requests at once, and so many bytes of their bodies."""
+"""The limits of requests under way, and of the bytes of their bodies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ReadBody: TypeAlias = Callable[[Receive], Awaitable[bytes]]
 
 
 class Door:
-    """Counts requests from before their bodies are read until they are answered. Loop only."""
+    """A count of requests from before their bodies are read until they are answered. Loop only."""
 
     def __init__(self, settings: RouterSettings, metrics: Metrics) -> None:
         self._settings = settings
@@ -27,8 +27,8 @@ class Door:
 
     @contextmanager
     def entered(self) -> Iterator[ReadBody]:
-        """A request that is let in, and what reads its body. Both raise Overloaded; the second also
-        raises ClientLeft. Where a body was read so far, its bytes count until the request ends."""
+        """Admits a request, and yields the function that reads its body. Both raise Overloaded; the
+        function also raises ClientLeft. The bytes that it has read count until the request ends."""
         if self._requests >= self._settings.max_requests:
             raise self._overloaded(f"{self._requests} requests are under way")
         held = 0
@@ -62,4 +62,4 @@ class Door:
 
     def _overloaded(self, what: str) -> Overloaded:
         self._metrics.failures.labels(Overloaded.code).inc()
-        return Overloaded(f"{what}, as many as this router takes; retry")
+        return Overloaded(f"{what}, and this router takes no more; retry later")

@@ -1,4 +1,4 @@
-"""The client's side of a request: its answer, sent on as it comes."""
+"""The client's side of a request: the answer, sent on as it arrives."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from kvxfer.web.wait_limit import WaitLimit
 
 
 class Downstream:
-    """An answer that goes out piece by piece, or in one. One task at a time.
+    """An answer that is sent piece by piece, or in one. One task at a time.
 
-    A client that takes nothing for `stall_seconds` is a ClientLeft.
+    ClientLeft is raised if the client takes nothing for `stall_seconds`.
     """
 
     def __init__(self, send: Send, stall_seconds: float | None) -> None:
         self._send = send
         self.limit = WaitLimit(stall_seconds)
         self.headers: dict[str, str] = {}
-        """Of every answer, beside its own."""
+        """Headers that are added to the answer's own."""
         self.begun = False
-        """Whether status and headers are sent: no other answer is possible."""
+        """Whether status and headers are sent, so that no other answer is possible."""
         self.told = False
-        """Whether it has more than comments: the request cannot be tried again."""
+        """Whether more than comments is sent, so that the request cannot be tried again."""
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        """Nothing where it has begun."""
+        """Sends status and headers, unless they are sent."""
         if self.begun:
             return
         self.begun = True
@@ -39,7 +39,7 @@ class Downstream:
         await self._send({"type": "http.response.start", "status": status, "headers": lines})
 
     async def comment(self, part: bytes) -> None:
-        """What clients of a stream do not see, and proxies before them take for a sign of life."""
+        """Sends what clients of a stream ignore, and proxies take for activity."""
         await self._part(part)
 
     async def send(self, part: bytes) -> None:
@@ -47,7 +47,7 @@ class Downstream:
         await self._part(part)
 
     async def answer(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
-        """The whole answer."""
+        """Sends the whole answer."""
         await self.begin(status, {**headers, "Content-Length": str(len(content))})
         await self.send(content)
 
@@ -64,10 +64,10 @@ Serve: TypeAlias = Callable[[Downstream], Awaitable[None]]
 
 
 class Passage(Response):
-    """An answer that is sent to its client by what `take` makes of the request's body.
+    """An answer that is sent by the function that `take` returns for the request's body.
 
-    An error before its first byte is raised, and answered as any other. It ends when the client
-    leaves, and by then so has the serving of it.
+    An error before the first byte is raised, and answered as any other. If the client leaves, the
+    function is cancelled, and the answer ends after it.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Passage(Response):
                 await while_connected(receive, _served(serve, client))
             except ClientLeft:
                 if not client.begun:
-                    raise  # for the count of answers
+                    raise  # it is counted as an answer 499
 
 
 async def _served(serve: Serve, client: Downstream) -> None:

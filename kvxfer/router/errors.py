@@ -1,5 +1,5 @@
-"""Errors as OpenAI's API has them: a status, and one object that says what is wrong. Those of
-workers are passed on as they are."""
+"""Errors in the format of OpenAI's API: a status, and one object that says what is wrong. Errors
+of workers are passed on unchanged."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class InvalidApiKey(KvxferError):
 
 
 class TooManyWrongKeys(KvxferError):
-    """An address sends API keys that the router does not know, too fast."""
+    """An address sends unknown API keys too fast."""
 
     code = "too-many-wrong-keys"
 
@@ -62,13 +62,13 @@ class TooManyWrongKeys(KvxferError):
 
 
 class Overloaded(KvxferError):
-    """The router has as many requests under way as it may."""
+    """The router's limit of requests, or of the bytes of their bodies, is reached."""
 
     code = "overloaded"
 
 
 class InvalidRequest(InvalidArgument):
-    """A member of the body, `param`, cannot be meant."""
+    """The body is invalid; `param` names the member."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -98,7 +98,7 @@ class WorkerError(KvxferError):
 
 
 class WorkerKeyRefused(KvxferError):
-    """A worker does not accept the key that the router sends it, or wants one."""
+    """A worker refuses the key that the router sends, or requires one."""
 
     code = "worker-key-refused"
 
@@ -106,7 +106,8 @@ class WorkerKeyRefused(KvxferError):
 class StreamLost(Exception):
     """A stream broke off with `error`, and does not go on at another worker.
 
-    `because` says why, and `param` is the member that prevents it; nothing where none ever goes on.
+    `because` says why, and `param` names the member that prevents it. Both are empty if the router
+    continues no streams.
     """
 
     def __init__(self, error: KvxferError, because: str = "", param: str | None = None) -> None:
@@ -114,7 +115,7 @@ class StreamLost(Exception):
         self.error, self.because, self.param = error, because, param
 
     def error_object(self) -> dict[str, Any]:
-        """The `error` of the stream's last event."""
+        """Returns the `error` of the stream's last event."""
         told = error_object(self.error)
         if self.because:
             told["message"] += f"; the stream does not go on at another worker {self.because}"
@@ -138,7 +139,7 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     LeaseExpired: 504,
     DeadlineExceeded: 504,
 }
-# The words of OpenAI's own API, where it has one for the case.
+# Codes of OpenAI's own API.
 _CODES: Final[dict[type[KvxferError], str]] = {
     PromptTooLong: "context_length_exceeded",
     UnknownModel: "model_not_found",
@@ -154,7 +155,7 @@ def status_of(error: KvxferError) -> int:
 
 
 def error_object(error: KvxferError) -> dict[str, Any]:
-    """The `error` of an answer, or of an event in a stream."""
+    """Returns the `error` of an answer, or of an event in a stream."""
     status = status_of(error)
     message = str(error)
     if isinstance(error, WorkerError) and (told := told_by(error.content)) is not None:
@@ -162,14 +163,14 @@ def error_object(error: KvxferError) -> dict[str, Any]:
     if isinstance(error, NoCapacity) and (reasons := error.details.get("reasons")):
         message += f": {'; '.join(map(str, cast(list[str], reasons)))}"
     if isinstance(error, Unauthenticated | Forbidden):
-        message = f"the control plane does not let this router in: {message}"
+        message = f"the control plane refuses this router: {message}"
     param = "model" if isinstance(error, UnknownModel) else getattr(error, "param", None)
     return _object(message, status, _CODES.get(type(error), error.code), param)
 
 
 def told_by(content: bytes) -> dict[str, Any] | None:
-    """The error object in a worker's answer, of OpenAI's shape (vLLM) or flat (SGLang); None where
-    there is none."""
+    """Returns the error object in a worker's answer, nested as in OpenAI's API (vLLM) or flat
+    (SGLang); None if there is none."""
     try:
         answer = msgspec.json.decode(content, type=dict[str, Any])
     except UNREADABLE:
@@ -186,7 +187,7 @@ def _object(message: str, status: int, code: str, param: str | None = None) -> d
 
 
 def install(app: FastAPI) -> None:
-    """Makes every error of the application one of OpenAI's shape."""
+    """Gives every error of the application the format of OpenAI's API."""
 
     @app.exception_handler(KvxferError)
     async def _kvxfer_error(request: Request, raised: Exception) -> Response:
@@ -216,13 +217,13 @@ def install(app: FastAPI) -> None:
         elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
             code = "method-not-allowed"
             allowed = (error.headers or {}).get("Allow", "")
-            message = f"{request.method} is not what {request.url.path} takes; use {allowed}"
+            message = f"{request.url.path} does not take {request.method}; use {allowed}"
         told = _object(message, error.status_code, code)
         return _answer(request, told, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def _internal(request: Request, error: Exception) -> Response:
-        # This answer is made outside of all middleware.
+        # No middleware sees this answer.
         request_id = request.scope.get(REQUEST_ID_KEY, "")
         _log.error("%s failed", request.url.path, exc_info=error, extra={"request_id": request_id})
         told = _object("the router failed at this request; its log says why", 500, "internal-error")
@@ -232,7 +233,7 @@ def install(app: FastAPI) -> None:
 def _answer(
     request: Request, error: dict[str, Any], status: int, headers: Mapping[str, str] | None
 ) -> Response:
-    """In the shape that clients of the route know."""
+    """Returns an error in the format of the route's API."""
     of_messages = request.url.path.startswith(MESSAGES.path)
     return JSONResponse(
         (MESSAGES if of_messages else COMPLETIONS).error_body(error), status, headers

@@ -16,13 +16,14 @@ DATA: Final = b"data: "
 
 
 class EventBytes:
-    """What came of a stream, in whole events: half of one may be all that ever comes."""
+    """A stream's bytes, cut into whole events. The rest of an event may never arrive."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, part: bytes) -> bytes:
-        """The events that this part completes. Raises ProtocolError for one without an end."""
+        """Returns the events that this part completes. Raises ProtocolError for one that exceeds
+        MAX_EVENT_BYTES."""
         if self._rest:
             part = self._rest + part
         if part.endswith(_END):
@@ -39,7 +40,7 @@ class EventBytes:
 
 
 def events_in(whole: bytes) -> Iterator[bytes]:
-    """One by one, each with its end."""
+    """Yields the events one by one, each with its end."""
     lines: list[bytes] = []
     for line in whole.splitlines(keepends=True):
         lines.append(line)
@@ -49,12 +50,12 @@ def events_in(whole: bytes) -> Iterator[bytes]:
 
 
 def data_of(event: bytes) -> bytes | None:
-    """The data of an event of one line of data; None where it has none: a comment."""
+    """Returns the data of an event; None if it has none, as a comment."""
     found = [line for line in event.splitlines() if line.startswith(b"data:")]
     return b"\n".join(line[5:].removeprefix(b" ") for line in found) if found else None
 
 
 def with_data(event: bytes, value: Any) -> bytes:
-    """The event with other data."""
+    """Returns the event with other data."""
     named = [line for line in event.splitlines() if line and not line.startswith(b"data:")]
     return b"\n".join([*named, DATA + msgspec.json.encode(value)]) + _END

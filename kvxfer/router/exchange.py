@@ -32,6 +32,7 @@ from kvxfer.router.continuation import Continuation
 from kvxfer.router.downstream import Downstream
 from kvxfer.router.errors import WorkerError
 from kvxfer.router.event_bytes import EventBytes, data_of, events_in, with_data
+from kvxfer.router.output_lengths import tokens_told
 from kvxfer.router.settings import RouterSettings
 from kvxfer.router.transcript import Transcript
 from kvxfer.router.worker_errors import error_event, error_of, is_refusal
@@ -42,7 +43,7 @@ from kvxfer.web.wait_limit import WaitLimit
 
 JsonObject = dict[str, Any]
 
-# What a worker says when the other one, or the way to it, has failed.
+# Errors that a worker reports when the other one, or the network to it, has failed.
 _OF_THE_OTHER: Final = (
     ChecksumMismatch,
     PeerError,
@@ -51,7 +52,7 @@ _OF_THE_OTHER: Final = (
     LeaseExpired,
     DeadlineExceeded,
 )
-# Headers of a connection, or of the worker's own server, which the router's has as well.
+# Headers of a connection, or headers that the router's own server sets.
 _NOT_PASSED: Final = frozenset(
     {
         *("connection", "keep-alive", "proxy-authenticate", "te", "trailer", "transfer-encoding"),
@@ -61,13 +62,13 @@ _NOT_PASSED: Final = frozenset(
 _EVENTS: Final = "text/event-stream"
 # SGLang's rooms are signed integers of 64 bits.
 _ROOM_BITS: Final = 63
-# Decode has the whole cache by then; prefill's answer is on its way.
+# The longest wait for prefill's answer when decode has the whole cache.
 _PREFILL_SECONDS: Final = 5.0
-# Within which decode says in its own words what prefill has refused.
+# The longest wait for decode to refuse, in its own words, what prefill has refused.
 _REFUSAL_SECONDS: Final = 1.0
-# An answer in one piece shows no sign of life: a worker that is silent for long is asked for one.
+# The longest wait for GET /health of a silent worker: an answer in one piece shows no activity.
 _HEALTH_SECONDS: Final = 5.0
-# In no text of an answer, where quotes are escaped.
+# No text of an answer contains it: quotes are escaped there.
 _ERROR: Final = b'{"error"'
 
 
@@ -80,8 +81,8 @@ class WorkerFailed(Exception):
 
 
 class NotByPair(Exception):
-    """One worker has to serve the request, for the member that is the argument: a pair of this
-    model cannot compute it."""
+    """A pair of this model cannot compute the request, because of the member that is the argument:
+    one worker must serve it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +103,11 @@ class _Stream(NamedTuple):
 
 
 class Exchange:
-    """A request that both workers of a pair work on, or one alone. Loop only; use it inside
+    """A request at both workers of a pair, or at one worker alone. Loop only; use it inside
     `async with`.
 
-    begin() sends it, pass_on() hands the answer to the client. Leaving gives up whatever is still
-    under way, at both: a worker whose connection is closed drops the request.
+    begin() sends it, pass_on() sends the answer to the client. The end of the block gives up what
+    is still under way: a worker whose connection is closed drops the request.
     """
 
     def __init__(
@@ -121,9 +122,12 @@ class Exchange:
         continuation: Continuation | None = None,
         inter_token: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """`last`: a stream in which the worker tells of its error is the client's answer, as no
-        attempt follows. `transcript`: of a stream that may go on at another worker, and then its
-        `continuation`. `inter_token` is told the seconds between two parts of a stream."""
+        """Sends nothing yet.
+
+        `last`: no attempt follows, so a stream that begins with the worker's error is the client's
+        answer. `transcript`: of a stream that may go on at another worker. `continuation`: of a
+        stream that goes on here. `inter_token` gets the seconds between two parts of a stream.
+        """
         self._http = http
         self._transfer = transfer
         self._asked = asked
@@ -149,8 +153,10 @@ class Exchange:
         self._prefill: asyncio.Task[bytes] | None = None
         self._decode: asyncio.Task[Answer | _Stream]
         self._decode_span: Span | None = None
+        self.output_tokens = 0
+        """The tokens of a complete answer by its usage; without one, the events of a stream."""
         self.stream_error: KvxferError | None = None
-        """What the worker told of in the middle of its stream; the client was told, too."""
+        """The error that the worker reported in the middle of its stream; the client got it too."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -169,8 +175,8 @@ class Exchange:
             await response.aclose()
 
     async def begin(self, client: Downstream | None = None, seconds: float | None = None) -> None:
-        """Sends the request. Returns with the first event of a stream; for an answer in one piece
-        when prefill has computed the prompt, or at once where there is no prefill.
+        """Sends the request. Returns at the first event of a stream; for an answer in one piece,
+        when prefill has computed the prompt, or at once without a prefill worker.
 
         Comments before the first event go to the `client`. Raises WorkerFailed, NotByPair, or
         DeadlineExceeded after `seconds`.
@@ -189,17 +195,18 @@ class Exchange:
             raise DeadlineExceeded(f"there was no token within {seconds:.3g} s") from None
 
     async def pass_on(self, client: Downstream) -> None:
-        """Sends the answer to the client, each part as it comes: a client that waits makes decode
-        wait. Raises WorkerFailed, also in the middle of a stream."""
+        """Sends the answer to the client, each part as it arrives, so a slow client slows decode
+        down. Raises WorkerFailed, also in the middle of a stream."""
         answer = await self._decoded()
         if isinstance(answer, _Stream):
             await self._pass_stream(client, answer)
         else:
             content = await self._completed(answer.content)
+            self.output_tokens = tokens_told(content)
             await client.answer(answer.status, answer.headers, content)
 
     async def answers(self) -> tuple[bytes, bytes]:
-        """The bodies of prefill's and of decode's answer in one piece. Raises WorkerFailed."""
+        """Returns the bodies of prefill's and decode's answer in one piece. Raises WorkerFailed."""
         answer = await self._decoded()
         if isinstance(answer, _Stream) or self._prefill is None:
             raise _unreadable(self._transfer.decode, "a stream instead of an answer in one piece")
@@ -221,7 +228,7 @@ class Exchange:
             content = await self._read(party, response)
         if self._takes_logprobs:
             with contextlib.suppress(*UNREADABLE):
-                # The last token of a prompt is decode's where layers keep a state.
+                # If layers keep a state, decode computes the last token of a prompt.
                 if dialect.lacks_logprobs(msgspec.json.decode(content, type=JsonObject)):
                     raise NotByPair("prompt_logprobs")
         return content
@@ -249,11 +256,11 @@ class Exchange:
         if self._takes_logprobs:
             # vLLM would compute the prompt again, although prefill has.
             body = {name: value for name, value in body.items() if name != "prompt_logprobs"}
-        # vLLM then tells its connector of a request that its API refuses, and prefill lets go.
+        # vLLM then reports a request that its API refuses to its connector: prefill frees blocks.
         return msgspec.json.encode({**body, **self._meeting(do_remote_prefill=True)})
 
     def _meeting(self, **side: bool) -> JsonObject:
-        """What tells the two workers of a request of each other."""
+        """Returns the members by which the two workers of a request find each other."""
         transfer = self._transfer
         if transfer.prefill.bootstrap_address:
             host, _, port = transfer.prefill.bootstrap_address.rpartition(":")
@@ -311,10 +318,10 @@ class Exchange:
         self._decode.result()
 
     async def _raise_the_cause(self) -> None:
-        """Raises what failed rather than how the other side took it. Returns where decode has an
-        answer all the same."""
+        """Raises the cause, rather than the other side's reaction to it. Returns if decode has an
+        answer nevertheless."""
         if not self._decode.done() and is_refusal(_said_by(self._tasks[0])):
-            # Prefill was not asked quite what the client asks: what it refuses, decode may not.
+            # Prefill's request differs from the client's: decode may accept what prefill refuses.
             await asyncio.wait({self._decode}, timeout=_REFUSAL_SECONDS)
         if self._decode.done() and self._decode.exception() is None:
             return
@@ -325,8 +332,8 @@ class Exchange:
     async def _first_events(
         self, response: httpx2.Response, parts: AsyncIterator[bytes], client: Downstream | None
     ) -> bytes:
-        """What has come of a stream from its first event on. Raises WorkerFailed where that is an
-        error that another pair may not have."""
+        """Returns what has arrived of a stream from its first event on. Raises WorkerFailed if that
+        event is an error that another pair may not have."""
         party = self._transfer.decode
         while (whole := await self._next(parts)) is not None:
             at = 0
@@ -354,7 +361,7 @@ class Exchange:
             raise self._said(party, said)
 
     async def _next(self, parts: AsyncIterator[bytes]) -> bytes | None:
-        """The events that decode's next bytes complete; None after the last of them."""
+        """Returns the events that decode's next bytes complete; None after the last bytes."""
         party = self._transfer.decode
         try:
             part = await anext(parts, None)
@@ -362,12 +369,12 @@ class Exchange:
         except httpx2.RequestError as error:
             raise _lost(party, error) from error
         except ProtocolError as error:
-            raise _unreadable(party, f"a stream that is none ({error})") from error
+            raise _unreadable(party, f"an invalid stream ({error})") from error
 
     # --- from then on ----------------------------------------------------------------------------
 
     async def _decoded(self) -> Answer | _Stream:
-        """Decode's answer in one piece, or its stream."""
+        """Returns decode's answer in one piece, or its stream."""
         settings, loop = self._settings, asyncio.get_running_loop()
         give_up = loop.time() + settings.answer_seconds
         while not self._decode.done():
@@ -387,7 +394,7 @@ class Exchange:
             raise WorkerFailed(
                 PeerTimeout(
                     f"worker {party.instance_id!r} at {party.http_address} computes an answer and "
-                    f"does not say within {_HEALTH_SECONDS:g} s that it is alive"
+                    f"does not answer GET /health within {_HEALTH_SECONDS:g} s"
                 ),
                 party.instance_id,
             ) from error
@@ -395,9 +402,10 @@ class Exchange:
     async def _pass_stream(self, client: Downstream, stream: _Stream) -> None:
         party, dialect = self._transfer.decode, self._asked.dialect
         await client.begin(stream.response.status_code, _passed_stream(stream.response))
-        # What is known of the client's prompt is not what is known of a continuation's.
+        # The prompt of a continuation is not the client's.
         with_usage = self._prefill is not None and self._continuation is None
         last = whole = stream.first
+        events = 0
         try:
             async with WaitLimit(self._settings.token_seconds) as limit:
                 while True:
@@ -407,6 +415,7 @@ class Exchange:
                         if _ERROR in whole:
                             self._note_error(whole)
                         last = whole
+                        events += whole.count(b"data:")
                         await self._send_on(client, whole)
                     limit.begin()
                     came = await self._next(stream.parts)
@@ -426,6 +435,8 @@ class Exchange:
             ) from None
         if self.stream_error is None and not dialect.ended(last):
             raise _lost(party, None)
+        if self.stream_error is None:
+            self.output_tokens = tokens_told(last) or events
 
     async def _send_on(self, client: Downstream, whole: bytes) -> None:
         rewriting = self._continuation or self._transcript
@@ -439,7 +450,7 @@ class Exchange:
             await client.comment(whole)
 
     async def _with_usage(self, whole: bytes) -> bytes:
-        """The events with what prefill knows of the prompt in their usage."""
+        """Returns the events with what prefill knows of the prompt in their usage."""
         dialect, events = self._asked.dialect, []
         for event in events_in(whole):
             data = data_of(event)
@@ -452,7 +463,7 @@ class Exchange:
         return b"".join(events)
 
     async def _completed(self, content: bytes) -> bytes:
-        """Decode's answer with what prefill knows of the prompt."""
+        """Returns decode's answer with what prefill knows of the prompt."""
         dialect = self._asked.dialect
         wanted = self._takes_logprobs or dialect.tells_usage.search(content) is not None
         if self._prefill is None or not wanted:
@@ -468,13 +479,13 @@ class Exchange:
         return msgspec.json.encode(answer)
 
     async def _of_prefill(self) -> JsonObject | None:
-        """Prefill's answer; None where it is lost although decode has the cache."""
+        """Waits for prefill's answer; returns None if it is lost although decode has the cache."""
         assert self._prefill is not None  # noqa: S101
         await asyncio.wait({self._prefill}, timeout=_PREFILL_SECONDS)
         return self.of_prefill()
 
     def of_prefill(self) -> JsonObject | None:
-        """Prefill's answer; None where there is none."""
+        """Returns prefill's answer; None if there is none, or none yet."""
         answer = self._prefill
         if answer is None or not answer.done() or answer.cancelled():
             return None
@@ -483,7 +494,8 @@ class Exchange:
         return None
 
     def _note_error(self, whole: bytes) -> None:
-        """Raises WorkerFailed where another worker can go on with the stream."""
+        """Keeps the error in these events. Raises WorkerFailed if another worker can go on with the
+        stream."""
         party = self._transfer.decode
         address = party.http_address
         for event in events_in(whole):
@@ -496,7 +508,7 @@ class Exchange:
             raise WorkerFailed(self.stream_error, party.instance_id)
 
     def _said(self, party: Party, error: KvxferError) -> WorkerFailed:
-        """What comes of an error that `party` tells of."""
+        """Returns the failure of the worker that is to blame for an error that `party` reports."""
         pair = self._transfer
         other = pair.prefill if party is pair.decode else pair.decode
         blamed = other if isinstance(error, _OF_THE_OTHER) else party
@@ -508,13 +520,13 @@ def _failed(task: asyncio.Task[Any]) -> bool:
 
 
 def _said_by(task: asyncio.Task[Any]) -> KvxferError | None:
-    """The error with which it failed."""
+    """Returns the error with which the task failed, if it did."""
     failure = task.exception() if task.done() else None
     return failure.error if isinstance(failure, WorkerFailed) else None
 
 
 def _passed(response: httpx2.Response) -> dict[str, str]:
-    """The headers of a worker's answer that its client gets."""
+    """Returns the headers of a worker's answer that the client gets."""
     return {name: value for name, value in response.headers.items() if name not in _NOT_PASSED}
 
 
@@ -531,7 +543,7 @@ def _without_api(party: Party) -> WorkerFailed:
 
 
 def _lost(party: Party, error: Exception | None) -> WorkerFailed:
-    cause = "its answer ends before it is whole"
+    cause = "its answer is incomplete"
     if error is not None:
         cause = str(error) or type(error).__name__
     lost = PeerLost(f"the worker at {party.http_address} does not answer ({cause})")

@@ -6,7 +6,7 @@ from kvxfer.metric_set import MetricSet
 
 
 class Metrics:
-    """`python -m kvxfer.cli.generated_docs` documents them."""
+    """The metrics of a router. `python -m kvxfer.cli.generated_docs` documents them."""
 
     def __init__(self) -> None:
         self.set = metrics = MetricSet("router")
@@ -22,13 +22,13 @@ class Metrics:
         )
         self.unpaired = metrics.counter(
             "kvxfer_router_unpaired_total",
-            "Attempts at one worker instead of a pair, by why: no-pair of ready workers could "
-            "serve the request, or decode lacked little of a short-prompt.",
+            "Attempts at one worker instead of a pair, by reason. no-pair: no pair of ready "
+            "workers could serve the request; short-prompt: decode lacked little of the prompt.",
             "reason",
         )
         self.retries = metrics.counter(
             "kvxfer_router_retries_total",
-            "Attempts after the first one, by the error of the one before.",
+            "Attempts after the first one, by the error of the previous attempt.",
             "code",
         )
         self.failures = metrics.counter(
@@ -50,13 +50,13 @@ class Metrics:
         )
         self.first_token = metrics.histogram(
             "kvxfer_router_time_to_first_token_seconds",
-            "From the arrival of a request for a stream to its first token, with all attempts.",
+            "Time from the arrival of a request for a stream to its first token, in all attempts.",
             buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
         )
         self.tokenized = metrics.counter(
             "kvxfer_router_tokenized_total",
-            "Prompts of text, by how their tokens were known: rendered by a worker (chats), "
-            "cached, asked of a worker, late (the request went without), failed.",
+            "Prompts of text, by how their tokens became known: rendered by a worker (chats), "
+            "cached, asked of a worker, late (the request went on without them), failed.",
             "outcome",
         )
         self.inter_token = metrics.histogram(

@@ -22,9 +22,9 @@ from kvxfer.router.settings import RouterSettings
 from kvxfer.unreadable import UNREADABLE
 
 _KEPT_SECONDS: Final = 1.0
-# Within which workers describe their models.
+# The longest wait for a worker to describe its models.
 _CARD_SECONDS: Final = 2.0
-# Names that are remembered after their instances have gone.
+# Names that are remembered after their instances have left.
 _MOST_SEEN: Final = 4096
 
 T = TypeVar("T")
@@ -32,16 +32,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What requests may ask for, of the fleet of a moment ago."""
+    """The fleet of a moment ago, by the names that requests may use."""
 
     pages: Sequence[Answer[tuple[Instance, ...]]]
     models: frozenset[str]
     names: frozenset[str]
     """Models, aliases and adapters of all instances."""
     ready: Mapping[str, Instance]
-    """By name, the first ready instance that has it."""
+    """The first ready instance that has a name."""
     prefill: Mapping[str, str]
-    """By name, the address of the first ready prefill instance that has it."""
+    """The address of the first ready prefill instance that has a name."""
 
     @classmethod
     def of(cls, pages: Sequence[Answer[tuple[Instance, ...]]]) -> _View:
@@ -60,7 +60,7 @@ class _View:
 
 
 class _Kept(Generic[T]):
-    """A value that is asked for at most once a second, however many wait for it. Loop only."""
+    """A value that is asked for at most once a second, however many callers wait. Loop only."""
 
     def __init__(self, ask: Callable[[], Coroutine[Any, Any, T]], clock: Clock) -> None:
         self._ask = ask
@@ -72,20 +72,20 @@ class _Kept(Generic[T]):
         if self._value is not None and self._value[0] > self._clock.monotonic():
             return self._value[1]
         if self._asking is None:
-            # Many requests wait for it, so that it belongs into the trace of none.
+            # Many requests may wait for it, so it belongs to no request's trace.
             self._asking = asyncio.create_task(self._ask(), context=Context())
             self._asking.add_done_callback(self._asked)
         return await asyncio.shield(self._asking)
 
     def _asked(self, task: asyncio.Task[T]) -> None:
         self._asking = None
-        # Those who wait for it have its error.
+        # The callers that wait get its error.
         if not task.cancelled() and task.exception() is None:
             self._value = self._clock.monotonic() + _KEPT_SECONDS, task.result()
 
 
 class FleetModels:
-    """What the control plane says that the fleet serves, in memory that is bounded. Loop only."""
+    """The models that the fleet serves, by the control plane. Memory is bounded. Loop only."""
 
     def __init__(
         self,
@@ -103,22 +103,22 @@ class FleetModels:
         self._cards = _Kept(self._describe, clock)
 
     def seen(self, model: str) -> None:
-        """A pair was reserved for the model."""
+        """Remembers that instances run the model."""
         self._seen.pop(model, None)
         self._seen[model] = None
         if len(self._seen) > _MOST_SEEN:
             del self._seen[next(iter(self._seen))]
 
     async def prefill_worker(self, model: str) -> str | None:
-        """The address of one that has the model and is ready; None where there is none, or the
-        control plane does not say."""
+        """Returns the address of a ready one that has the model; None if there is none, or the
+        control plane does not answer."""
         with contextlib.suppress(KvxferError):
             return (await self._view.get()).prefill.get(model)
         return None
 
     async def only(self) -> str | None:
-        """The model of a request that names none; None where no instance is registered. Raises
-        InvalidRequest where there are several."""
+        """Returns the model for a request that names none; None if no instance is registered.
+        Raises InvalidRequest if there are several models."""
         models = (await self._view.get()).models
         if len(models) > 1:
             raise InvalidRequest(
@@ -127,9 +127,9 @@ class FleetModels:
         return next(iter(models), None)
 
     async def require(self, model: str) -> None:
-        """Raises UnknownModel where there are instances and none ever ran the model.
+        """Raises UnknownModel if there are instances and none ever ran the model.
 
-        A fleet that comes back to a control plane which lost its memory is no reason.
+        A model that is missing only because the control plane lost its registry is not unknown.
         """
         if model in self._seen:
             return
@@ -139,19 +139,20 @@ class FleetModels:
                 raise _unknown(model, view.models)
 
     async def cards(self) -> list[dict[str, Any]]:
-        """What requests may ask for, by name: models, aliases and adapters of ready instances, as
+        """Returns what requests may ask for: models, aliases and adapters of ready instances, as
         their own servers describe them."""
         return await self._cards.get()
 
     async def card(self, name: str) -> dict[str, Any]:
-        """That of one name. Raises UnknownModel."""
+        """Returns the card of one name. Raises UnknownModel."""
         cards = {card["id"]: card for card in await self.cards()}
         if name not in cards:
             raise _unknown(name, cards)
         return cards[name]
 
     async def context_length(self, name: str) -> int | None:
-        """Tokens of a prompt and its answer, as servers of the model or of the adapter tell it."""
+        """Returns the limit of tokens of a prompt with its answer, as servers of the model or of
+        the adapter report it; None if unknown."""
         with contextlib.suppress(KvxferError):
             cards = {card["id"]: card for card in await self.cards()}
             own = cards.get(name, {})
@@ -178,7 +179,7 @@ class FleetModels:
         described = dict(zip(servers, told, strict=True))
 
         def place(name: str) -> tuple[str, int, str]:
-            """A model comes before its adapters: in the order of its server."""
+            """Returns a sort key: a model, then its adapters, in the order of its server."""
             order = [*described[first[name].http_address]]
             return first[name].model, order.index(name) if name in order else len(order), name
 
@@ -205,7 +206,7 @@ class FleetModels:
 
 
 def _unknown(model: str, names: Iterable[str]) -> UnknownModel:
-    """In vLLM's words."""
+    """Returns an error in vLLM's words."""
     return UnknownModel(
         f"The model `{model}` does not exist. Valid aliases: {', '.join(sorted(names))}."
     )

@@ -1,12 +1,13 @@
 """The token ids of prompts, by a worker's own tokenizer and chat template.
 
-A chat is rendered once, by `/v1/chat/completions/render` of a prefill worker (vLLM with
-`--enable-scale-out`), and both workers are given its tokens: a template that has the time in it, or
-two versions of one, would make two prompts of it. Where no worker renders, each of the two does.
+A prefill worker renders a chat once (`/v1/chat/completions/render` of vLLM with
+`--enable-scale-out`), and both workers get the tokens. If each rendered it, a template that has the
+time in it, or another version of it, would make two prompts. If no worker renders, each of the two
+does.
 
-Tokens also tell where a prompt's beginning is cached, and how many blocks it needs. That need not
-be known: a text whose tokens would take longer goes by load, with an estimate of its length by the
-texts of its model before.
+The tokens also say where a prompt's beginning is cached, and how many blocks it needs. A text whose
+tokens would take too long is paired by load, with a length estimated from earlier texts of its
+model.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ _LEAST_BYTES: Final = TOKENS_PER_HASH
 _MOST_PROMPTS: Final = 1024
 _MOST_MODELS: Final = 1024
 _MOST_UNDER_WAY: Final = 64
-# A worker that answers later than that tells nothing any more.
+# The answer of a worker that takes longer is not used.
 _GIVE_UP_SECONDS: Final = 10.0
-# A model whose worker could not say is left alone for so long.
+# No worker is asked about a model this long after one could not answer.
 _PAUSE_SECONDS: Final = 10.0
-# Of a text of a model that has had none yet.
+# The estimate for the first text of a model.
 _BYTES_PER_TOKEN: Final = 4.0
 # Answers of a worker that does not render: vLLM's without --enable-scale-out is 403.
 _NOT_THERE: Final = frozenset({403, 404, 405, 501})
-# Of images only the places in the prompt are wanted.
+# Only the places of images in the prompt are wanted.
 _NO_PAYLOAD: Final = {"mm_payload": as_raw("none")}
 
-# Among so many tokens at least one has text; so many before a token are enough to decode it.
+# Among _MOST_TORN tokens, at least one has text. _BEFORE tokens before one are enough to decode it.
 _MOST_TORN: Final = 32
 _BEFORE: Final = 12
 _REPLACEMENT: Final = "\ufffd"
@@ -68,7 +69,7 @@ class _Detokenized(msgspec.Struct):
 class _RenderedPrompt(msgspec.Struct):
     token_ids: msgspec.Raw
     features: Any = None
-    """Of images and the like, which tokens do not tell."""
+    """The features of images and the like, which tokens do not describe."""
 
 
 class _Prompt(NamedTuple):
@@ -78,14 +79,14 @@ class _Prompt(NamedTuple):
 
 @dataclass(slots=True)
 class _Texts:
-    """All texts of a model that a worker has tokenized."""
+    """The texts of a model that workers have tokenized."""
 
     nbytes: int = 0
     tokens: int = 0
 
 
 class Rendering:
-    """What is known of the prompts of one router. Loop only; close() it."""
+    """The tokens of one router's prompts, as far as they are known. Loop only; close() it."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class Rendering:
         await asyncio.gather(*asked, return_exceptions=True)
 
     def served(self, model: str, transfer: OpenedTransfer) -> None:
-        """A prefill worker that has the model: it is asked next."""
+        """Notes a prefill worker that has the model: it is asked next."""
         self._workers[model] = transfer.prefill.http_address
         self._workers.move_to_end(model)
         if len(self._workers) > _MOST_MODELS:
@@ -121,7 +122,7 @@ class Rendering:
             self._texts.pop(gone, None)
 
     async def prepared(self, asked: Asked) -> Asked:
-        """The request with its prompt rendered, or its tokens counted, or an estimate of them."""
+        """Returns the request with its prompt rendered, or its tokens counted or estimated."""
         model = asked.model
         if asked.ids is not None:
             return replace(asked, prefix=asked_hashes(asked.ids, model or ""))
@@ -140,7 +141,8 @@ class Rendering:
         return replace(asked, prompt_tokens=(asked.prompt_tokens or 0) + estimate or None)
 
     async def _worker(self, model: str) -> str | None:
-        """A prefill worker that has the model, if one is known within the time for a tokenizer."""
+        """Returns a prefill worker that has the model, if one is found within the time for a
+        tokenizer."""
         if (known := self._workers.get(model)) is not None:
             return known
         with contextlib.suppress(TimeoutError):
@@ -149,8 +151,8 @@ class Rendering:
         return None
 
     async def rendered(self, asked: Asked, worker: str) -> Asked:
-        """The request with its prompt as this worker renders it, where it does. Workers refuse a
-        prompt that cannot be rendered, in their own words."""
+        """Returns the request with its prompt as this worker renders it, if it does. Workers refuse
+        a prompt that cannot be rendered, in their own words."""
         seconds, dialect = self._settings.render_seconds, asked.dialect
         model = asked.model or ""
         if not (
@@ -190,8 +192,8 @@ class Rendering:
         return asked
 
     async def torn(self, tokens: list[int], model: str | None, worker: str) -> int | None:
-        """How many of the last tokens are the begin of a character whose end is missing; None where
-        the worker does not say."""
+        """Returns how many of the last tokens begin a character whose end is missing; None if the
+        worker does not say."""
         for torn in range(min(_MOST_TORN, len(tokens) + 1)):
             last = tokens[max(len(tokens) - torn - _BEFORE, 0) : len(tokens) - torn]
             body = msgspec.json.encode({"model": model, "tokens": last})
@@ -207,7 +209,7 @@ class Rendering:
         return None
 
     def _text(self, asked: Asked) -> bytes:
-        """What a tokenizer is asked; nothing where it does not know all of the prompt."""
+        """Returns the request to a tokenizer; empty if it does not know all of the prompt."""
         dialect = asked.dialect
         if not (dialect.tokenized and dialect.is_text(asked.members)):
             return b""
@@ -231,7 +233,7 @@ class Rendering:
             asking = asyncio.create_task(self._tokenize(key, asked, model, worker, content))
             self._asked[key] = asking
             asking.add_done_callback(lambda _: self._asked.pop(key, None))
-        # It goes on where the request does not wait for it: the next one like it finds the answer.
+        # The task goes on if the request stops waiting: the next request like it finds the answer.
         done, _ = await asyncio.wait([asking], timeout=self._settings.tokenize_seconds)
         if not done:
             self._count("late")
@@ -256,7 +258,7 @@ class Rendering:
             return None
         self._count("asked")
         self._known[key] = prompt
-        # A chat has more tokens than those of its text: a template's, and those of its tools.
+        # A chat also has tokens of its template and tools.
         if prompt.tokens and not asked.dialect.renders(asked.members):
             texts = self._texts.setdefault(model, _Texts())
             if len(self._texts) > _MOST_MODELS:
@@ -274,8 +276,8 @@ class Rendering:
         headers = {**(headers or {}), **own}
         answer = await self._http.send("POST", url, headers, content)
         try:
-            # vLLM closes the connection after an internal error. Unread, it is not kept here
-            # either, where the request itself would meet that.
+            # vLLM closes the connection after an internal error. An unread answer closes it here
+            # too, so that the request itself does not meet a closed connection.
             if not answer.is_server_error:
                 await answer.aread()
         finally:

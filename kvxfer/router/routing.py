@@ -1,5 +1,5 @@
-"""From a request to its answer: workers from the control plane, the request at them, others where
-one fails before the client has seen anything."""
+"""Routing: the control plane names workers, and they get the request; if one fails before the
+client has seen anything, others get it."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ from kvxfer.router.errors import (
 from kvxfer.router.exchange import Exchange, NotByPair, WorkerFailed
 from kvxfer.router.metrics import Metrics
 from kvxfer.router.models import FleetModels
+from kvxfer.router.output_lengths import OutputLengths
 from kvxfer.router.rendering import Rendering
 from kvxfer.router.settings import RouterSettings
 from kvxfer.router.transcript import Transcript
@@ -50,31 +51,31 @@ from kvxfer.router.worker_errors import is_refusal
 from kvxfer.tracing.span import span
 from kvxfer.transfers import MAX_WAIT_SECONDS, OpenedTransfer
 
-# Other workers answer these in the same way.
+# Other workers would answer the same.
 _FINAL: Final = (InvalidArgument, PromptTooLong, WorkerKeyRefused)
 _TRIED_ELSEWHERE: Final = frozenset(
     {HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT}
 )
-# Before the control plane is asked again that did not answer: full jitter below this.
+# The longest pause before a control plane that did not answer is asked again; full jitter.
 _PAUSE_SECONDS: Final = 0.2
-# A request does not wait for less.
+# A request with less time left does not wait for a pair.
 _LEAST_SECONDS: Final = 0.01
-# Beside a wait for a pair, for the way to the control plane and back.
+# The time of a request to the control plane, in addition to its wait for a pair.
 _ANSWER_SECONDS: Final = 5.0
-# The longest before a worker that has failed a request is asked again.
+# The longest pause before a worker that failed a request gets it again.
 _LONGEST_PAUSE_SECONDS: Final = 0.8
-# In an answer that one worker gave instead of a pair.
+# The header of an answer that one worker gave instead of a pair.
 _UNPAIRED: Final = "Kvxfer-Unpaired"
 _ALONE: Final = {
     "no-pair": "no pair of ready workers",
     "short-prompt": "decode lacks little of the prompt",
 }
-# That POST /v1/transfers takes.
+# The most that POST /v1/transfers takes.
 _MOST_AVOIDED: Final = 64
 
 
 class Router:
-    """Routes requests over one control plane, whose client it closes. Loop only; use it inside
+    """A router over one control plane, whose client it closes. Loop only; use it inside
     `async with`."""
 
     def __init__(
@@ -92,10 +93,11 @@ class Router:
         self._clock = clock
         self._http = WorkerConnections(workers)
         self.models = FleetModels(control_plane, self._http, settings, clock)
+        self._lengths = OutputLengths()
         self._prompts = Rendering(self._http, self.models, settings, metrics, clock)
-        # Who asks for a pair without a wait: no more at once than the client has calls for.
+        # Bounds the requests that ask for a pair without a wait by the client's calls at once.
         self._turns = asyncio.Semaphore(MAX_CALLS)
-        # Of each model, how many requests the control plane keeps waiting.
+        # The number of requests of each model that the control plane keeps waiting.
         self._queued: Counter[str | None] = Counter()
         self._releases: set[asyncio.Task[None]] = set()
 
@@ -109,8 +111,8 @@ class Router:
         await self._control_plane.close()
 
     async def serve(self, asked: Asked, client: Downstream) -> None:
-        """Sends the answer to the client. Raises what the control plane or the workers say in the
-        end, where nothing of an answer was sent; else the client is told in its stream."""
+        """Sends the answer to the client. Raises the last error of the control plane or the workers
+        if nothing was sent yet; otherwise the error goes into the client's stream."""
         try:
             with self._counted():
                 await self._serve(asked, client)
@@ -149,9 +151,9 @@ class Router:
         transcript: Transcript | None = None,
         continuation: Continuation | None = None,
     ) -> Exchange:
-        """The exchange whose answer the client has. Raises _BrokeOff for one that it has in part.
+        """Returns the exchange whose answer the client got. Raises _BrokeOff if it got only a part.
 
-        It is the answer to a whole request, or the `continuation` of a stream.
+        The answer is that of a whole request, or the `continuation` of a stream.
         """
         while True:
             if transcript is not None:
@@ -161,6 +163,8 @@ class Router:
                     asked, attempts, client, transcript, continuation
                 ) as exchange:
                     await exchange.pass_on(client)
+                if continuation is None:
+                    self._lengths.ended(asked.model, exchange.output_tokens)
                 return exchange
             except WorkerFailed as failure:
                 if client.told:
@@ -172,8 +176,8 @@ class Router:
     async def _gone_on(
         self, asked: Asked, client: Downstream, transcript: Transcript, broke_off: _BrokeOff
     ) -> Exchange | None:
-        """The exchange by which a stream went on that broke off; None where it lacked no token.
-        Raises StreamLost."""
+        """Returns the exchange by which a broken stream went on; None if it lacked no token. Raises
+        StreamLost."""
         if (ending := transcript.ending(broke_off.of_prefill)) is not None:
             await client.send(ending)
             return None
@@ -189,7 +193,7 @@ class Router:
                     raise broke_off.lost("return_token_ids")
                 continuation.drop(torn)
                 more = await self._prompts.prepared(continuation.request(more.arrived))
-            client.told = False  # of what follows
+            client.told = False  # nothing of what follows is sent
             return await self._answered(more, client, attempts, continuation=continuation)
         except _BrokeOff as again:
             raise again.lost(because="as it has gone on once") from again.failure
@@ -200,7 +204,7 @@ class Router:
     async def _continuation(
         self, asked: Asked, transcript: Transcript, broke_off: _BrokeOff
     ) -> Continuation:
-        """Raises StreamLost for what the router lacks."""
+        """Raises StreamLost if the router lacks something for it."""
         if transcript.refusal:
             raise broke_off.lost(transcript.refusal)
         if (prompt := transcript.prompt) is None:
@@ -213,19 +217,19 @@ class Router:
         return Continuation(asked, transcript, prompt, limit, broke_off.of_prefill)
 
     async def _torn(self, asked: Asked, tokens: list[int], attempts: _Attempts) -> int:
-        """How many of the last tokens are the begin of a character, as a worker says."""
+        """Asks a worker how many of the last tokens begin a character that is not complete."""
         async with self._pair(asked, attempts) as transfer:
             worker = transfer.prefill.http_address
             torn = await self._prompts.torn(tokens, asked.model, worker)
         if torn is None:
             raise ProtocolError(
-                f"the worker at {worker} does not tell (POST /detokenize) whether the text of the "
+                f"the worker at {worker} does not say (POST /detokenize) whether the text of the "
                 "last tokens is complete"
             )
         return torn
 
     async def ready(self) -> None:
-        """Raises ControlPlaneUnavailable where requests could not be served."""
+        """Raises ControlPlaneUnavailable if requests cannot be served."""
         await self._control_plane.ready()
 
     @asynccontextmanager
@@ -237,7 +241,7 @@ class Router:
         transcript: Transcript | None,
         continuation: Continuation | None,
     ) -> AsyncIterator[Exchange]:
-        """An exchange whose answer may begin."""
+        """Yields an exchange once its answer may begin."""
         async with contextlib.AsyncExitStack() as under_way:
             async with self._pair(asked, attempts) as transfer:
                 client.headers.pop(_UNPAIRED, None)
@@ -257,7 +261,7 @@ class Router:
                     )
                 )
                 await exchange.begin(client, attempts.seconds_left())
-            # From here on the worker's own load counts the request.
+            # The worker's own load counts the request from here on.
             if continuation is not None:
                 self._metrics.continued_streams.inc()
             elif asked.streams:
@@ -266,8 +270,8 @@ class Router:
 
     @asynccontextmanager
     async def _pair(self, asked: Asked, attempts: _Attempts) -> AsyncIterator[OpenedTransfer]:
-        """A pair, reserved until this is left. Raises NoCapacity or ControlPlaneUnavailable once
-        the wait for it is over."""
+        """Yields a pair, reserved until the block ends. Raises NoCapacity or
+        ControlPlaneUnavailable at the end of the wait for a pair."""
         with contextlib.ExitStack() as reserved:
             with (
                 attempts.waiting() as give_up,
@@ -288,7 +292,7 @@ class Router:
     async def _pair_before(
         self, give_up: float, asked: Asked, attempts: _Attempts
     ) -> OpenedTransfer:
-        """Asks for one transfer, by the same name again where an answer was lost."""
+        """Asks for one transfer; asks again, by the same name, if the answer is lost."""
         said: NoCapacity | ControlPlaneUnavailable | None = attempts.no_room
         transfer_id = secrets.token_hex(16)
         while True:
@@ -297,13 +301,13 @@ class Router:
             except NotAggregating as error:
                 raise asked.not_by_a_pair(error) from None
             except NoCapacity as error:
-                # Where too many wait it would be refused again.
+                # If too many requests wait, it would be refused again.
                 left = give_up - self._clock.monotonic()
                 if "retry_after_seconds" in error.details or left < _LEAST_SECONDS:
                     raise
                 said = error
             except ControlPlaneUnavailable as error:
-                # Asked in the last moment it may not answer: what it said before counts.
+                # A call with too little time left may get no answer: an earlier answer counts.
                 said = error if said is None or not error.hurried else said
                 pause = random.uniform(0, _PAUSE_SECONDS)  # noqa: S311 (no secret)
                 if self._clock.monotonic() + pause > give_up:
@@ -319,8 +323,8 @@ class Router:
     async def _ask(
         self, transfer_id: str, give_up: float, asked: Asked, attempts: _Attempts
     ) -> OpenedTransfer:
-        """Lets the control plane keep the request waiting for its turn where others of its model
-        wait, or where it has refused it."""
+        """Asks for a transfer. The control plane keeps the request waiting for its turn if others
+        of its model wait, or if it has refused it."""
 
         def call(wait: float = 0.0) -> Call[OpenedTransfer]:
             left = max(give_up - self._clock.monotonic(), 0.0)
@@ -329,12 +333,14 @@ class Router:
                 request_id=asked.request_id,
                 model=asked.model,
                 prompt_tokens=asked.prompt_tokens,
+                output_tokens=self._lengths.expected(asked),
                 prefix_hashes=asked.prefix.hashes,
                 tokens_per_hash=asked.prefix.tokens_per_hash,
                 avoid=attempts.avoid,
                 aggregated=bool(asked.alone),
                 or_aggregated=not self._settings.pairs_only and not asked.alone,
                 wait_seconds=min(left, wait),
+                waited_seconds=max(self._clock.monotonic() - asked.arrived, 0.0),
                 priority=asked.priority if self._settings.priorities else 0,
                 tenant=asked.tenant,
             ).within(left + (_ANSWER_SECONDS if wait else 0.0))
@@ -362,13 +368,13 @@ class Router:
                 del self._queued[model]
 
     async def _open(self, call: Call[OpenedTransfer], transfer_id: str) -> OpenedTransfer:
-        """Where the client leaves meanwhile, what was opened is given back."""
+        """Opens a transfer, and releases it if the client leaves meanwhile."""
         opening = asyncio.create_task(self._control_plane.send(call))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
             if call.wait_seconds:
-                opening.cancel()  # the control plane sees that, and the place is free
+                opening.cancel()  # the control plane sees that, and frees the place
             self._background(self._release_opened(opening, transfer_id))
             raise
 
@@ -416,16 +422,16 @@ class _BrokeOff(Exception):
         self.failure, self.of_prefill = failure, of_prefill
 
     def lost(self, member: str = "", because: str = "") -> StreamLost:
-        """The stream's end, where `member`, or something else, keeps it from going on."""
+        """Returns the error of a stream that `member`, or else `because`, keeps from going on."""
         because = because or (f"because of {member}" if member else "")
         return StreamLost(self.failure.error, because, member or None)
 
 
 class _Attempts:
-    """How often a request was tried, on whom, and until when it may be.
+    """The attempts of one request: those that are left, the workers that failed, and the deadline.
 
     A worker without free blocks costs no attempt: the request waits for room as it waits for a
-    pair, for both together as long as `capacity_seconds` say. Another failure begins a new wait.
+    pair, `capacity_seconds` for both together. Another failure begins a new wait.
     """
 
     def __init__(
@@ -440,16 +446,16 @@ class _Attempts:
         self._server_errors = 0
         self._avoid: dict[str, None] = {}
         self.no_room: NoCapacity | None = None
-        """What a request ends with that has waited for room in vain."""
+        """The error of a request that waits for room in vain."""
 
     @property
     def avoid(self) -> list[str]:
-        """The workers that have failed the request, as many as a pair may be asked for without."""
+        """The workers that failed the request, the last ones that a call for a pair may exclude."""
         return list(self._avoid)[-_MOST_AVOIDED:]
 
     @property
     def last(self) -> bool:
-        """Whether no attempt follows another error of a worker's own."""
+        """Whether no attempt follows the next error that a worker reports of itself."""
         return self._left == 1 or self._server_errors > 0
 
     def seconds_left(self) -> float:
@@ -457,7 +463,7 @@ class _Attempts:
 
     @contextmanager
     def waiting(self) -> Iterator[float]:
-        """Counts the time inside as waited for a pair; gives the end of the wait."""
+        """Counts the time inside as a wait for a pair; yields the end of the wait."""
         began = self._clock.monotonic()
         try:
             yield began + min(self._patience, self.seconds_left())
@@ -465,8 +471,8 @@ class _Attempts:
             self._patience -= self._clock.monotonic() - began
 
     def pause(self, transfer: OpenedTransfer, give_up: float) -> float:
-        """Seconds to give a worker that has failed the request before it comes to it again, as
-        there is no other: full jitter, twice as long after each failure."""
+        """Returns the seconds before a worker that failed the request gets it again, as there is no
+        other: full jitter, with a bound that doubles after each failure."""
         pair = (transfer.prefill.instance_id, transfer.decode.instance_id)
         if self._avoid.keys().isdisjoint(pair):
             return 0.0
@@ -475,11 +481,11 @@ class _Attempts:
         return min(random.uniform(0, most), left)  # noqa: S311 (no secret)
 
     def avoid_first(self, instance_id: str) -> None:
-        """Avoids a worker that has failed the request before."""
+        """Avoids a worker that failed the request before."""
         self._avoid[instance_id] = None
 
     def failed(self, failure: WorkerFailed) -> None:
-        """Returns where another attempt may be made; raises the error otherwise."""
+        """Returns if another attempt may be made; raises the error otherwise."""
         error = failure.error
         if isinstance(error, BlockPoolExhausted):
             waited = f"no worker had room for the request within {self._capacity_seconds:g} s"
@@ -491,7 +497,7 @@ class _Attempts:
             self._patience = self._capacity_seconds
         final = isinstance(error, _FINAL) or is_refusal(error)
         if isinstance(error, WorkerError) and error.status not in _TRIED_ELSEWHERE:
-            # Perhaps this worker's fault, perhaps the request's: once more tells.
+            # The worker or the request may be at fault: one more attempt shows which.
             self._server_errors += 1
             final = final or self._server_errors > 1
         if final or not self._left or not self.seconds_left():

@@ -1,4 +1,4 @@
-"""What an operator can set about the router."""
+"""The router's settings."""
 
 from __future__ import annotations
 
@@ -29,68 +29,70 @@ _OWN_HEADERS: Final = frozenset(
 
 
 def watch_worker_key(path: Path) -> WatchedFile[str]:
-    """The key of a file, whatever is put into it later. Raises InvalidArgument."""
+    """Returns the key of a file, read again when it changes. Raises InvalidArgument."""
     return WatchedFile("worker key file", path, _parse_worker_key)
 
 
 def _parse_worker_key(content: bytes) -> str:
     key = content.decode(errors="replace").strip()
     if not key or not key.isprintable() or not key.isascii():
-        raise InvalidArgument("the worker key file has no key; write the one that workers ask for")
+        raise InvalidArgument("the worker key file has no key; write the key that workers require")
     return key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
-    """Raises InvalidArgument where a value cannot be meant."""
+    """The settings of a router. Raises InvalidArgument for an invalid value."""
 
     api_keys: WatchedFile[Tokens] | None = field(default=None, repr=False)
-    """Of the router's clients; None serves everybody."""
+    """The API keys of clients; None serves every client."""
     worker_key: WatchedFile[str] | None = field(default=None, repr=False)
-    """What workers ask for, as `vllm serve --api-key`; None sends none."""
+    """The key that workers require, as `vllm serve --api-key`; None sends none."""
     forward_headers: tuple[str, ...] = ()
-    """Of a client's request, which workers get as they are."""
+    """Headers of a client's request that workers get unchanged."""
     handshake: Handshake = "direct"
-    """How block tables get to prefill: from decode's engine, or by the control plane."""
+    """The way of block tables to prefill: from decode's engine, or through the control plane."""
     attempts: Annotated[int, Meta(ge=1, le=64)] = 4  # `avoid` of POST /v1/transfers takes 64
-    """Pairs that a request may be tried on."""
+    """The most pairs that a request is tried on."""
     first_token_seconds: Seconds = 30.0
-    """From a request's arrival to its first token, with all attempts."""
+    """The longest time from a request's arrival to its first token, over all attempts."""
     capacity_seconds: Seconds = 30.0
-    """A request waits so long in all for a pair with room before it is a 503."""
+    """The longest total wait of a request for a pair with room, before it gets a 503."""
     token_seconds: Seconds = 30.0
-    """A stream whose worker sends nothing for so long is given up. A worker that computes an answer
-    in one piece is asked as often whether it is alive."""
+    """A stream whose worker sends nothing for this long is given up. A worker that computes an
+    answer in one piece is asked at this interval whether it is alive."""
     answer_seconds: Seconds = 600.0
-    """From a request's arrival at a worker to the end of an answer in one piece."""
+    """The longest time from a request's arrival at a worker to the end of an answer in one piece.
+    """
     client_seconds: Seconds = 60.0
-    """A client that takes no token for so long is given up, and its request with it."""
+    """A client that takes no token for this long is given up, and its request with it."""
     stop_seconds: Annotated[int, Meta(ge=0)] = 30
-    """Told to stop, it lets requests under way go on for so long."""
+    """The longest time that requests under way may go on after the router is told to stop."""
     pairs_only: bool = False
-    """Where no pair of ready workers could serve a request (no prefill worker, no decode worker, or
-    one of both roles is all there is), it is a 503, and not one worker's."""
+    """A request that no pair of ready workers could serve (no prefill worker, no decode worker, or
+    one worker of both roles is the whole fleet) gets a 503, instead of one worker."""
     continue_streams: bool = False
     """A stream whose decode worker is lost goes on at another one, once: the prompt and the tokens
-    so far are computed again where they are not cached."""
+    so far are computed again unless they are cached."""
     priorities: bool = False
-    """Whether `priority` of a client's request, vLLM's, also says who waits for a pair."""
+    """Whether `priority` of a client's request, vLLM's, also orders requests that wait for a pair.
+    """
     max_requests: Annotated[int, Meta(ge=1)] = 1024
-    """Under way at once, from before their bodies are read; the next one is a 503."""
+    """The most requests under way, counted before their bodies are read; more get a 503."""
     max_body_bytes: Annotated[int, Meta(ge=1)] = 4 << 20
-    """Of a request."""
+    """The largest body of a request, in bytes."""
     max_held_bytes: Annotated[int, Meta(ge=1)] = 256 << 20
-    """Bodies of all requests under way; beyond it a request is a 503."""
+    """The most bytes of the bodies of all requests under way; a request beyond them gets a 503."""
     tokenize_seconds: Annotated[float, Meta(ge=0)] = 0.05
-    """A text prompt waits so long for a worker to say its tokens, which tell where they are cached;
-    0 asks no worker."""
+    """The longest wait of a text prompt for a worker to tokenize it; the tokens show where it is
+    cached. 0 asks no worker."""
     render_seconds: Annotated[float, Meta(ge=0)] = 2.0
-    """A chat waits so long for a worker to render it for both; 0 lets each render it itself."""
+    """The longest wait of a chat for one worker to render it for both; with 0, each renders it."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may use the router (CORS), `*` for all."""
 
     def headers_for_workers(self) -> dict[str, str]:
-        """What workers ask for."""
+        """Returns the headers that workers require."""
         if self.worker_key is None:
             return {}
         return {"Authorization": f"Bearer {self.worker_key.current}"}
@@ -100,8 +102,8 @@ class RouterSettings:
         for header in self.forward_headers:
             if header.lower() in _OWN_HEADERS:
                 raise InvalidArgument(
-                    f"the header {header} of a client cannot be forwarded, as workers get one that "
-                    "the router makes; leave it out"
+                    f"the header {header} of a client cannot be forwarded, as the router sends "
+                    "workers its own; leave it out"
                 )
             if not _HEADER.fullmatch(header):
                 raise InvalidArgument(f"{header!r} is no name of a header; use one like X-Tenant")

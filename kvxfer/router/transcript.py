@@ -1,12 +1,12 @@
-"""What the client of a stream was sent, as tokens, so that another worker can go on from there.
+"""A stream's text so far, as tokens, so that another worker can go on from there.
 
 A cut is an event after which no token's text is incomplete. The client gets text up to a cut, and
-the router keeps back what follows it until the next one: so what the client has is always what a
-known number of tokens says. A worker that gets these tokens as a prompt, and searches its own
-output for stop strings, says the rest. The tokens after the cut are computed again.
+the router keeps back what follows it until the next one. So the client always has the text of a
+known number of tokens. A worker that gets these tokens as a prompt, and searches its own output for
+stop strings, computes the rest. The tokens after the cut are computed again.
 
 A stop string may begin before a cut and end after it. Text therefore stays back until no stop
-string that begins in it can still be incomplete: for one character less than the longest has. vLLM
+string that begins in it can be incomplete: one character less than the longest stop string. vLLM
 keeps as many back itself, unless stop strings are part of the answer.
 """
 
@@ -27,7 +27,7 @@ from kvxfer.web.answer import DONE, data_event
 
 JsonObject = dict[str, Any]
 
-# What all events of a stream have in common.
+# Members that all events of a stream have in common.
 _HEAD: Final = ("id", "object", "created", "model")
 _CACHED: Final = "prompt_tokens_details"
 
@@ -47,8 +47,8 @@ class _Cut(NamedTuple):
     tokens: int = 0
     characters: int = 0
     certain: bool = True
-    """Whether the last token's text is known to be complete: the text of an event of several tokens
-    may be that of the first ones."""
+    """Whether the last token's text is known to be complete. The text of an event of several tokens
+    may be that of only the first ones."""
 
 
 class Transcript:
@@ -61,34 +61,34 @@ class Transcript:
         """Whether the client has asked for token ids."""
         options = value_of(members, "stream_options")
         self._options: JsonObject = options if isinstance(options, dict) else {}
-        # Events that count tokens wait, as the tokens behind a cut are computed again.
+        # Events that count tokens wait, as the tokens after a cut are computed again.
         self._counts = self.tells_ids or is_on(self._options.get("continuous_usage_stats"))
         self._behind = _longest(value_of(members, "stop")) - 1
         in_answer = is_on(value_of(members, "include_stop_str_in_output"))
-        self._lag = 0 if in_answer else self._behind  # of the worker's text behind its tokens
+        self._lag = 0 if in_answer else self._behind  # characters that the worker keeps back
         self._prompt: bytes | None = None if asked.rendered is None else bytes(asked.rendered)
         if asked.ids is not None:
             self._prompt = msgspec.json.encode(asked.ids)
         self.begin()
 
     def begin(self) -> None:
-        """Begins an attempt, as the client was sent nothing of the one before."""
+        """Begins an attempt. The client has nothing of the one before."""
         self.head: JsonObject = {}
-        """What all events of the client's stream have in common."""
+        """The members that all events of the client's stream have in common."""
         self.refusal = ""
-        """The member of an event for which no other worker can go on."""
+        """The member of an event that keeps any other worker from going on."""
         self._tokens = array("q")
         self._characters = 0
-        self._cuts: deque[_Cut] = deque()  # behind the last one that the client has
+        self._cuts: deque[_Cut] = deque()  # after the last one that the client has
         self._cut = _Cut()
         self._held: deque[_Held] = deque()
         self._events = 0  # before those held
-        self._text = ""  # that the client does not have
+        self._text = ""  # the client does not have it
         self._finished = self._told_usage = False
 
     @property
     def prompt(self) -> list[int] | None:
-        """The prompt's tokens; None where the worker has not told them."""
+        """The prompt's tokens; None if the worker has not sent them."""
         return None if self._prompt is None else token_ids(msgspec.json.decode(self._prompt))
 
     @property
@@ -98,7 +98,7 @@ class Transcript:
 
     @property
     def certain(self) -> bool:
-        """Whether the text of the last one is known to be complete."""
+        """Whether the text of the last token is known to be complete."""
         return self._cut.certain
 
     @property
@@ -107,12 +107,12 @@ class Transcript:
         return self._events > 0
 
     def take(self, whole: bytes) -> bytes:
-        """What the client gets now: of these events, as the worker sends them, and of those
-        before."""
+        """Takes the worker's events, and returns what the client gets now, also of earlier ones."""
         return b"".join(map(self._take, events_in(whole)))
 
     def ending(self, of_prefill: JsonObject | None) -> bytes | None:
-        """What is missing where a stream breaks off after its last token; None if tokens are."""
+        """Returns the end of a stream that broke off after its last token; None if it broke off
+        before."""
         if not self._finished:
             return None
         if self._told_usage or not is_on(self._options.get("include_usage")):
@@ -157,7 +157,8 @@ class Transcript:
         return self._release_cuts()
 
     def _refused(self, choice: JsonObject, ids: list[int], said: Any) -> str:
-        """What tells that the text is not all that the tokens say, or that no tokens are told."""
+        """Returns the member that shows that the tokens contain more than the text, or that there
+        are no tokens; empty if there is none."""
         if self._chat:
             delta = choice.get("delta") or {}
             for name in delta:
@@ -169,7 +170,7 @@ class Transcript:
         return "return_token_ids" if silent else ""
 
     def _hide(self, told: JsonObject, choice: JsonObject) -> None:
-        """Takes out the token ids that the client has not asked for, and keeps the prompt's."""
+        """Removes the token ids that the client has not asked for, and keeps the prompt's here."""
         for holder in (told, choice):
             if holder.get("prompt_token_ids") is not None:
                 self._prompt = msgspec.json.encode(holder["prompt_token_ids"])
@@ -178,34 +179,35 @@ class Transcript:
                     holder[name] = None
 
     def _is_only_ids(self, choice: JsonObject) -> bool:
-        """Whether the event would not be there if token ids were not asked for: vLLM's of a token
-        that a parser keeps back."""
+        """Whether vLLM sends the event only because token ids were asked for: a parser keeps back
+        the token's text."""
         empty = self._chat and choice.get("delta") == {} and choice.get("finish_reason") is None
         return empty and not self.tells_ids
 
     # --- what may leave --------------------------------------------------------------------------
 
     def _here(self, *, certain: bool = True) -> _Cut:
-        """A cut after the newest event; its text ends `_lag` characters into the next ones."""
+        """Makes a cut after the newest event, whose text ends `_lag` characters into the next."""
         events = self._events + len(self._held)
         return _Cut(events, len(self._tokens), self._characters + self._lag, certain)
 
     def _release_cuts(self) -> bytes:
-        """Events up to the last cut that lies far enough back, and those after it without text."""
+        """Releases events up to the last cut that lies far enough back, and events without text
+        after it."""
         released = b""
         last = self._characters + self._lag - self._behind
         while self._cuts and self._cuts[0].characters <= last:
             self._cut = self._cuts.popleft()
             text = len(self._text) - (self._characters - self._cut.characters)
             released += self._release(self._cut.events - self._events, text)
-        # Those before the first token wait for it: until then, any worker can begin again.
+        # Events before the first token wait for it: until then, any worker can begin again.
         while self._held and self._tokens and not (self._held[0].text or self._counts):
             released += self._release(1, 0)
         return released
 
     def _release(self, events: int, characters: int | None = None) -> bytes:
-        """The next events with so much of the text, or with all of it: the last one that has text
-        says it."""
+        """Returns the next events with this much of the text, or with all of it: the last event
+        that has text gets it."""
         text = self._text[:characters]
         self._text = self._text[len(text) :]
         self._events += events
@@ -226,19 +228,19 @@ class Transcript:
 
 
 def choice_of(told: JsonObject) -> JsonObject:
-    """The choice of an event; empty if it has none."""
+    """Returns the choice of an event; empty if it has none."""
     choices = told.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else None
     return first if isinstance(first, dict) else {}
 
 
 def usage_of(prompt: int, completion: int) -> JsonObject:
-    """As vLLM tells numbers of tokens."""
+    """Returns numbers of tokens in vLLM's form."""
     total = prompt + completion
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}
 
 
 def _longest(stop: Any) -> int:
-    """Characters of the longest stop string; 1 if there is none."""
+    """Counts the characters of the longest stop string; 1 if there is none."""
     strings = stop if isinstance(stop, list) else [stop]
     return max((len(each) for each in strings if isinstance(each, str) and each), default=1)

@@ -1,4 +1,4 @@
-"""What the error of a worker means: its own words, or one that kvxfer has a name for."""
+"""Errors of workers: errors that kvxfer has a name for, or the worker's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _JSON: Final = {"Content-Type": "application/json"}
 
 
 def error_of(address: str, status: int, content: bytes, headers: Mapping[str, str]) -> KvxferError:
-    """The error that a worker's answer is: one of kvxfer where it is a problem document."""
+    """Returns the error of a worker's answer: one of kvxfer if it is a problem document."""
     try:
         problem = msgspec.json.decode(content, type=dict[str, Any])
     except UNREADABLE:
@@ -34,7 +34,7 @@ def error_of(address: str, status: int, content: bytes, headers: Mapping[str, st
 
 
 def error_event(address: str, event: Mapping[str, Any], data: bytes) -> KvxferError | None:
-    """The error that an event of a stream is; None where it is none."""
+    """Returns the error of an event of a stream; None if it is no error."""
     problem = event.get("error")
     if not isinstance(problem, Mapping):
         return None
@@ -47,7 +47,7 @@ def error_event(address: str, event: Mapping[str, Any], data: bytes) -> KvxferEr
 
 
 def is_refusal(error: object) -> bool:
-    """Whether a worker's own error is about the request: another one would say the same."""
+    """Whether a worker's own error is about the request, so that another would answer the same."""
     return isinstance(error, WorkerError) and (
         error.status < _FROM_SERVER or error.status == HTTPStatus.NOT_IMPLEMENTED
     )

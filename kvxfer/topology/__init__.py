@@ -1,4 +1,4 @@
-"""Which GPUs, NICs and CPUs of a host belong together, read from /sys.
+"""The GPUs, NICs and CPUs of a host that belong together, read from /sys.
 
 A domain group is the NICs that serve one GPU (or one NUMA node), driven by one worker thread.
 """

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """The CPUs in ascending order; none for an empty list or for what is not one."""
+    """Returns the CPUs in ascending order; none for an empty or invalid list."""
     cpus: set[int] = set()
     try:
         for part in filter(None, text.strip().split(",")):

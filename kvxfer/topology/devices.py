@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a device sits. `pci_path` runs from the host bridge ("pci0000:15") over every PCI
-    bridge to the device itself ("0000:18:00.0"); it is empty where the device is not on PCI.
-    `numa_node` is None where the host does not say. `cpus` are those beside the device."""
+    """The place of a device. `pci_path` runs from the host bridge ("pci0000:15") over every PCI
+    bridge to the device itself ("0000:18:00.0"); it is empty if the device is not on PCI.
+    `numa_node` is None if the host does not say. `cpus` are those beside the device."""
 
     pci_path: tuple[str, ...] = ()
     numa_node: int | None = None
@@ -22,7 +22,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """`cpus` is empty where the node is memory only."""
+    """A NUMA node. `cpus` is empty if the node has only memory."""
 
     number: int
     cpus: tuple[int, ...]
@@ -30,8 +30,8 @@ class NumaNode:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """`index` counts NVIDIA GPUs in the order of their PCI addresses, as nvidia-smi does, then
-    AMD GPUs."""
+    """A GPU. `index` counts NVIDIA GPUs in the order of their PCI addresses, as nvidia-smi does,
+    then AMD GPUs."""
 
     index: int
     vendor: str
@@ -40,7 +40,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A port of an RDMA NIC. `bits_per_second` is 0 where the rate cannot be read."""
+    """A port of an RDMA NIC. `bits_per_second` is 0 if the rate cannot be read."""
 
     number: int
     link_layer: str
@@ -69,7 +69,7 @@ class Nic:
 
     @property
     def bits_per_second(self) -> int:
-        """Of its active ports together."""
+        """The rate of its active ports together."""
         return sum(port.bits_per_second for port in self.ports if port.active)
 
     @property

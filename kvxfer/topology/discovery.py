@@ -1,4 +1,4 @@
-"""Reads a host's topology from its sysfs. What is missing there is missing in the result:
+"""Reads a host's topology from its sysfs. A value that is missing there is missing in the result:
 nothing here raises."""
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _ports(sysfs: Sysfs, nic: str) -> tuple[Port, ...]:
 
 
 def _netdev(sysfs: Sysfs, nic: str) -> str | None:
-    # The port's own, before the first of the PCI device: that one may have representors, too.
+    # The port's own interface is preferred: the PCI device may also have representors.
     for port in sysfs.names(f"{nic}/ports"):
         if name := sysfs.text(f"{nic}/ports/{port}/gid_attrs/ndevs/0"):
             return name
@@ -104,7 +104,7 @@ def _default_route(sysfs: Sysfs) -> str | None:
 
 
 def _location(sysfs: Sysfs, device: str, nodes: tuple[NumaNode, ...]) -> Location:
-    # Parts that are no PCI device: the platform above a host bridge, a subfunction below its NIC.
+    # Leaves out the platform above a host bridge, and a subfunction below its NIC.
     path = tuple(
         part for part in sysfs.device_path(device) or () if _PCI_PART.fullmatch(part) is not None
     )
@@ -131,5 +131,5 @@ def _pci_order(address: str) -> tuple[int, ...]:
 
 
 def _natural_order(name: str) -> list[tuple[str, int]]:
-    """mlx5_10 comes after mlx5_9."""
+    """Returns a sort key by which mlx5_10 comes after mlx5_9."""
     return [(word, int(number or 0)) for word, number in re.findall(r"(\D*)(\d*)", name)]

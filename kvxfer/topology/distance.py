@@ -1,4 +1,4 @@
-"""How far apart two devices are, in the words of `nvidia-smi topo`."""
+"""The distance of two devices, in the words of `nvidia-smi topo`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvxfer.topology.devices import Location
 
 
 class Distance(IntEnum):
-    """Ordered: a smaller one is nearer."""
+    """A distance; the smaller is the nearer."""
 
     PIX = 1  # one PCIe switch
     PXB = 2  # several PCIe switches, but no host bridge
@@ -19,7 +19,7 @@ class Distance(IntEnum):
 
 
 def pcie_distance(one: Location, other: Location) -> Distance:
-    """What lies between two devices. Two functions of one card count as behind one switch."""
+    """Returns the distance of two devices. Two functions of one card count as behind one switch."""
     shared = common_length(one.pci_path, other.pci_path)
     if shared == 0:
         same = one.numa_node is not None and one.numa_node == other.numa_node
@@ -33,6 +33,6 @@ def pcie_distance(one: Location, other: Location) -> Distance:
 
 
 def common_length(one: Sequence[str], other: Sequence[str]) -> int:
-    """How many parts two paths have in common from the start."""
+    """Counts the parts that two paths have in common from the start."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -11,7 +11,7 @@ from kvxfer.topology.groups import DomainGroup, left_out
 
 
 def as_document(topology: Topology, groups: Sequence[DomainGroup]) -> dict[str, Any]:
-    """`topology` and `groups`. CPUs are lists as the kernel writes them: "0-47,96-143"."""
+    """Returns `topology` and `groups`. CPUs are lists as the kernel writes them: "0-47,96-143"."""
     out = left_out(topology)
     return {
         "topology": {

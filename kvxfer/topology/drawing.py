@@ -15,7 +15,7 @@ from kvxfer.topology.pcie_tree import Device, PcieBranch, pcie_tree
 
 
 def topology_tree(topology: Topology) -> Tree:
-    """NUMA nodes, the bridges where PCIe parts, and the devices below them."""
+    """Draws NUMA nodes, the bridges where PCIe branches, and the devices below them."""
     tree = Tree(Text("topology", "bold"))
     devices: list[Device] = [*topology.gpus, *topology.nics]
     out = left_out(topology)
@@ -33,7 +33,7 @@ def topology_tree(topology: Topology) -> Tree:
 
 
 def groups_table(topology: Topology, groups: Sequence[DomainGroup]) -> Table:
-    """One row per group, and what is in none below."""
+    """Draws one row per group, and below them the NICs that are in none."""
     table = Table(box=None, title_justify="left", title=Text("domain groups", "bold"))
     for heading in ("for", "NICs", "distance", "link", "CPUs of the worker thread"):
         table.add_column(heading, overflow="fold")

@@ -1,4 +1,4 @@
-"""Which NICs serve which GPU."""
+"""The groups of NICs that serve a GPU or a NUMA node."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Final
 from kvxfer.topology.devices import Gpu, Nic, Topology
 from kvxfer.topology.distance import Distance, pcie_distance
 
-# Of the fastest NIC's link: NICs of one network are nearly equal.
+# A NIC below this part of the fastest NIC's rate is left out: NICs of one network are nearly equal.
 _SLOW: Final = 1 / 4
 
 
 @dataclass(frozen=True, slots=True)
 class DomainGroup:
-    """The NICs that serve `gpu`, or a NUMA node where that is None; the nearest NIC comes first.
+    """The NICs that serve `gpu`, or a NUMA node if that is None; the nearest NIC comes first.
 
-    `cpus` are those beside the NICs, for the engine's worker thread: all of them, also such as
-    this process may not use. `numa_node` is theirs, None where the host does not say. Both are
-    the GPU's where there is no NIC. `bits_per_second` is the sum of the links, also of those that
-    another group shares.
+    `cpus` are those beside the NICs, for the engine's worker thread, including CPUs that this
+    process may not use. `numa_node` is that of the NICs, None if the host does not say. Without a
+    NIC, both are the GPU's. `bits_per_second` is the sum of the links, including links that another
+    group shares.
     """
 
     gpu: Gpu | None
@@ -31,19 +31,19 @@ class DomainGroup:
 
     @property
     def distances(self) -> tuple[Distance, ...]:
-        """From the GPU to each NIC; nothing without a GPU."""
+        """The distance from the GPU to each NIC; empty without a GPU."""
         if self.gpu is None:
             return ()
         return tuple(pcie_distance(self.gpu.location, nic.location) for nic in self.nics)
 
 
 def domain_groups(topology: Topology) -> tuple[DomainGroup, ...]:
-    """One group per GPU; without GPUs, one per NUMA node that has NICs. There is always one.
+    """Makes one group per GPU; without GPUs, one per NUMA node that has NICs. There is always one.
 
-    NICs that `left_out` names are in none. Every GPU gets the same number of NICs, the nearest;
-    where there are fewer NICs than GPUs, each GPU gets the nearest one and NICs are shared. What
-    does not divide joins a group only if it is as near as that group's own: a NIC further away is
-    there for something else, such as storage.
+    NICs that `left_out` names are in none. Every GPU gets the same number of NICs, the nearest; if
+    there are fewer NICs than GPUs, each GPU gets the nearest one and NICs are shared. A remaining
+    NIC joins a group only if it is as near as that group's own: a NIC further away has another
+    purpose, such as storage.
     """
     gpus = topology.gpus
     if not gpus:
@@ -54,8 +54,8 @@ def domain_groups(topology: Topology) -> tuple[DomainGroup, ...]:
 
 
 def host_groups(topology: Topology) -> tuple[DomainGroup, ...]:
-    """One group per NUMA node that has NICs, whatever the GPUs: for host memory. One group without
-    NICs where there are none."""
+    """Makes one group per NUMA node that has NICs, whatever the GPUs: for host memory. If there are
+    no NICs, there is one group without NICs."""
     nics = serving_nics(topology)
     if not nics:
         return (_group(topology, None, ()),)
@@ -67,15 +67,15 @@ def host_groups(topology: Topology) -> tuple[DomainGroup, ...]:
 
 
 def serving_nics(topology: Topology) -> tuple[Nic, ...]:
-    """Those that groups are made of."""
+    """Returns the NICs that groups are made of."""
     out = left_out(topology)
     return tuple(nic for nic in topology.nics if nic.name not in out)
 
 
 def left_out(topology: Topology) -> dict[str, str]:
-    """The NICs that are in no group whatever the GPUs, by name, each with the reason: it has no
-    active port; it is much slower than the fastest, as those for management are; it carries the
-    host's default route, and others that do not are as fast."""
+    """Returns the NICs that are in no group whatever the GPUs, by name, each with the reason: it
+    has no active port; it is much slower than the fastest, as NICs for management are; it carries
+    the host's default route, and others that do not are as fast."""
     out = {nic.name: "no active port" for nic in topology.nics if not nic.active}
     active = [nic for nic in topology.nics if nic.active]
     fastest = max((nic.bits_per_second for nic in active), default=0)
@@ -100,13 +100,13 @@ def left_out(topology: Topology) -> dict[str, str]:
 
 
 def spare_nics(topology: Topology, groups: Sequence[DomainGroup]) -> tuple[Nic, ...]:
-    """Active NICs that are in none of `groups`."""
+    """Returns active NICs that are in none of `groups`."""
     used = {nic.name for group in groups for nic in group.nics}
     return tuple(nic for nic in topology.nics if nic.active and nic.name not in used)
 
 
 def _dealt(gpus: Sequence[Gpu], nics: Sequence[Nic]) -> list[list[Nic]]:
-    """Every NIC to one GPU. PCIe is a tree, so taking the nearest pairs first is best for all."""
+    """Gives every NIC to one GPU. PCIe is a tree, so the nearest pairs first is best for all."""
     share = len(nics) // len(gpus)
     hands: list[list[Nic]] = [[] for _ in gpus]
     farthest = [Distance.PIX for _ in gpus]
@@ -125,8 +125,8 @@ def _dealt(gpus: Sequence[Gpu], nics: Sequence[Nic]) -> list[list[Nic]]:
 
 
 def _shared(gpus: Sequence[Gpu], nics: Sequence[Nic]) -> list[list[Nic]]:
-    """The nearest NIC to every GPU; of several, the one with the fewest GPUs. GPUs that have a NIC
-    nearby choose first."""
+    """Gives every GPU its nearest NIC; of several, the one with the fewest GPUs. GPUs that have a
+    NIC nearby choose first."""
     hands: list[list[Nic]] = [[] for _ in gpus]
     users = [0 for _ in nics]
     nearest: dict[int, Distance] = {}
@@ -145,7 +145,7 @@ def _shared(gpus: Sequence[Gpu], nics: Sequence[Nic]) -> list[list[Nic]]:
 
 
 def _pairs(gpus: Sequence[Gpu], nics: Sequence[Nic]) -> list[tuple[Distance, int, int]]:
-    """Every GPU with every NIC, by index, the nearest first."""
+    """Pairs every GPU with every NIC, by index, the nearest first."""
     return sorted(
         (pcie_distance(gpu.location, nic.location), gpu_index, nic_index)
         for gpu_index, gpu in enumerate(gpus)

@@ -30,11 +30,12 @@ def local_group(
     *,
     running_on: Collection[int] | None = None,
 ) -> DomainGroup:
-    """The NICs and CPUs for `gpu`, counted as in `Gpu.index`: what CUDA_VISIBLE_DEVICES hides
-    counts, too. None means host memory: the group of the NUMA node that this process runs on.
+    """Returns the NICs and CPUs for `gpu`, an index as in `Gpu.index`: GPUs that
+    CUDA_VISIBLE_DEVICES hides count, too. None means host memory: the group of the NUMA node that
+    this process runs on.
 
     `running_on` are the CPUs that this process may use, taken from its affinity if None. Raises
-    InvalidArgument where there is no such GPU.
+    InvalidArgument if there is no such GPU.
     """
     topology = read_topology(Sysfs.below(root))
     if gpu is None:
@@ -54,8 +55,8 @@ def local_group(
 class NicChoice:
     """The NICs for the memory of one rank.
 
-    `names` is None where there is nothing to choose from, and empty where `exclude` leaves none.
-    `left_out` has the reason for each other NIC of the host. `near` says what they are beside.
+    `names` is None if there is nothing to choose from, and empty if `exclude` leaves none.
+    `left_out` has the reason for each other NIC of the host. `near` names what they are near to.
     """
 
     names: tuple[str, ...] | None
@@ -84,9 +85,9 @@ def choose_nics(
     fabrics: Collection[str] = ("verbs", "ofi"),
     closed: Collection[str] = (),
 ) -> NicChoice:
-    """The NICs nearest to a GPU, or for host memory those on the NUMA nodes of `running_on`.
+    """Chooses the NICs nearest to a GPU, or, for host memory, on the NUMA nodes of `running_on`.
 
-    gpu: its PCI address as in sysfs; None for host memory, or where it is not known.
+    gpu: its PCI address as in sysfs; None for host memory, or if it is unknown.
     running_on: the CPUs that the process may use.
     allow: the names to take instead, whatever they are near to. A name that no NIC has is kept.
     exclude: names never to take. In both lists a trailing * stands for any rest.
@@ -94,7 +95,7 @@ def choose_nics(
     closed: names of NICs that the process cannot open. If it can open others, it was given
         those: all of them that are as near as the nearest are taken.
 
-    Raises InvalidArgument where `allow` and `exclude` leave none of the host's NICs.
+    Raises InvalidArgument if `allow` and `exclude` leave none of the host's NICs.
     """
     out: dict[str, str] = {}
     kept = []
@@ -121,8 +122,8 @@ def choose_nics(
 
 
 def closed_nics(root: Path = Path("/")) -> frozenset[str]:
-    """The names of RDMA NICs whose file in /dev/infiniband this process may not read and write: a
-    container is given those of some only."""
+    """Returns the names of RDMA NICs whose file in /dev/infiniband this process may not read and
+    write: a container is given only some of these files."""
     sysfs = Sysfs.below(root)
     return frozenset(
         name

@@ -1,4 +1,4 @@
-"""The PCIe hierarchy, reduced to the bridges where ways part."""
+"""The PCIe hierarchy, reduced to the bridges where it branches."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class PcieBranch:
 
 
 def pcie_tree(devices: Sequence[Device], depth: int = 0) -> tuple[PcieBranch | Device, ...]:
-    """`devices` share their first `depth` bridges. Bridges where nothing parts are left
-    out."""
+    """Makes the tree of `devices`, which share their first `depth` bridges. Bridges without
+    branches are left out."""
 
     def bridges(device: Device) -> tuple[str, ...]:
         return device.location.pci_path[:-1]

@@ -1,4 +1,4 @@
-"""Where the topology is read from, so that a recorded tree can stand in for /sys."""
+"""The source of the topology: /sys, or a recorded tree in its place."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ class Sysfs:
 
     @classmethod
     def below(cls, root: Path) -> Sysfs:
-        """The sysfs of a host whose / is `root`."""
+        """Returns the sysfs of a host whose / is `root`."""
         return cls(root / "sys")
 
     @classmethod
     def recorded(cls, folder: Path) -> Sysfs:
-        """A recorded tree: what stands for /, or a sys folder itself, whatever its name.
+        """Returns a recorded tree: a folder in place of /, or a sys folder itself, whatever its
+        name.
 
-        Raises InvalidArgument where it is neither.
+        Raises InvalidArgument if it is neither.
         """
         for candidate in (folder / "sys", folder):
             if any((candidate / each).is_dir() for each in _FOLDERS):
@@ -36,7 +37,7 @@ class Sysfs:
         )
 
     def text(self, path: str) -> str | None:
-        """A file, stripped; None where it is missing or cannot be read."""
+        """Reads a file, stripped; None if it is missing or cannot be read."""
         try:
             return (self.folder / path).read_text().strip()
         except (OSError, UnicodeDecodeError):
@@ -44,7 +45,7 @@ class Sysfs:
 
     @property
     def routes(self) -> str:
-        """The kernel's IPv4 routes, from the proc/ beside a folder that is called sys; empty where
+        """The kernel's IPv4 routes, from the proc/ beside a folder that is called sys; empty if
         there is none."""
         try:
             file = self.folder.parent / "proc/net/route"
@@ -53,21 +54,21 @@ class Sysfs:
             return ""
 
     def names(self, path: str) -> list[str]:
-        """What a folder holds, in order; nothing where it is missing."""
+        """Lists a folder, in order; empty if it is missing."""
         try:
             return sorted(entry.name for entry in (self.folder / path).iterdir())
         except OSError:
             return []
 
     def link_name(self, path: str) -> str | None:
-        """The last part of where a symlink points to, which need not exist."""
+        """Returns the last part of a symlink's target, which need not exist."""
         try:
             return (self.folder / path).readlink().name
         except OSError:
             return None
 
     def device_path(self, path: str) -> tuple[str, ...] | None:
-        """The parts of a device's real path below devices/; None where it leads nowhere."""
+        """Returns the parts of a device's real path below devices/; None if it leads nowhere."""
         try:
             real = (self.folder / path).resolve(strict=True)
             return real.relative_to((self.folder / "devices").resolve()).parts

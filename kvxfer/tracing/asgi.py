@@ -19,7 +19,7 @@ _REQUEST_ID_KEY: Final = "kvxfer.request_id"
 class TraceRequests:
     """ASGI middleware. A request whose trace is recorded gets a span, if there is a tracer.
 
-    `begins`: a POST without a trace begins one; to be used where clients come in.
+    `begins`: a POST without a trace begins one; for the servers that clients call.
     """
 
     def __init__(self, app: ASGIApp, tracer: Tracer | None, *, begins: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""An exporter of spans that tells of an endpoint that is away once, not with each batch."""
+"""An exporter of spans that logs once that its endpoint is unavailable, not with each batch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 _log = logging.getLogger(__name__)
-# OpenTelemetry's own lines, of each attempt at each batch.
+# The logger of OpenTelemetry's own lines about each attempt at each batch.
 _LOGGER: Final = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 _ours = threading.local()
 
 
 class _NotOurs(logging.Filter):
-    """Keeps the lines of other exporters in this process."""
+    """A filter that passes only the lines of other exporters in this process."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         said: list[str] | None = getattr(_ours, "said", None)
@@ -31,7 +31,7 @@ _filter: Final = _NotOurs()
 
 
 class TroubleToldOnce(SpanExporter):
-    """Exports as another exporter does. One thread."""
+    """An exporter that uses another one, and logs once that it fails. One thread."""
 
     def __init__(self, exporter: SpanExporter, url: str) -> None:
         self._exporter, self._url = exporter, url

@@ -1,6 +1,6 @@
 """Reads the spans of an OTLP/HTTP request, as every OpenTelemetry exporter sends it.
 
-A sender has shown no more than a token, so what is kept of a span is bounded.
+A sender has shown only a token, so what is kept of a span is bounded.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _ERROR: Final = 2
 
 
 def read_spans(content: bytes, encoding: str = "identity") -> list[TraceSpan]:
-    """The spans of an ExportTraceServiceRequest in protobuf, by its Content-Encoding. Raises
-    InvalidArgument."""
+    """Returns the spans of an ExportTraceServiceRequest in protobuf. `encoding` is its
+    Content-Encoding. Raises InvalidArgument."""
     from google.protobuf.message import DecodeError
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -43,7 +43,7 @@ def read_spans(content: bytes, encoding: str = "identity") -> list[TraceSpan]:
 
 
 def spans_of(resources: Iterable[ResourceSpans]) -> Iterator[TraceSpan]:
-    """Those with ids; Raises InvalidArgument for one without."""
+    """Yields the spans. Raises InvalidArgument for one without ids."""
     for of_resource in resources:
         who = _attributes(of_resource.resource.attributes)
         for of_scope in of_resource.scope_spans:
@@ -73,7 +73,7 @@ def spans_of(resources: Iterable[ResourceSpans]) -> Iterator[TraceSpan]:
 
 
 def _attributes(pairs: Iterable[KeyValue]) -> dict[str, str | int | float | bool]:
-    """Plain ones; lists and the like are left out."""
+    """Returns plain attributes; lists and the like are left out."""
     found: dict[str, str | int | float | bool] = {}
     for pair in pairs:
         kind = pair.value.WhichOneof("value")
@@ -88,7 +88,7 @@ def _attributes(pairs: Iterable[KeyValue]) -> dict[str, str | int | float | bool
 
 
 def _decoded(content: bytes, encoding: str) -> bytes:
-    """Raises InvalidArgument, also for what would be too much."""
+    """Decodes a body. Raises InvalidArgument, also for one that would be too large."""
     if encoding == "identity":
         return content
     if encoding != "gzip":

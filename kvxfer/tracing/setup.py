@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 _ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _HEADERS: Final = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
-# A trace should be there sooner than with OpenTelemetry's default of 5 s.
+# A trace should be visible sooner than with OpenTelemetry's default of 5 s.
 _DELAY_MS: Final = 1000
 
 
 def is_installed() -> bool:
-    """Whether the packages of `kvxfer[otel]` are there."""
+    """Whether the packages of `kvxfer[otel]` are installed."""
     try:
         return (
             find_spec("opentelemetry.sdk") is not None
@@ -40,7 +40,7 @@ def is_installed() -> bool:
 
 
 def endpoint() -> str:
-    """Where spans go; empty where nothing is traced."""
+    """Returns the endpoint that spans go to; empty if nothing is traced."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return ""
     if os.environ.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower() == "none":
@@ -55,11 +55,10 @@ def start_tracing(
     control_plane: str | None = None,
     credentials: Credentials | None = None,
 ) -> Tracer | None:
-    """A tracer where the environment names an endpoint, None otherwise.
+    """Returns a tracer if the environment names an endpoint, otherwise None.
 
-    Where that endpoint is the control plane itself, spans are sent with the `credentials` for it.
-    Raises NotBuilt where the packages are missing, and InvalidArgument for a protocol that is not
-    there.
+    If that endpoint is the control plane itself, spans are sent with the `credentials` for it.
+    Raises NotBuilt if the packages are missing, and InvalidArgument for an unsupported protocol.
     """
     url = endpoint()
     if not url:
@@ -103,9 +102,9 @@ async def tracing(
     credentials: Credentials | None = None,
     optional: bool = False,
 ) -> AsyncIterator[Tracer | None]:
-    """The same; what is left is sent on exit. The control plane and its credentials are those of
-    ControlPlaneClient where they are None. `optional`: in a process of another project, whose
-    variables may be meant for other spans, what cannot be done is a warning."""
+    """Yields the result of start_tracing(); sends what is left on exit. `control_plane` and
+    `credentials` default to those of ControlPlaneClient. `optional`: an error is only logged, for
+    a process of another project whose variables may be meant for other spans."""
     tracer = None
     try:
         tracer = start_tracing(
@@ -123,8 +122,8 @@ async def tracing(
 
 
 def resource(service: str, instance_id: str = "") -> Resource:
-    """The service and instance that spans name; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
-    win."""
+    """Returns the service and instance that spans name; OTEL_SERVICE_NAME and
+    OTEL_RESOURCE_ATTRIBUTES take precedence."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     own = {"service.name": service}

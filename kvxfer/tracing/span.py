@@ -1,4 +1,4 @@
-"""The span that is under way, and spans below it; nothing where the request is not traced."""
+"""The current span, and spans below it; there are none if the request is not traced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Span(Protocol):
 
     @property
     def traceparent(self) -> str:
-        """What makes another process's span a child of this one."""
+        """The header that makes another process's span a child of this one."""
 
     def child(
         self, name: str, start_ns: int | None = None, /, **attributes: str | int | float
@@ -32,34 +32,34 @@ class Span(Protocol):
     def rename(self, name: str) -> None: ...
 
     def event(self, name: str) -> None:
-        """Something that happened now."""
+        """Records an event that happens now."""
 
     def end(self, error: BaseException | None = None, *, end_ns: int | None = None) -> None:
-        """Once; what comes later is ignored."""
+        """Ends the span; later calls are ignored."""
 
 
 current: ContextVar[Span | None] = ContextVar("kvxfer span", default=None)
-"""Of the request that is being worked on; tasks that are created meanwhile inherit it."""
+"""The span of the current request; tasks that are created meanwhile inherit it."""
 
 incoming: ContextVar[str] = ContextVar("kvxfer traceparent", default="")
-"""What the caller of this server sent, where its trace is recorded."""
+"""The header that the caller of this server sent, if its trace is recorded."""
 
 
 def is_recorded(traceparent: str) -> bool:
-    """Whether it is one, of a trace that is recorded."""
+    """Whether this is a valid header of a trace that is recorded."""
     found = _TRACEPARENT.fullmatch(traceparent)
     return found is not None and int(found[1], 16) & 1 == 1
 
 
 def child(name: str, **attributes: str | int | float) -> Span | None:
-    """A span below the current one, to be ended by the caller."""
+    """Begins a span below the current one; the caller ends it."""
     parent = current.get()
     return None if parent is None else parent.child(name, **attributes)
 
 
 @contextmanager
 def span(name: str, **attributes: str | int | float) -> Iterator[Span | None]:
-    """A span below the current one while the block runs, which fails with it."""
+    """Yields a span below the current one. It ends with the block, and fails if the block does."""
     begun = child(name, **attributes)
     if begun is None:
         yield None

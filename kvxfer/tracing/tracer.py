@@ -19,8 +19,8 @@ _PROPAGATOR: Final = TraceContextTextMapPropagator()
 
 
 class _SystemIds(IdGenerator):
-    """Of the system's generator. OpenTelemetry takes Python's, which inference engines seed: spans
-    of two processes with one seed would have the same ids."""
+    """Ids from the system's generator. OpenTelemetry takes Python's, which inference engines seed:
+    spans of two processes with one seed would have the same ids."""
 
     def generate_span_id(self) -> int:
         return 1 + secrets.randbelow(2**64 - 1)
@@ -30,12 +30,12 @@ class _SystemIds(IdGenerator):
 
 
 def provider_of(resource: Resource) -> TracerProvider:
-    """Without a processor. Tracer.close() ends it."""
+    """Makes a provider without a processor. Tracer.close() ends it."""
     return TracerProvider(resource=resource, id_generator=_SystemIds(), shutdown_on_exit=False)
 
 
 class Tracer:
-    """Begins the spans of one process. Any thread."""
+    """The tracer of one process, which begins its spans. Any thread."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -44,12 +44,12 @@ class Tracer:
     def root(
         self, name: str, traceparent: str = "", **attributes: str | int | float
     ) -> Span | None:
-        """A request that begins here, or goes on with the trace of its client; None where it is not
-        recorded."""
+        """Begins the span of a request, in its client's trace if it has one. Returns None if the
+        trace is not recorded."""
         return self._begin(name, traceparent, attributes)
 
     def join(self, name: str, traceparent: str, **attributes: str | int | float) -> Span | None:
-        """A part of a caller's trace; None if that is not recorded."""
+        """Begins a span in a caller's trace. Returns None if that is not recorded."""
         return self._begin(name, traceparent, attributes) if is_recorded(traceparent) else None
 
     def close(self) -> None:
@@ -106,5 +106,5 @@ class _Span:
 
 
 def _named(attributes: dict[str, str | int | float]) -> dict[str, str | int | float]:
-    """With the prefix that tells them from those of others."""
+    """Adds the prefix of kvxfer's own attributes."""
     return {f"kvxfer.{name}": value for name, value in attributes.items()}

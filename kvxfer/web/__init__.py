@@ -1,1 +1,1 @@
-"""What every HTTP server of kvxfer is made of: sockets, TLS, tokens, limits, logs, answers."""
+"""The parts of kvxfer's HTTP servers: sockets, TLS, tokens, limits, logs, answers."""

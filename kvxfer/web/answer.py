@@ -25,10 +25,10 @@ class ClientLeft(HTTPException):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client disconnects.
+    """Returns the result of `work`, which is cancelled when the client disconnects.
 
-    To be called once the request's body is read. By the time this ends so has `work`, with all it
-    had to give back. Raises ClientLeft.
+    Call it once the request's body is read. When it returns, `work` has ended and released what it
+    held. Raises ClientLeft.
     """
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_disconnected(receive))
@@ -49,7 +49,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def data_event(value: Any) -> bytes:
-    """One server-sent event without a name, as OpenAI's streams are made of."""
+    """Returns one server-sent event without a name, as in OpenAI's streams."""
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 

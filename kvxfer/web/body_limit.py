@@ -1,4 +1,4 @@
-"""No more of a request's body is read than its limit."""
+"""A limit for the bytes that are read of a request's body."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# No route reads a body of these.
+# No route reads a body with these methods.
 _WITHOUT_BODY: Final = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})
 
 
 class LimitBodies:
     """ASGI middleware: reading a body of more than `max_bytes` raises an HTTPException (413).
 
-    `at_least` has the bytes that are read in any case, by how the path ends. A body whose length is
-    declared is refused before its first byte, any other one at the byte that is too much.
+    `at_least` has the bytes that are read in any case, by the ending of the path. A body whose
+    length is declared is refused before its first byte, any other one at the first byte beyond the
+    limit.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class LimitBodies:
         too_much = declared.isdecimal() and int(declared) > limit
         bounded = declared.isdecimal() or scope["method"] in _WITHOUT_BODY
         if bounded and not too_much and "transfer-encoding" not in headers:
-            # The server hands on no more than what was declared.
+            # The server passes on no more bytes than declared.
             await self._app(scope, receive, send)
             return
         answered = False
@@ -58,7 +59,7 @@ class LimitBodies:
                 return {"type": "http.disconnect"}
             raise HTTPException(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"the body is larger than the {limit} bytes that are read",
+                f"the body is larger than the limit of {limit} bytes",
             )
 
         async def send_and_note(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""HTTP connections that end: no client holds one for ever with a request that does not come."""
+"""HTTP connections with deadlines: no client holds one for ever with an unfinished request."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _LATE: Final = b"408 Request Timeout"
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with deadlines and a ceiling, from the `limits` of its config.
 
-    A connection is in one of three states. It waits for headers, from its first byte on, or the
-    first one after an answer; it waits for a body; or the client has sent what it had to. In the
+    A connection is in one of three states. It waits for headers, from its begin or from the first
+    byte after an answer; it waits for a body; or the client has sent all of its request. In the
     first two it has a deadline, `due`, at which end_late() ends it. One look at all connections
     each second costs less than a timer for each request. uvicorn ends idle connections itself.
     """
@@ -42,7 +42,7 @@ class BoundedProtocol(HttpToolsProtocol):
         assert isinstance(config, BoundedConfig)  # noqa: S101 (Server makes no other)
         self._limits = config.limits
         self.due: float | None = None
-        self._headers_seen = self.headers  # those of the last request whose headers are whole
+        self._headers_seen = self.headers  # set when a request's headers are complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -51,7 +51,7 @@ class BoundedProtocol(HttpToolsProtocol):
             most = self._limits.max_connections
             self._refuse(
                 b"503 Service Unavailable",
-                f"this server has {most} connections, as many as it takes; retry",
+                f"this server has {most} connections, as many as it allows; retry",
                 b"retry-after: 1\r\n",
             )
 
@@ -81,9 +81,9 @@ class BoundedProtocol(HttpToolsProtocol):
         elif answered:
             self._refuse(_LATE, f"no headers within {limits.header_seconds:g} s")
         elif not cycle.response_started:
-            self._refuse(_LATE, f"no whole body within {limits.body_seconds:g} s")
+            self._refuse(_LATE, f"no complete body within {limits.body_seconds:g} s")
         else:
-            self.transport.abort()  # it may not take the rest of its answer either
+            self.transport.abort()  # the client may not take the rest of its answer either
 
     def _refuse(self, status: bytes, detail: str, headers: bytes = b"") -> None:
         content = detail.encode() + b"\n"
@@ -100,8 +100,8 @@ class BoundedConfig(Config):
 
 
 def files_for(connections: int) -> int:
-    """Raises the number of files that this process may open, as far as it may. Returns how many
-    connections it can have with half of them, at most `connections`."""
+    """Raises the number of files that this process may open, as far as permitted. Returns the
+    number of connections that half of them allow, at most `connections`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * connections
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -15,8 +15,8 @@ from kvxfer.errors import AddressInUse, InvalidArgument, PermissionDenied
 from kvxfer.settings import Seconds, check_bounds
 
 BACKLOG: Final = 2048
-# How long servers keep an idle connection. Longer than clients (httpx2: 5 s) and load balancers
-# (60 s) do: a request that meets a connection being closed fails.
+# Servers keep an idle connection longer than clients (httpx2: 5 s) and load balancers (60 s) do: a
+# request that meets a connection being closed fails.
 KEEP_ALIVE_SECONDS: Final = 75
 
 _EVERY: Final = "::"
@@ -25,26 +25,26 @@ _EVERY_IPV4: Final = "0.0.0.0"  # noqa: S104
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """What a server bears of its clients' connections. Raises InvalidArgument."""
+    """A server's limits for the connections of clients. Raises InvalidArgument."""
 
     header_seconds: Seconds = 10.0
-    """A client has so long to send the headers of a request."""
+    """The longest time for a client to send the headers of a request."""
     body_seconds: Seconds = 30.0
-    """A client has so long to send the body of a request, from its headers."""
+    """The longest time for a client to send the body of a request, after its headers."""
     max_connections: Annotated[int, Meta(ge=1)] = 16384
-    """Open at once; the next one gets a 503 and is closed. At most half of the files that the
-    process may open."""
+    """The most open connections; the next one gets a 503 and is closed. At most half of the files
+    that the process may open."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, port 0 being any free one. `::` is every address of this
-    machine, IPv4 and IPv6, whatever of the two it has.
+    """Returns a socket bound to the address; port 0 is any free one. `::` is every address of this
+    machine, IPv4 and IPv6 as far as it has them.
 
-    Raises AddressInUse, PermissionDenied, or InvalidArgument where the host is none of this
-    machine's.
+    Raises AddressInUse, PermissionDenied, or InvalidArgument if the host is no address of this
+    machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -80,7 +80,7 @@ def url_of(listener: socket.socket, *, tls: bool = False) -> str:
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Whether only this host reaches it."""
+    """Whether only this host reaches the socket."""
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 

@@ -1,4 +1,4 @@
-"""How many requests a caller may send, in memory that is bounded."""
+"""A limit of the requests of each caller, in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from kvxfer.clock import Clock
 
 _MAX_CALLERS: Final = 10_000
-# Per client address: enough for a rotation that goes wrong, useless for guessing.
+# Limits of a client address: enough for a rotation that goes wrong, useless for guessing.
 WRONG_TOKENS_PER_SECOND: Final = 5
 WRONG_TOKENS_AT_ONCE: Final = 50
 
@@ -17,8 +17,8 @@ WRONG_TOKENS_AT_ONCE: Final = 50
 class RateLimiter:
     """`rate` requests per second for each caller, and `burst` at once. One event loop.
 
-    The generic cell rate algorithm (ITU-T I.371): one number per caller, when its next request
-    would be due at that rate. Of more than `max_callers` the one that was quiet longest is
+    The generic cell rate algorithm (ITU-T I.371): one number per caller, the time at which its next
+    request would be due at that rate. Beyond `max_callers`, the caller that was quiet longest is
     forgotten.
     """
 
@@ -32,8 +32,8 @@ class RateLimiter:
         self._due: OrderedDict[Hashable, float] = OrderedDict()
 
     def wait_seconds(self, caller: Hashable) -> float:
-        """Counts a request. Returns 0 where it may go on, else when to come again; such a request
-        does not count."""
+        """Counts a request. Returns 0 if it may go on, otherwise the seconds to wait; such a
+        request does not count."""
         now = self._clock.monotonic()
         due = max(self._due.pop(caller, now), now)
         early = due - now - self._tolerance
@@ -49,5 +49,5 @@ class RateLimiter:
 
 
 def wrong_tokens(clock: Clock) -> RateLimiter:
-    """The limit of a client address that sends tokens that are not known."""
+    """Makes the limit for client addresses that send unknown tokens."""
     return RateLimiter(WRONG_TOKENS_PER_SECOND, WRONG_TOKENS_AT_ONCE, clock)

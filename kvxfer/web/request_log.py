@@ -1,4 +1,4 @@
-"""One id per request, in its answer and in all that is logged about it, and one line at its end."""
+"""One id per request, in its answer and in all its log lines, and one log line at its end."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from kvxfer.clock import SYSTEM_CLOCK, Clock
 
 REQUEST_ID_HEADER: Final = "X-Request-ID"
 REQUEST_ID_KEY: Final = "kvxfer.request_id"
-"""In the scope of a request; so is CALLER_KEY, where the caller is known by name."""
+"""A key in the scope of a request; so is CALLER_KEY, if the caller's name is known."""
 CALLER_KEY: Final = "kvxfer.caller"
 
 _log = logging.getLogger("kvxfer.api.requests")
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
-# Ids that are made here: which process, and its how manieth request.
+# Generated ids: the process, and the request's sequence number.
 _PROCESS: Final = secrets.token_hex(8)
 _numbers: Final = count(1)
 
 
 def is_request_id(text: str) -> bool:
-    """Whether what a client calls its request can go into logs: no spaces, no control characters,
-    not long."""
+    """Whether a client's id of a request can go into logs: no spaces, no control characters, at
+    most 128 characters."""
     return _REQUEST_ID.fullmatch(text) is not None
 
 
 def rename_request(scope: Scope, request_id: str) -> None:
-    """What the request is called from here on, in logs and in its answer."""
+    """Sets the id of the request in logs from here on, and in its answer."""
     scope[REQUEST_ID_KEY] = request_id
     bind_contextvars(request_id=request_id)
 
 
 class LogRequests:
-    """ASGI middleware. An X-Request-ID that a client sends is kept where it can go into logs."""
+    """ASGI middleware. An X-Request-ID that a client sends is kept if it can go into logs."""
 
     def __init__(self, app: ASGIApp, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._app = app
@@ -56,7 +56,7 @@ class LogRequests:
         # The server gives each request its own context, so this is not reset.
         rename_request(scope, sent if is_request_id(sent) else f"{_PROCESS}-{next(_numbers)}")
         header = REQUEST_ID_HEADER.lower().encode()
-        status = 500  # of a defect, which is answered further out
+        status = 500  # a defect is answered further out
 
         async def send_with_id(message: Message) -> None:
             nonlocal status

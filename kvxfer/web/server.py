@@ -18,16 +18,16 @@ from kvxfer.web.listener import BACKLOG, KEEP_ALIVE_SECONDS, ConnectionLimits, u
 from kvxfer.web.tls import ServerTls
 
 _STOP_SECONDS: Final = 5
-_TICKS_PER_SECOND: Final = 10  # of uvicorn
+_TICKS_PER_SECOND: Final = 10  # uvicorn's
 _LIMITS: Final = ConnectionLimits()
 
 
 class Server(uvicorn.Server):
-    """Serves one application on one bound socket.
+    """A server of one application on one bound socket.
 
     `announce` is called with the URL once connections are accepted. SIGTERM and SIGINT end `run`
     normally: the application's `state.stopping` is set, which closes watches, and requests under
-    way are answered for at most `stop_seconds`. With `tls` it speaks HTTPS only.
+    way may go on for `stop_seconds`. With `tls` it speaks HTTPS only.
     """
 
     def __init__(

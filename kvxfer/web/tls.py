@@ -1,4 +1,4 @@
-"""TLS at the server: certificate and key, which may be exchanged, and whose clients are served."""
+"""TLS at the server: a certificate and a key, which may be replaced, and the CA of the clients."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _log = logging.getLogger("kvxfer.api")
 
 
 class ServerTls:
-    """The context of a server. One thread. Raises InvalidArgument, which names what does not fit.
+    """The TLS context of a server. One thread. Raises InvalidArgument, which names the file that
+    cannot be used.
 
-    With `client_ca` only clients with a certificate of that CA get through the handshake.
+    With `client_ca` only clients with a certificate of that CA pass the handshake.
     """
 
     def __init__(self, cert: Path, key: Path | None = None, client_ca: Path | None = None) -> None:
@@ -23,8 +24,8 @@ class ServerTls:
         self.context = self._make()
 
     def refresh(self) -> None:
-        """Takes a new certificate and key for the connections to come; keeps the old ones, and says
-        so once, where the new ones do not fit."""
+        """Takes a new certificate and key for later connections. If they cannot be used, keeps the
+        old ones and logs it once."""
         found = self._identify()
         if found == self._seen:
             return
@@ -33,7 +34,7 @@ class ServerTls:
             self._make()  # to try them: a context that failed half-way would serve no client
             self.context.load_cert_chain(self._cert, self._key)
         except (InvalidArgument, OSError) as error:
-            _log.error("the TLS certificate before stays in force: %s", error)
+            _log.error("the earlier TLS certificate stays in force: %s", error)
         else:
             _log.info("TLS certificate read again from %s", self._cert)
 

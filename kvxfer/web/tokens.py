@@ -15,13 +15,13 @@ from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import InvalidArgument
 from kvxfer.watched_file import WatchedFile
 
-# The characters of RFC 6750; 16 of them leave no room for a word that a person made up.
+# The characters of RFC 6750; 16 of them exclude most words that a person makes up.
 _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]{16,512}=*")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Scope(StrEnum):
-    """What a token is good for; each route names the scopes it takes."""
+    """The rights of a token; each route names the scopes that it takes."""
 
     WORKER = "worker"  # join the fleet, keep a lease, leave
     ROUTER = "router"  # open and release transfers
@@ -44,8 +44,8 @@ ANONYMOUS: Final = Caller("anonymous", frozenset(Scope))
 class Tokens:
     """The tokens of a file, by the keyed hash of each: the tokens themselves are not kept.
 
-    A look-up takes the same time for a token that is nearly right as for one that is all wrong:
-    what is compared are hashes under a key that only this process knows.
+    A look-up takes the same time for a token that is nearly right as for one that is all wrong: it
+    compares hashes under a key that only this process knows.
     """
 
     def __init__(self, callers: Mapping[str, Caller]) -> None:
@@ -60,9 +60,9 @@ class Tokens:
 
 
 def parse_tokens(content: bytes) -> Tokens:
-    """The tokens of a file: one line each, its name, its scopes with commas, and the token.
+    """Parses lines of a name, scopes separated by commas, and a token.
 
-    Empty lines and those that begin with # say nothing. A name may have several tokens. Raises
+    Ignores empty lines and lines that begin with #. A name may have several tokens. Raises
     InvalidArgument, which names the line and never the token.
     """
     try:
@@ -105,5 +105,5 @@ def _parse_line(words: list[str], where: str) -> tuple[str, Caller]:
 
 
 def watch_tokens(path: Path, *, clock: Clock = SYSTEM_CLOCK) -> WatchedFile[Tokens]:
-    """The tokens of a file, whatever is put into it later. Raises InvalidArgument."""
+    """Returns the tokens of a file, read again when it changes. Raises InvalidArgument."""
     return WatchedFile("tokens file", path, parse_tokens, clock=clock)

@@ -8,10 +8,10 @@ from typing import Self
 
 
 class WaitLimit:
-    """Raises TimeoutError out of its block once a wait there lasts longer than `seconds`; None
-    waits for ever. A wait is what happens between begin() and end(), one at a time.
+    """A block that raises TimeoutError if a wait in it lasts longer than `seconds`; None sets no
+    limit. A wait lasts from begin() to end(), one at a time.
 
-    `asyncio.timeout` around each wait sets and cancels a timer every time.
+    `asyncio.timeout` around each wait would set and cancel a timer every time.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -37,7 +37,7 @@ class WaitLimit:
 
     @property
     def expired(self) -> bool:
-        """Whether it was this limit that ended the block."""
+        """Whether this limit ended the block."""
         return self._block.expired()
 
     def begin(self) -> None:
@@ -46,7 +46,7 @@ class WaitLimit:
             self._timer = self._loop.call_at(self._since + self._seconds, self._look)
 
     def end(self) -> float:
-        """Seconds that the wait took."""
+        """Ends the wait; returns the seconds that it took."""
         since, self._since = self._since, None
         return 0.0 if since is None else self._loop.time() - since
 

@@ -1,14 +1,14 @@
-"""Weight updates: from the ranks that train a model to the ranks that serve it, never by half.
+"""Weight updates, all or nothing, from the ranks that train a model to the ranks that serve it.
 
-A training loop of PyTorch pushes after each step that is to be served:
+A PyTorch training loop pushes after each step that is to be served:
 
     push = weights.push(model, version)
     push.read()                 # the next step may change the parameters
     report = push.result()      # all instances serve the version, or a named error
 
-`Trainer` is the same for programs that say themselves what they hold. An inference rank has a
-`WeightReceiver`: it stages the next weights beside those that it serves, and its engine applies
-them between two steps. docs/weights.md has the whole.
+`Trainer` does the same for programs that describe their holdings themselves. An inference rank has
+a `WeightReceiver`: it stages the next weights beside those that it serves, and its engine applies
+them between two steps. See docs/weights.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvxfer.weights.transfer.staged import Staged
     from kvxfer.weights.vllm_quantization import quantized_for_vllm
 
-# Imported when they are used: the command line needs the plan alone, and no torch.
+# Imported on first use: the command line needs only the plan, and no torch.
 _HOMES: Final = {
     "Announced": "kvxfer.weights.transfer.registrar",
     "Arena": "kvxfer.weights.transfer.arena",

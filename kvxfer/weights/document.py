@@ -1,4 +1,4 @@
-"""A weight map as JSON: docs/weights.md has its schema."""
+"""A weight map as JSON: docs/weight-maps.md has its schema."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from kvxfer.weights.maps import WeightMap
 
 
 def read_map(path: Path) -> WeightMap:
-    """Raises InvalidArgument that names the file and the member: of a value of a wrong type or size
-    its path, otherwise the value, too."""
+    """Reads a weight map from a JSON file.
+
+    Raises InvalidArgument that names the file and the member: by its path if the value has a wrong
+    type or size, otherwise with its value.
+    """
     try:
         document = path.read_bytes()
     except OSError as error:
@@ -22,14 +25,14 @@ def read_map(path: Path) -> WeightMap:
 
 
 def parse_map(document: bytes, name: str) -> WeightMap:
-    """The map that the JSON describes; `name` is what errors call it. Raises InvalidArgument."""
+    """Parses a weight map from JSON; errors call it `name`. Raises InvalidArgument."""
     try:
         return msgspec.json.decode(document, type=WeightMap)
     except UNREADABLE as error:
-        raise InvalidArgument(f"{name}: {error}; docs/weights.md has the schema") from error
+        raise InvalidArgument(f"{name}: {error}; docs/weight-maps.md has the schema") from error
 
 
 def as_document(weights: WeightMap) -> bytes:
-    """The JSON of a map, without the members that have their default."""
+    """Returns the JSON of a map, without the members that have their default."""
     whole = msgspec.json.encode(weights)
     return msgspec.json.format(whole, indent=2) + b"\n"

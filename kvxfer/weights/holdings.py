@@ -1,4 +1,4 @@
-"""What each rank has, or wants, of a model's parameters, and the weight map of all ranks."""
+"""The boxes of parameters that each rank has or wants, and the weight map of all ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Holding(msgspec.Struct, frozen=True):
     """The box that one rank has of one parameter. Raises InvalidArgument."""
 
     name: str
-    """As in the checkpoint."""
+    """The name in the checkpoint."""
     dtype: str
-    """As torch names it."""
+    """The element type, as torch names it."""
     whole: tuple[_Size, ...]
-    """Shape of the whole parameter, without padding; a scalar has (1,)."""
+    """The shape of the whole parameter, without padding; a scalar has (1,)."""
     offset: tuple[_Offset, ...]
-    """Of the box, in elements along each dimension."""
+    """The offset of the box, in elements along each dimension."""
     shape: tuple[_Size, ...]
 
     def __post_init__(self) -> None:
@@ -42,12 +42,12 @@ class Holding(msgspec.Struct, frozen=True):
         ends = zip(self.offset, self.shape, self.whole, strict=True)
         if any(first + length > size for first, length, size in ends):
             raise InvalidArgument(
-                f"{self.name}: a box of {self.shape} at {self.offset} leaves the shape {self.whole}"
+                f"{self.name}: the box {self.shape} at {self.offset} exceeds the shape {self.whole}"
             )
 
     @property
     def nbytes(self) -> int:
-        """Of the box."""
+        """The bytes of the box."""
         elements = 1
         for length in self.shape:
             elements *= length
@@ -55,20 +55,20 @@ class Holding(msgspec.Struct, frozen=True):
 
 
 class Holdings(msgspec.Struct, frozen=True):
-    """Of one rank."""
+    """The boxes that one rank has, or wants."""
 
     parameters: tuple[Holding, ...]
     tied: dict[str, str] = {}
-    """For the name of a parameter the one whose storage it shares."""
+    """Names of tied parameters, each with that of the parameter whose storage it shares."""
     nics: int = 1
     host: str = ""
     zone: str = ""
 
 
 def map_of(train: Sequence[Holdings], infer: Sequence[Holdings]) -> WeightMap:
-    """The map of all ranks, in their order.
+    """Returns the map of all ranks, in their order.
 
-    Raises WeightsMismatch where the ranks of a side contradict each other.
+    Raises WeightsMismatch if the ranks of a side contradict each other.
     """
     return WeightMap(train=_side("training", train), infer=_side("inference", infer))
 

@@ -1,7 +1,7 @@
-"""What training ranks hold of a model's parameters, and what inference ranks want of them.
+"""The parameters of a model that training ranks hold and inference ranks want.
 
-Nothing is listed per rank. Parameters of one shape that are kept in one way are one record, and the
-ranks of a side are a mesh that these records split along, as a DeviceMesh of torch is.
+Nothing is listed per rank. One record describes all parameters with the same shape and
+distribution. The ranks of a side are a mesh, like torch's DeviceMesh, whose axes split them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 class _Described(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """As docs/weights.md has it, and as its JSON is read and written."""
+    """A part of a weight map, which is read and written as JSON (docs/weight-maps.md)."""
 
 
 class Part(_Described, frozen=True, kw_only=True):
@@ -37,41 +37,41 @@ class Part(_Described, frozen=True, kw_only=True):
 
     ranks: tuple[_Count, ...]
     offset: tuple[_Count, ...]
-    """Of its first element, in elements along each dimension."""
+    """The position of the first element along each dimension."""
     shape: tuple[_Size, ...]
 
 
 class Parameters(_Described, frozen=True, kw_only=True):
-    """Parameters of one shape that a side keeps in one way: one, or one for each value of the
-    indices in the name. Raises InvalidArgument that names the member, its value and the remedy.
+    """Parameters with the same shape and distribution: one, or one for each value of the indices in
+    the name. Raises InvalidArgument that names the member, its value and the remedy.
 
     A rank has a box of each parameter. Along an axis of the mesh that none of `split`, `owner` and
     `only` names, the ranks are replicas.
     """
 
     name: str
-    """As in the checkpoint, with `{index}` for each index of `each`."""
+    """The name in the checkpoint, with `{index}` for each index of `each`."""
     shape: Annotated[tuple[_Size, ...], Meta(min_length=1, max_length=_MOST_DIMENSIONS)]
-    """Of the whole parameter, with padding."""
+    """The shape of the whole parameter, with padding."""
     dtype: str
-    """Element type as torch names it."""
+    """The element type, as torch names it."""
     each: dict[str, tuple[_Count, _Count]] = {}
     """The first value of each index, and the value after the last."""
     split: tuple[tuple[str, ...], ...] = ()
-    """For each dimension the axes that it is split along, the outermost first; () splits none. Of n
-    parts each has ceil(length / n), the last ones less or nothing, as with torch.chunk."""
+    """The axes that split each dimension, the outermost first; () splits none. Each of n parts has
+    ceil(length / n) elements, the last ones fewer or none, as with torch.chunk."""
     owner: dict[str, tuple[str, ...]] = {}
-    """For an index the axes along which its values are dealt out in equal runs, the outermost
-    first: of n values the i-th belongs to coordinate i * size // n."""
+    """The axes along which the values of an index are dealt out in equal runs, the outermost first:
+    the i-th of n values belongs to coordinate i * size // n."""
     only: dict[str, _Count] = {}
-    """For an axis the only coordinate whose ranks have these parameters."""
+    """The only coordinate along an axis whose ranks have these parameters."""
     alike: tuple[str, ...] = ()
-    """Names of further parameters that are kept in the same way; instead of each."""
+    """Names of further parameters with the same distribution; instead of `each`."""
     padding: tuple[_Count, ...] = ()
-    """For each dimension how many of its last elements are padding; () for none. No padding is
+    """The number of padding elements at the end of each dimension; () for none. No padding is
     sent."""
     parts: tuple[Part, ...] = ()
-    """Which rank has which box, where that follows no mesh; instead of split, owner and only."""
+    """The boxes of ranks in a distribution without a mesh; instead of split, owner and only."""
 
     def __post_init__(self) -> None:
         self._require_dtype()
@@ -85,17 +85,17 @@ class Parameters(_Described, frozen=True, kw_only=True):
 
     @property
     def count(self) -> int:
-        """Parameters that this record stands for."""
+        """The number of parameters in this record."""
         return math.prod(end - first for first, end in self.each.values()) + len(self.alike)
 
     @property
     def trained_shape(self) -> tuple[int, ...]:
-        """Without padding."""
+        """The shape without padding."""
         padding = self.padding or (0,) * len(self.shape)
         return tuple(size - pad for size, pad in zip(self.shape, padding, strict=True))
 
     def names(self) -> list[str]:
-        """The name of each parameter; the last index of `each` changes fastest."""
+        """Returns the name of each parameter; the last index of `each` changes fastest."""
         names = [self.name]
         for index, (first, end) in self.each.items():
             word = f"{{{index}}}"
@@ -127,7 +127,7 @@ class Parameters(_Described, frozen=True, kw_only=True):
         if self.alike and self.each:
             raise self._refuse("alike", self.alike[:1], "leave each out, or write a record for it")
         if self.count > _MOST_PARAMETERS:
-            raise self._refuse("each", self.each, f"at most {_MOST_PARAMETERS} parameters are one")
+            raise self._refuse("each", self.each, f"a record has at most {_MOST_PARAMETERS}")
         for index in self.owner:
             if index not in self.each:
                 raise self._refuse("owner", index, f"use an index of {sorted(self.each)}")
@@ -139,7 +139,7 @@ class Parameters(_Described, frozen=True, kw_only=True):
                     field, value, f"write one for each of {len(self.shape)} dimensions"
                 )
         if min(self.trained_shape) < 1:
-            raise self._refuse("padding", self.padding, f"leave something of {self.shape}")
+            raise self._refuse("padding", self.padding, f"leave some elements of {self.shape}")
         used = [axis for axes in (*self.owner.values(), self.only, *self.split) for axis in axes]
         if twice := sorted({axis for axis in used if used.count(axis) > 1}):
             raise self._refuse("axis", twice[0], "name it once in split, owner and only")
@@ -162,19 +162,18 @@ class Parameters(_Described, frozen=True, kw_only=True):
 
 
 class Side(_Described, frozen=True, kw_only=True):
-    """The ranks of the training or the inference side, and what they keep of parameters.
+    """The ranks of the training or the inference side, and the parameters that they keep.
     Raises InvalidArgument that names the member, its value and the remedy."""
 
     mesh: Annotated[dict[str, _Size], Meta(min_length=1)]
-    """Axes and their sizes, the outermost first: along the last one, the number of a rank rises by
-    one."""
+    """Axes and their sizes, the outermost first. Along the last axis, rank numbers rise by one."""
     parameters: tuple[Parameters, ...]
     tied: dict[str, str] = {}
-    """For the name of a parameter the one whose storage it shares."""
+    """Names of tied parameters, each with that of the parameter whose storage it shares."""
     nics: Annotated[int, Meta(ge=1, le=64)] = 1
     """NICs of each rank."""
     hosts: tuple[str, ...] = ()
-    """The host of each rank; () if that is of no interest. Both sides use the same names."""
+    """The host of each rank; () if hosts do not matter. Both sides use the same names."""
     zones: tuple[str, ...] = ()
     """The zone of each rank (a rack, a rail group), in the same way."""
 
@@ -235,9 +234,9 @@ class Side(_Described, frozen=True, kw_only=True):
 
 
 class WeightMap(_Described, frozen=True, kw_only=True):
-    """Both sides of an update: what is held, and what is wanted."""
+    """The two sides of an update: what is held, and what is wanted."""
 
     train: Side
     infer: Side
     version: Literal[1] = 1
-    """Of this description."""
+    """The version of this format."""

@@ -1,10 +1,10 @@
-"""Maps of known models, in a usual layout of training and of inference.
+"""Weight maps of known models, in a usual layout of training and of inference.
 
 Training is sharded as FSDP2 does it: dense parameters along their first dimension over all ranks;
-experts by expert parallelism, and along their first dimension over the ranks that are left. At
-inference, groups of `tensor` ranks share attention and dense layers, experts are spread over all
-ranks. Names are those of the checkpoint: of vLLM's fused parameters (`qkv_proj`, `gate_up_proj`)
-a rank wants the slices that they are made of.
+experts by expert parallelism, and along their first dimension over the remaining ranks. At
+inference, groups of `tensor` ranks share attention and dense layers, and experts are spread over
+all ranks. Names are those of the checkpoint: of vLLM's fused parameters (`qkv_proj`,
+`gate_up_proj`), a rank wants the slices that form them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _LAYER: Final = "model.layers.{layer}."
 
 
 class _Tensor(NamedTuple):
-    """A parameter, and the dimension along which inference splits it; None where each rank has the
-    whole. `heads`: the split is of so many KV heads, which ranks beyond these have as replicas."""
+    """A parameter, and the dimension along which inference splits it; None if each rank has the
+    whole. `heads`: the number of KV heads that are split; further ranks have replicas."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ def _ends(vocabulary: int, hidden: int) -> list[_Tensor]:
 
 
 def _kimi_k2() -> list[_Tensor]:
-    """moonshotai/Kimi-K2, config.json: the architecture of DeepSeek-V3."""
+    """Lists the parameters of moonshotai/Kimi-K2, config.json: the architecture of DeepSeek-V3."""
     hidden, layers, heads, experts, inner = 7168, 61, 64, 384, 2048
     q_lora, kv_lora, rope, nope, value = 1536, 512, 64, 128, 128
     expert = f"{_LAYER}mlp.experts.{{expert}}."
@@ -83,7 +83,7 @@ def _kimi_k2() -> list[_Tensor]:
 
 
 def _llama_3_8b() -> list[_Tensor]:
-    """meta-llama/Meta-Llama-3-8B, config.json."""
+    """Lists the parameters of meta-llama/Meta-Llama-3-8B, config.json."""
     hidden, layers, heads, kv_heads, head = 4096, 32, 32, 8, 128
     of_kv = [
         _linear(f"self_attn.{name}_proj", kv_heads * head, hidden, 0, 0, layers)._replace(
@@ -110,20 +110,20 @@ MODELS: Final = tuple(_MODELS)
 
 
 def model_map(model: str, train: int, infer: int, *, tensor: int = 8) -> WeightMap:
-    """The map of one of MODELS, from `train` ranks to `infer` ranks, all in bf16.
+    """Returns the map of one of MODELS, from `train` ranks to `infer` ranks, all in bf16.
 
-    `tensor` is the most ranks that share a dense layer at inference; fewer, where that does not
-    divide `infer`. Raises InvalidArgument for another model, and counts without ranks.
+    `tensor` is the most ranks that share a dense layer at inference; fewer if that does not divide
+    `infer`. Raises InvalidArgument for another model, and for counts below 1.
     """
     if model not in _MODELS:
-        raise InvalidArgument(f"{model!r} is no model known here; use {' or '.join(MODELS)}")
+        raise InvalidArgument(f"{model!r} is not a known model; use {' or '.join(MODELS)}")
     for name, count in (("train", train), ("infer", infer), ("tensor", tensor)):
         if count < 1:
             raise InvalidArgument(f"{name} is {count}; use 1 or more")
     tensors = _MODELS[model]()
     experts = max(each.experts for each in tensors)
     together = math.gcd(infer, tensor)
-    # Along kv the heads of K and V are split, along copy their replicas lie.
+    # The heads of K and V are split along kv; their replicas are along copy.
     heads = max(each.heads for each in tensors)
     kv = math.gcd(together, heads) if heads else together
     owners = math.gcd(train, experts, 64) if experts else 1
@@ -139,14 +139,14 @@ def model_map(model: str, train: int, infer: int, *, tensor: int = 8) -> WeightM
 
 
 def _held(tensor: _Tensor) -> Parameters:
-    """By training: mesh expert, shard."""
+    """Describes a parameter at training: mesh expert, shard."""
     further = ((),) * (len(tensor.shape) - 1)
     along = ("shard",) if tensor.experts else ("expert", "shard")
     return _parameters(tensor, (along, *further), {"expert": ("expert",)})
 
 
 def _wanted(tensor: _Tensor) -> Parameters:
-    """By inference: mesh group, kv, copy."""
+    """Describes a parameter at inference: mesh group, kv, copy."""
     along = ("kv",) if tensor.heads else ("kv", "copy")
     split = tuple(
         along if dimension == tensor.dimension else () for dimension in range(len(tensor.shape))

@@ -1,4 +1,4 @@
-"""One call from a training loop of PyTorch."""
+"""The push of a model from a PyTorch training loop, in one call."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ def push(
     **options: Unpack[EngineOptions],
 ) -> Push:
     """Sends a model's weights as a version, from all ranks of torch.distributed's default group, or
-    from this process alone where there is none. Every rank calls it after every step that is to be
+    from this process alone if there is none. Every rank calls it after each step that is to be
     served:
 
         push = weights.push(model, version, receivers=addresses)
         push.read()        # the next step may change the parameters
         push.result()      # all instances serve the version
 
-    The first call for a model makes the rank's TrainingState and Trainer, and keeps them for the
-    calls that follow, which ignore all arguments but the model and the version. `forget(model)`
-    ends them, at all ranks; the next call begins anew. To hold these objects yourself, make them
-    with `state_of()` and `Trainer`.
+    The first call for a model makes the rank's TrainingState and Trainer, and keeps them. Later
+    calls ignore all arguments but the model and the version. `forget(model)`, called at all ranks,
+    ends both; the next call begins anew. To hold these objects yourself, make them with
+    `state_of()` and `Trainer`.
 
     Arguments:
         receivers: addresses of inference ranks, which rank 0 dials. Others dial rank 0 (options:
             `host` and `port`).
-        instances: the first call waits until so many inference instances have joined,
-        wait_seconds: but no longer than this.
-        rename, sent_as, quantize: as of `state_of()`.
-        settings: of rank 0: deadlines and policies of the updates.
-        options: of the transfer engines. The cluster key is that of the environment
+        instances: the number of inference instances that the first call waits for.
+        wait_seconds: the longest time that it waits for them.
+        rename, sent_as, quantize: as in `state_of()`.
+        settings: deadlines and policies of the updates, used at rank 0.
+        options: those of the transfer engines. The cluster key comes from the environment
             (KVXFER_CLUSTER_KEY).
 
-    Each call follows parameters to other memory, and refuses others than in the first one
-    (TrainingState). A push that one rank cannot make fails at all ranks.
+    Each call follows parameters to other memory, and refuses parameters that differ from those of
+    the first call (TrainingState). A push that one rank cannot make fails at all ranks.
 
-    Raises InvalidArgument; WeightsMismatch, with the name, where a parameter is not what it was; at
-    the first call DeadlineExceeded where instances do not come, AuthenticationFailed at once where
-    one has another cluster key, and what Trainer raises.
+    Raises InvalidArgument, and WeightsMismatch that names a parameter which has changed. The first
+    call also raises DeadlineExceeded if instances do not join, AuthenticationFailed at once if one
+    has another cluster key, and what Trainer raises.
     """
     with _lock:
         trainer = _trainers.get(model)
@@ -80,7 +80,7 @@ def push(
 
 
 def forget(model: nn.Module) -> None:
-    """Ends what push() has made for a model, and an update that is under way."""
+    """Closes what push() has made for a model, and ends an update that is under way."""
     with _lock:
         trainer = _trainers.pop(model, None)
     if trainer is not None:
@@ -94,7 +94,7 @@ def _begun(
     wait_seconds: float,
     options: dict[str, Any],
 ) -> Trainer:
-    """The first push of a model. All ranks take the same steps, and fail together."""
+    """Prepares the first push of a model. All ranks take the same steps, and fail together."""
     rename, sent_as, quantize = chosen
     rank, ranks = 0, 1
     if torch.distributed.is_initialized():

@@ -1,8 +1,8 @@
-"""Weights in 8 bits with scales: of a box of a parameter, by cells that share one scale.
+"""The quantisation of a parameter's box to 8 bits, with one scale for each cell.
 
 Cells are counted from the first element of the whole parameter, so a box may begin and end within
-a cell. Each box that has elements of a cell gives the greatest magnitude of these. By the greatest
-of them all, each box gets the values that the whole parameter would get.
+a cell. Each box finds the greatest magnitude of its elements of a cell. The maximum over all boxes
+gives each box the same values as a quantisation of the whole parameter.
 """
 
 from __future__ import annotations
@@ -16,50 +16,51 @@ from kvxfer.weights.torch_boxes import Box
 
 
 class Quantization(NamedTuple):
-    """How a parameter is sent: as `dtype`, and float32 scales to multiply it with."""
+    """A format in which a parameter is sent: `dtype`, and float32 scales to multiply it by."""
 
     dtype: Literal["float8_e4m3fn", "int8"]
     cell: tuple[int, int]
-    """Rows and columns that share one scale; 0 for all. Dimensions before the last two are those of
-    matrices apart, such as fused experts."""
+    """Rows and columns that share one scale; 0 for all. Dimensions before the last two index
+    separate matrices, such as fused experts."""
     suffix: str
-    """What the name of the scales has behind the parameter's."""
+    """The suffix that makes the name of the scales from that of the parameter."""
 
 
 FP8_BLOCKS: Final = Quantization("float8_e4m3fn", (128, 128), "_scale_inv")
-"""As in the checkpoints of DeepSeek and Kimi: `weight` and `weight_scale_inv`."""
+"""The format of the DeepSeek and Kimi checkpoints: `weight` and `weight_scale_inv`."""
 FP8_CHANNELS: Final = Quantization("float8_e4m3fn", (1, 0), "_scale")
 """A scale for each output channel, as in compressed-tensors: `weight_scale` of `[rows, 1]`."""
 FP8_TENSOR: Final = Quantization("float8_e4m3fn", (0, 0), "_scale")
-"""One scale, `[1]`; of fused experts one for each."""
+"""One scale, `[1]`; one for each expert of fused experts."""
 INT8_CHANNELS: Final = Quantization("int8", (1, 0), "_scale")
 
 Quantize: TypeAlias = Callable[[str, tuple[int, ...]], Quantization | None]
-"""Of a parameter's name in the checkpoint and the shape of the whole: None to send it as it is."""
+"""A function from a parameter's checkpoint name and whole shape to its format; None if it is sent
+without scales."""
 
 LIMITS: Final = {"float8_e4m3fn": 448.0, "int8": 127.0}
-"""The greatest magnitude of each dtype; of int8 the same on both sides of zero."""
+"""The greatest magnitude of each dtype; for int8, the same on both sides of zero."""
 _SMALLEST_SCALE: Final = torch.finfo(torch.float32).tiny
 _SLAB: Final = 1 << 24
-"""Elements that are computed on at a time, in float32."""
-_SLAB_OF_CPU: Final = 1 << 19  # stays in the cache, and in memory that was used before
+"""Elements that are processed at a time, in float32."""
+_SLAB_OF_CPU: Final = 1 << 19  # fits the cache, and memory is reused
 
 
 def cell_of(how: Quantization, whole: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements that share a scale, along each dimension."""
+    """Returns the elements that share a scale, along each dimension."""
     matrix = (size or length for size, length in zip(how.cell, whole[-2:], strict=True))
     return (1,) * (len(whole) - 2) + tuple(matrix)
 
 
 def cells_of(cell: tuple[int, ...], box: Box) -> Box:
-    """The scales of a box: those of all cells that it has an element of."""
+    """Returns the scales of a box: those of all cells in which it has an element."""
     ends = zip(box.offset, box.shape, cell, strict=True)
     ranges = [(first // size, -(-(first + length) // size)) for first, length, size in ends]
     return Box(tuple(first for first, _ in ranges), tuple(end - first for first, end in ranges))
 
 
 def as_sent(how: Quantization, along: tuple[int, ...], empty: int) -> tuple[int, ...]:
-    """A shape or an offset of scales as checkpoints have it: one scale has no rows and columns."""
+    """Returns a shape or offset of scales as in checkpoints: one scale has no rows and columns."""
     return along if any(how.cell) else along[:-2] or (empty,)
 
 
@@ -67,7 +68,7 @@ def as_sent(how: Quantization, along: tuple[int, ...], empty: int) -> tuple[int,
 def take_maxima(
     tensor: torch.Tensor, cell: tuple[int, ...], box: Box, maxima: torch.Tensor
 ) -> None:
-    """Writes the greatest magnitude of each of the box's cells; NaN where one element is NaN.
+    """Writes the greatest magnitude of each of the box's cells; NaN if one of its elements is NaN.
 
     Arguments:
         tensor: the box, of any strides and any floating dtype.
@@ -89,10 +90,10 @@ def make_scales(maxima: torch.Tensor, dtype: str) -> None:
     """Turns greatest magnitudes into scales, in place.
 
     A scale is the maximum divided by 448, as in `per_block_cast_to_fp8` of DeepGEMM, or by 127, as
-    in vLLM's `per_token_quant_int8`. Neither's lower bound on the maximum is taken. A cell of zeros
-    has the scale 1, as has one whose scale would be no normal float32.
+    in vLLM's `per_token_quant_int8`. Their lower bounds on the maximum are not used. A cell of
+    zeros has the scale 1, as has a cell whose scale would not be a normal float32.
     """
-    # By a tensor: on a GPU, torch multiplies with the reciprocal of a number, which rounds twice.
+    # Divides by a tensor: on a GPU, torch multiplies by the reciprocal of a number, rounding twice.
     maxima.div_(torch.full((), LIMITS[dtype], device=maxima.device))
     maxima.masked_fill_(maxima < _SMALLEST_SCALE, 1.0)
 
@@ -123,7 +124,7 @@ def quantize_box(
 
 
 def _peaks(magnitudes: torch.Tensor, dimension: int, first: int, size: int) -> torch.Tensor:
-    """The greatest of each cell along a dimension, whose first element is at `first`."""
+    """Returns the maximum of each cell along a dimension, whose first element is at `first`."""
     if size == 1:
         return magnitudes
     length = magnitudes.shape[dimension]
@@ -144,7 +145,7 @@ def _peaks(magnitudes: torch.Tensor, dimension: int, first: int, size: int) -> t
 
 
 def _slabs(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Ranges of the first dimension, of at least one."""
+    """Yields ranges of the first dimension, each of at least one row."""
     most = _SLAB_OF_CPU if tensor.device.type == "cpu" else _SLAB
     step = max(1, most * len(tensor) // tensor.numel())
     for begin in range(0, len(tensor), step):

@@ -1,4 +1,4 @@
-"""The quantised copies of what a training rank holds, and the scales that ranks agree on."""
+"""The quantised copies of a training rank's parameters, and the scales that ranks agree on."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Group: TypeAlias = torch.distributed.ProcessGroup
 
 _KEPT: Final = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT: Final = 64
-"""Of the scales of a parameter, in elements."""
+"""The alignment of a parameter's scales, in elements."""
 
 
 class Source(NamedTuple):
-    """What a rank keeps of a parameter, and how it is sent."""
+    """The box that a rank keeps of a parameter, and how it is sent."""
 
     name: str
     kind: Kind
@@ -40,30 +40,30 @@ class Source(NamedTuple):
 
 
 class _Scales(NamedTuple):
-    """Of all parameters on one device."""
+    """The scales of all parameters on one device."""
 
     flat: torch.Tensor
-    """Maxima, then scales: those of each parameter, aligned."""
+    """Maxima, then scales, of all parameters; aligned for each."""
     names: list[str]
     starts: list[int]
     own: torch.Tensor
-    """Which of them other ranks have a part of."""
+    """The indices of those that other ranks have a part of."""
     at: torch.Tensor
-    """Where these are in the vector of the exchange."""
+    """The positions of these in the vector of the exchange."""
 
 
 class QuantizedCopies:
-    """Of one rank. To make it, and fill(), are collectives of the group."""
+    """The quantised copies of one rank. The constructor and fill() are collectives of the group."""
 
     def __init__(
         self, sources: Sequence[Source], group: Group | None, *, refused: str | None = None
     ) -> None:
         """refused: why this rank has no sources; all ranks raise that. group: all ranks that have a
-        part of these parameters. None for the default group, or for this rank alone where
+        part of these parameters. None means the default group, or this rank alone if
         torch.distributed has none.
 
-        Raises at all ranks of the group, with the parameter's name, InvalidArgument for what cannot
-        be quantised, and WeightsMismatch where ranks do not quantise alike.
+        Raises at all ranks of the group, with the parameter's name: InvalidArgument if one cannot
+        be quantised, and WeightsMismatch if ranks do not quantise alike.
         """
         self._sources = {source.name: source for source in sources}
         self._group = group
@@ -74,11 +74,11 @@ class QuantizedCopies:
         self._alone = len(ranks) == 1 or not self._exchange.names
         self.holdings: Final = [each for source in sources for each in _holdings_of(*source[:2])]
         self.tensors: dict[str, torch.Tensor] = {}
-        """For each name of the holdings; filled by fill()."""
+        """The tensor of each holding, by name; filled by fill()."""
         self._allocate()
 
     def take(self, sources: Sequence[Source]) -> None:
-        """The same parameters, in other memory."""
+        """Replaces the sources by the same parameters in other memory."""
         devices = {name: source.tensor.device for name, source in self._sources.items()}
         self._sources = {source.name: source for source in sources}
         if devices != {source.name: source.tensor.device for source in sources}:
@@ -96,7 +96,7 @@ class QuantizedCopies:
             self.tensors[scales.name] = self._views[name].view(scales.shape)
 
     def _told(self, refused: str | None) -> tuple[list[Held], int, torch.device]:
-        """What all ranks have, this rank's number, and the device of the vector."""
+        """Returns what all ranks have, this rank's number, and the device of the vector."""
         held: dict[Kind, list[str]] = {}
         for name, kind, _ in self._sources.values():
             held.setdefault(kind, []).append(name)
@@ -145,10 +145,10 @@ class QuantizedCopies:
         )
 
     def fill(self, refused: Exception | None = None) -> None:
-        """Quantises what the parameters are now, by one small exchange among the ranks.
+        """Quantises the parameters as they are now, with one small exchange among the ranks.
 
-        Raises at all ranks `refused`, which is why this rank cannot, and InvalidArgument with the
-        name of a parameter that has a NaN or an infinity.
+        refused: why this rank cannot. This rank raises it, and all others WeightsMismatch. All
+        ranks raise InvalidArgument that names a parameter with a NaN or an infinity.
         """
         if refused is None:
             for name, kind, tensor in self._sources.values():
@@ -159,8 +159,11 @@ class QuantizedCopies:
             quantize_box(tensor, kind.cell, kind.box, self._views[name], self.tensors[name])
 
     def _agree(self, refused: Exception | None) -> None:
-        """On the maxima of all cells. The last element of the vector names what is not finite: by
-        its place among all names, from 1. It is infinite where a rank refuses."""
+        """Agrees with all ranks on the maxima of shared cells.
+
+        The last element of the vector is 0, or the place among all names, from 1, of a parameter
+        that is not finite. It is infinite if a rank refuses.
+        """
         bad = math.inf if refused is not None else self._not_finite()
         if not self._alone:
             vector = torch.zeros(self._exchange.length + 1, device=self._device)
@@ -181,7 +184,7 @@ class QuantizedCopies:
             )
 
     def _refuse(self, refused: Exception | None) -> NoReturn:
-        """Raises at all ranks."""
+        """Raises the refusal of a rank, at all ranks."""
         told: list[str | None] = [None if refused is None else str(refused)]
         if not self._alone:
             told *= torch.distributed.get_world_size(self._group)
@@ -201,7 +204,7 @@ class QuantizedCopies:
 
 
 def _holdings_of(name: str, kind: Kind) -> tuple[Holding, Holding]:
-    """The values and the scales of a box."""
+    """Returns the holdings of a box's values and of its scales."""
     how, whole, box = kind
     grid = cells_of(kind.cell, Box((0,) * len(whole), whole))
     mine = cells_of(kind.cell, box)
@@ -220,13 +223,13 @@ def _refusal(name: str, kind: Kind, tensor: torch.Tensor) -> str | None:
     how, whole, _ = kind
     if len(whole) < 2:
         return (
-            f"{name} has the shape {list(whole)}, and only matrices are quantised; have `quantize` "
-            "say None for it"
+            f"{name} has the shape {list(whole)}, and only matrices are quantised; make `quantize` "
+            "return None for it"
         )
     if tensor.dtype not in _KEPT:
         return (
-            f"{name} is kept in {tensor.dtype}; quantised is what is kept in float32, bfloat16 or "
-            "float16. Have `quantize` say None for it"
+            f"{name} is kept in {tensor.dtype}, and only float32, bfloat16 and float16 are "
+            "quantised; make `quantize` return None for it"
         )
     if how.dtype not in LIMITS or min(how.cell) < 0:
         return f"{name} cannot be quantised as {how}; use one of those in kvxfer.weights.quantize"
@@ -234,8 +237,8 @@ def _refusal(name: str, kind: Kind, tensor: torch.Tensor) -> str | None:
 
 
 def _device(group: Group, kinds: set[str]) -> torch.device:
-    """That of the parameters if the group can reduce there, and otherwise one where it can. All
-    ranks decide alike, also those that have no parameter."""
+    """Returns the parameters' device if the group can reduce there, otherwise one where it can. All
+    ranks decide alike, also those without a parameter."""
     able = sorted({device.type for device in group._device_types})
     here = [kind for kind in able if kind in kinds] or able
     kind = next((each for each in here if each != "cpu"), "cpu")

@@ -1,4 +1,4 @@
-"""How a weight update ended."""
+"""The outcome of a weight update."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import msgspec
 
 
 class InstanceReport(msgspec.Struct, frozen=True):
-    """Of one instance."""
+    """The outcome of an update at one instance."""
 
     instance_id: str
     ranks: int
     state: Literal["committed", "aborted", "failed", "lost", "partial"]
     """"failed" and "lost": out of service.
-    "partial": out of service until the next update, as it has some waves of one."""
+    "partial": has only some waves of an update, and is out of service until the next update."""
     version: int | None
-    """That it serves; None where that is not known."""
+    """The version that it serves; None if unknown or out of service."""
     digest: str | None = None
-    """Of what its ranks staged: the sum of theirs, modulo 2**64, as 16 hex digits."""
+    """The sum of the digests of its ranks, modulo 2**64, as 16 hex digits; None without digests."""
     pause_seconds: float | None = None
-    """From the end of its last step before to the begin of its first step after; None where its
-    engine does not measure it."""
+    """Seconds from the end of its last step before the update to the begin of its first step after
+    it; None if its engine does not measure them."""
     error: str | None = None
 
     @property
@@ -31,23 +31,24 @@ class InstanceReport(msgspec.Struct, frozen=True):
 
 
 class UpdateReport(msgspec.Struct, frozen=True):
-    """Of one update."""
+    """The outcome of one update."""
 
     update_id: str
     version: int
     state: Literal["committed", "aborted"]
     nbytes: int
-    """Sent to all inference ranks."""
+    """Bytes that the plan sends to all inference ranks."""
     plan_seconds: float = 0.0
-    """For a plan; 0 where the one of the update before was used."""
+    """Seconds to make the plan; 0 if that of the previous update was used."""
     stage_seconds: float = 0.0
-    """From the order to write until the last rank had staged."""
+    """Seconds from the order to write until the last rank staged, summed over the waves."""
     commit_seconds: float = 0.0
-    """From the order to commit until the last instance had answered."""
+    """Seconds from the order to commit until the last instance answered."""
     instances: tuple[InstanceReport, ...] = ()
     error: str | None = None
-    """Why it was aborted, with the error's code."""
+    """The error that aborted it, or an error after the commit."""
     code: str | None = None
+    """The code of the error that aborted it."""
     mode: Literal["atomic", "wave"] = "atomic"
     waves: int = 1
 

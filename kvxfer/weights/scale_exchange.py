@@ -1,7 +1,7 @@
-"""Which scales several training ranks have a part of: their greatest magnitudes are exchanged in
-one vector, for all parameters at once.
+"""The exchange of scales that several training ranks have a part of: their greatest magnitudes, in
+one vector for all parameters.
 
-Each rank knows what all of them hold, and finds the same vector.
+Each rank knows what all of them hold, and derives the same layout of the vector.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Ints: TypeAlias = NDArray[np.int64]
 
 
 class Kind(NamedTuple):
-    """What one rank has of a parameter that is sent quantised."""
+    """The box that one rank has of a quantised parameter, and its format."""
 
     how: Quantization
     whole: tuple[int, ...]
@@ -34,34 +34,34 @@ class Kind(NamedTuple):
 
 
 Held: TypeAlias = Mapping[Kind, Sequence[str]]
-"""What one rank has: layers are alike, so names for each kind."""
+"""The quantised parameters of one rank: names by kind, as layers are alike."""
 
 
 class Shared(NamedTuple):
-    """Of one parameter at one rank."""
+    """The shared scales of one parameter at one rank."""
 
     own: _Ints
-    """Which scales of its box."""
+    """The indices of the shared scales among those of its box."""
     at: _Ints
-    """Where they are in the vector."""
+    """The positions of these in the vector."""
 
 
 class Exchange(NamedTuple):
-    """Of one rank."""
+    """The exchange, as one rank takes part in it."""
 
     names: tuple[str, ...]
-    """Of all parameters of all ranks; sorted."""
+    """The names of all parameters of all ranks, sorted."""
     shared: dict[str, Shared]
     length: int
-    """Of the vector."""
+    """The length of the vector."""
 
 
 def exchange_of(ranks: Sequence[Held], rank: int) -> Exchange:
-    """Of a rank, given what all ranks have.
+    """Derives the exchange of a rank from what all ranks have.
 
-    Ranks that have the same box have the same values, and exchange nothing on that account.
-    Raises WeightsMismatch where ranks do not quantise alike, and InvalidArgument where a scale is
-    of elements that none of these ranks has.
+    Ranks with the same box have the same values, and exchange nothing between each other. Raises
+    WeightsMismatch if ranks do not quantise alike, and InvalidArgument if a scale covers elements
+    that none of these ranks has.
     """
     kinds: dict[Kind, int] = {}
     having: dict[str, list[int]] = {}  # the kinds of each name
@@ -93,13 +93,13 @@ def exchange_of(ranks: Sequence[Held], rank: int) -> Exchange:
 
 
 def _shared(name: str, kinds: Sequence[Kind]) -> _Ints:
-    """Cells that more than one box has elements of, `[cells, dimensions]`."""
+    """Returns the cells in which more than one box has elements, `[cells, dimensions]`."""
     how, whole, _ = kinds[0]
     for kind in kinds:
         if (kind.how, kind.whole) != (how, whole):
             raise WeightsMismatch(
                 f"{name} is quantised as {how} of {list(whole)} at one training rank and as "
-                f"{kind.how} of {list(kind.whole)} at another; decide by what all ranks know"
+                f"{kind.how} of {list(kind.whole)} at another; pass the same `quantize` at all"
             )
     cell, boxes = kinds[0].cell, sorted({kind.box for kind in kinds})
     everything = Box((0,) * len(whole), whole)
@@ -132,7 +132,7 @@ def _within(cell: tuple[int, ...], box: Box) -> tuple[slice, ...]:
 
 
 def _elements(cell: tuple[int, ...], box: Box) -> _Ints:
-    """How many elements of each cell a box has."""
+    """Returns how many elements of each cell a box has."""
     along: list[_Ints] = []
     for size, first, length in zip(cell, box.offset, box.shape, strict=True):
         end = first + length

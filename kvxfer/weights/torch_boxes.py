@@ -1,4 +1,4 @@
-"""Which box of a parameter a rank has, by the placements of torch's DTensor."""
+"""The box that a rank has of a parameter, from the placements of torch's DTensor."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch.distributed.tensor.placement_types import (
 from kvxfer.errors import InvalidArgument
 
 _Indices: TypeAlias = tuple[Sequence[int], ...]
-"""For each dimension those that a rank has, rising; () where it has nothing."""
+"""The indices that a rank has in each dimension, rising; () if it has nothing."""
 
 
 class Box(NamedTuple):
-    """Of a whole parameter, in elements."""
+    """A box of a whole parameter, in elements."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -39,13 +39,14 @@ def box_of(
     placements: tuple[Placement, ...],
     local: tuple[int, ...],
 ) -> Box:
-    """Of the rank at `coordinate` of a mesh, whose tensor has the shape `local`; may be NOTHING.
+    """Returns the box of the rank at `coordinate` of a mesh; may be NOTHING. `local` is the shape
+    of its tensor.
 
     torch has two readings of a strided shard, which differ if its dimension does not divide evenly:
-    fully_shard() makes tensors by one of them, distribute_tensor() by the other. The right one
-    gives `local`. A rank for which both do is refused, unless they agree.
+    fully_shard() makes tensors by one of them, distribute_tensor() by the other. The right one has
+    the shape `local`. If both have that shape, but differ, the rank is refused.
 
-    Raises InvalidArgument for what is no box, and for sums that are not complete.
+    Raises InvalidArgument if the rank's part is not a box, or is a summand (Partial).
     """
     for placement in placements:
         if isinstance(placement, Partial):
@@ -78,14 +79,14 @@ def _shape(held: _Indices) -> tuple[int, ...]:
     return tuple(map(len, held))
 
 
-@lru_cache(maxsize=1024)  # layers are alike, and each index of a strided shard is listed
+@lru_cache(maxsize=1024)  # layers are alike, and a strided shard lists each index
 def _readings(
     whole: tuple[int, ...],
     mesh: tuple[int, ...],
     coordinate: tuple[int, ...],
     placements: tuple[Placement, ...],
 ) -> frozenset[_Indices]:
-    """One, or two where there are strided shards."""
+    """Returns the possible readings: one, or two if there are strided shards."""
     if not any(isinstance(each, _StridedShard) for each in placements):
         found = [_in_order(range(len(mesh)), whole, mesh, coordinate, placements)]
     else:
@@ -96,7 +97,7 @@ def _readings(
 
 
 def _run(along: Sequence[int]) -> Sequence[int]:
-    """A range where the indices are without a gap."""
+    """Returns a range if the indices have no gap."""
     if along[-1] - along[0] + 1 == len(along):
         return range(along[0], along[-1] + 1)
     return tuple(along)
@@ -108,7 +109,7 @@ def _left_to_right(
     coordinate: tuple[int, ...],
     placements: tuple[Placement, ...],
 ) -> _Indices:
-    """Each placement splits what those before it left, a strided one into pieces of several."""
+    """Splits placement by placement; a strided one gives a rank several pieces."""
     held: list[Sequence[int]] = [range(length) for length in whole]
     for size, rank, placement in zip(mesh, coordinate, placements, strict=True):
         if isinstance(placement, _StridedShard):
@@ -116,7 +117,7 @@ def _left_to_right(
             _, chosen = placement.local_shard_size_and_offset(
                 len(along), size, rank, _StridedShardOffsetMode.ALL
             )
-            indices = cast("list[int]", chosen)  # of ALL
+            indices = cast("list[int]", chosen)  # ALL: a list
             held[placement.dim] = [along[index] for index in indices]
         elif isinstance(placement, Shard):
             held[placement.dim] = _split(held[placement.dim], size, rank)
@@ -130,7 +131,7 @@ def _in_order(
     coordinate: tuple[int, ...],
     placements: tuple[Placement, ...],
 ) -> _Indices:
-    """The axes of the mesh split in this order, each into one piece for a rank."""
+    """Splits by the axes of the mesh in this order, each into one piece for a rank."""
     held: list[Sequence[int]] = [range(length) for length in whole]
     for axis in order:
         placement = placements[axis]
@@ -145,10 +146,10 @@ def _split(along: Sequence[int], size: int, rank: int) -> Sequence[int]:
 
 
 def _order(mesh: tuple[int, ...], placements: tuple[Placement, ...]) -> tuple[int, ...] | None:
-    """In which the axes split, where strided shards say that; None where they say something else.
+    """Returns the order in which the axes split, if strided shards express one; None otherwise.
 
-    The factor of a strided shard is the number of parts into which the axes to its right that split
-    before it have split the dimension already.
+    The factor of a strided shard is the number of parts into which the dimension is split already,
+    by axes to its right that split before it.
     """
     orders: dict[int, list[int]] = {}
     for axis in reversed(range(len(mesh))):

@@ -1,8 +1,7 @@
-"""What a training rank holds: from a module of torch, or names and tensors; DTensors by their
-placements.
+"""The holdings of a training rank, from a torch module or from tensors by name.
 
-Nothing is gathered. A rank says which box of each parameter it has, and sends from the memory where
-it has it.
+A DTensor's placements give its box. Nothing is gathered: a rank describes its box of each
+parameter, and sends it from where it is in memory.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from kvxfer.weights.scale_exchange import Kind
 from kvxfer.weights.torch_boxes import NOTHING, Box, box_of
 
 Rename: TypeAlias = Callable[[str], str | None]
-"""The name of a parameter in the checkpoint; None where it is not sent."""
+"""A function from a parameter's name to its name in the checkpoint; None if it is not sent."""
 SentAs: TypeAlias = Callable[[str, str], str]
-"""Of a parameter's name in the checkpoint and its dtype: the dtype in which it is sent."""
+"""A function from a parameter's checkpoint name and dtype to the dtype in which it is sent."""
 
 _WRAPPERS: Final = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What torch.compile, FSDP and activation checkpointing add to names."""
+"""Parts that torch.compile, FSDP and activation checkpointing add to names."""
 _NO_PLACE: Final = Holdings(())
 _EXTRA_STATE: Final = "_extra_state"
 
@@ -42,25 +41,25 @@ Rows: TypeAlias = dict[str, torch.Tensor]
 
 
 class _Kept(NamedTuple):
-    """What a rank has of its parameters."""
+    """The boxes that a rank has of its parameters."""
 
     holdings: dict[str, Holding]
-    """Of what is sent without scales."""
+    """The holdings that are sent without scales."""
     boxes: dict[str, torch.Tensor]
-    """For each name of the holdings; of any strides, and in the dtype of training."""
+    """The box of each holding, by name; of any strides, and in the dtype of training."""
     quantized: list[Source]
     tied: dict[str, str]
 
 
 class TrainingState:
-    """What one rank holds, and the memory that it is sent from. Any thread, one at a time.
+    """The holdings of one rank, and the memory that they are sent from. Any thread, one at a time.
 
-    Each `staged()` compares the memory that it reads with that of the parameters, and follows them
-    to other memory: after an assignment to `.data`, `load_state_dict(assign=True)`, or `to()` of
-    another device. What instances have planned with must stay: names, whole shapes, the boxes of
-    this rank, the dtypes that are sent, and which names are tied.
+    Each `staged()` follows parameters that have moved to other memory: by an assignment to `.data`,
+    `load_state_dict(assign=True)`, or `to()` of another device. The inputs of the plan must not
+    change: names, whole shapes, the boxes of this rank, the dtypes that are sent, and which names
+    are tied.
 
-    Until the next `staged()`, the state keeps memory alive that parameters have left. Made by
+    Until the next `staged()`, the state keeps alive the memory that parameters have left. Made by
     state_of().
     """
 
@@ -72,7 +71,7 @@ class TrainingState:
         scaled: bool,
         place: Holdings,
     ) -> None:
-        """`state_of()` makes it. scaled: whether there may be quantised parameters."""
+        """scaled: whether parameters may be quantised."""
         self._parameters, self._keep = parameters, keep
         try:
             rows = parameters()
@@ -88,27 +87,27 @@ class TrainingState:
             place, parameters=(*self._kept.holdings.values(), *scales), tied=self._kept.tied
         )
         self.tensors: Final[dict[str, torch.Tensor]] = {}
-        """For each name of the holdings the box: contiguous, and read where it is."""
+        """The box of each holding, by name: contiguous, and read in place."""
         self._copied: dict[str, torch.Tensor] = {}
         self._take()
 
     @property
     def copied(self) -> frozenset[str]:
-        """Names whose tensor is a copy: not contiguous at training, sent in another dtype, or
-        quantised; and scales."""
+        """The names whose tensor is a copy: not contiguous at training, sent in another dtype,
+        quantised, or scales."""
         made = () if self._quantized is None else self._quantized.tensors
         return frozenset([*self._copied, *made])
 
     @torch.no_grad()
     def staged(self) -> dict[str, torch.Tensor]:
-        """`tensors`, once they are where the parameters are, and the copies are up to date: of each
-        push, as Trainer's `tensors`. On a GPU, once its current stream has come so far: engines
-        read memory, and know no streams.
+        """Returns `tensors` for a push, in the current memory and with up-to-date copies. Pass this
+        method to Trainer as `tensors`. Waits for the current streams of GPUs, as engines read
+        memory without regard to streams.
 
-        Raises, with the parameter's name, WeightsMismatch where one is not what it was, and
-        InvalidArgument where one cannot be sent as it is kept now. With `quantize`, this is a
-        collective of the group and raises at all of its ranks, also InvalidArgument where a
-        quantised parameter has a NaN or an infinity.
+        Raises WeightsMismatch if a parameter has changed in an input of the plan, and
+        InvalidArgument if one cannot be sent as it is kept now; both name it. With `quantize`,
+        this is a collective of the group and raises at all of its ranks, also InvalidArgument if
+        a quantised parameter has a NaN or an infinity.
         """
         refused: Exception | None = None
         try:
@@ -125,7 +124,7 @@ class TrainingState:
         return self.tensors
 
     def _follow(self) -> None:
-        """Reads the parameters where they are now."""
+        """Follows parameters to their current memory."""
         rows = self._parameters()
         marks = _marks(rows)
         if marks == self._marks:
@@ -134,7 +133,7 @@ class TrainingState:
         change = _change(self._kept, kept)
         if change is not None:
             raise WeightsMismatch(
-                f"{change} since this rank told what it holds; begin anew at all ranks: with "
+                f"{change} since this rank reported its holdings; begin anew at all ranks: with "
                 "weights.forget(model) before push(), or with a new state and a new Trainer"
             )
         self._kept, self._marks = kept, marks
@@ -164,8 +163,8 @@ def _marks(rows: Rows) -> dict[str, object]:
 
 
 def _mark(tensor: torch.Tensor) -> object:
-    """Differs where a parameter is in other memory, or is another part of a whole. None where that
-    cannot be said: `_local()` refuses such tensors."""
+    """Returns a value that differs if a parameter is in other memory, or is another part of a
+    whole; None if that cannot be determined: `_local()` refuses such tensors."""
     local, spec = tensor, None
     if isinstance(tensor, DTensor):
         local, spec = tensor._local_tensor, tensor._spec
@@ -177,14 +176,14 @@ def _mark(tensor: torch.Tensor) -> object:
 
 
 def _change(before: _Kept, now: _Kept) -> str | None:
-    """Says of the first name that is not as it was what has changed; None where all are."""
+    """Describes the change of the first name that has changed; None if none has."""
     for name in sorted(before.tied.keys() | now.tied.keys()):
         was, is_now = (_tied(kept, name) for kept in (before, now))
         if was != is_now:
             return f"{name} was {was}, and is {is_now}"
     forms = [_forms(before), _forms(now)]
     for name in sorted(forms[0].keys() | forms[1].keys()):
-        was, is_now = (of.get(name, "not there") for of in forms)
+        was, is_now = (of.get(name, "absent") for of in forms)
         if was != is_now:
             return f"{name} was {was}, and is {is_now}"
     return None
@@ -195,7 +194,7 @@ def _tied(kept: _Kept, name: str) -> str:
 
 
 def _forms(kept: _Kept) -> dict[str, str]:
-    """Words for how each parameter is sent."""
+    """Describes how each parameter is sent."""
     plain = {
         name: _form(each.dtype, each.whole, Box(each.offset, each.shape))
         for name, each in kept.holdings.items()
@@ -209,7 +208,7 @@ def _form(how: object, whole: tuple[int, ...], box: Box) -> str:
 
 
 def settle(tensors: Iterable[torch.Tensor]) -> None:
-    """Waits for the current streams of their GPUs: engines read memory, and know no streams."""
+    """Waits for the current streams of GPUs, as engines read memory without regard to streams."""
     for device in {each.device for each in tensors}:
         if device.type != "cpu":
             torch.accelerator.current_stream(device).synchronize()
@@ -226,23 +225,23 @@ def state_of(
     zone: str = "",
     nics: int = 1,
 ) -> TrainingState:
-    """Of this rank.
+    """Returns the state of this rank.
 
     Arguments:
         parameters: a module, whose parameters and persistent buffers are taken, or tensors by name.
-            A tensor that is no DTensor is a whole parameter. A rank that has nothing of a
-            parameter, as of another stage or another expert, does not name it. The state keeps the
-            module or the mapping, and looks there at each push: give parameters themselves. A
-            detached tensor, as of `module.state_dict()`, stays in the memory that it was made in.
-        rename: is told names without the prefixes of wrappers.
+            A tensor that is not a DTensor is a whole parameter. A rank omits parameters that it has
+            no part of, such as those of another stage or expert. The state keeps the module or the
+            mapping, and reads it at each push, so pass the parameters themselves: a detached
+            tensor, as in `module.state_dict()`, stays in the memory that it was made in.
+        rename: gets names without the prefixes of wrappers.
         sent_as: such as `lambda name, dtype: "bfloat16"`, for weights that are kept in float32.
-        quantize: says which parameters are sent in 8 bits with scales, and how, such as
-            `quantized_for_vllm(config)`. All ranks of the group then call this, and `staged()`.
-        group: with `quantize`, all ranks that have a part of what is quantised. None for the
-            default group, or for this rank alone where torch.distributed has none.
+        quantize: selects the parameters that are sent in 8 bits with scales, and their format, such
+            as `quantized_for_vllm(config)`. All ranks of the group then call this, and `staged()`.
+        group: with `quantize`, all ranks that have a part of a quantised parameter. None means the
+            default group, or this rank alone if torch.distributed has none.
         host, zone, nics: as in Holdings.
 
-    Raises InvalidArgument, with the parameter's name, for what cannot be sent as it is kept.
+    Raises InvalidArgument that names a parameter which cannot be sent as it is kept.
     """
     return state_from(
         lambda: parameters,
@@ -263,12 +262,12 @@ def state_from(
     group: Group | None = None,
     place: Holdings = _NO_PLACE,
 ) -> TrainingState:
-    """As state_of(), of a source that need not keep the module alive."""
+    """Does the same as state_of(), for a source that need not keep the module alive."""
 
     def parameters() -> Rows:
         found = source()
         if found is None:
-            raise InvalidArgument("the module of these weights is gone; keep it while it is pushed")
+            raise InvalidArgument("the module of these weights was freed; keep it during pushes")
         return _rows(found, rename)
 
     def keep(rows: Rows) -> _Kept:
@@ -337,7 +336,7 @@ def _named(
                 f"the module {name or type(module).__name__!r} is FullyShardedDataParallel, which "
                 "flattens parameters; use fully_shard(), or give names and DTensors"
             )
-    # Of keep_vars: two names of one parameter are one object, even where its shard is empty.
+    # keep_vars: two names of one parameter are one object, even if its shard is empty.
     state = module.state_dict(keep_vars=True)
     return [(name, each) for name, each in state.items() if not name.endswith(_EXTRA_STATE)]
 
@@ -350,7 +349,7 @@ def _without_wrappers(name: str) -> str:
 
 @torch.no_grad()
 def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Box, tuple[int, ...]]:
-    """The memory of this rank, its box, and the whole shape."""
+    """Returns the memory of this rank, its box, and the whole shape."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidArgument(f"{name} is a {type(tensor).__name__}; give tensors, or drop it")
     whole = tuple(tensor.shape) or (1,)
@@ -385,13 +384,13 @@ def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Box, tuple[in
 
 
 def _is_opaque(tensor: torch.Tensor) -> bool:
-    """Whether its elements are not in its memory."""
+    """Returns whether the elements of a tensor are not in its memory."""
     wrapper: bool = is_traceable_wrapper_subclass(tensor)
     return wrapper or tensor.layout is not torch.strided
 
 
 def _identity(tensor: torch.Tensor, local: torch.Tensor, box: Box) -> object:
-    """Equal for names of one storage."""
+    """Returns a value that is equal for names of one storage."""
     if box == NOTHING:
         return id(tensor)
     memory = (local.device, local.data_ptr(), tuple(local.stride()), local.dtype)

@@ -1,4 +1,4 @@
-"""Weight updates for training loops: a thread does what is asynchronous.
+"""Weight updates for training loops; a thread runs the asynchronous parts.
 
 state = state_of(model)
 trainer = Trainer(state.holdings, state.staged, rank=rank, world_size=ranks, cluster_key=key)
@@ -63,30 +63,30 @@ class Push:
         self._read, self._report = read, report
 
     def read(self, timeout: float | None = None) -> None:
-        """Returns once the parameters of this rank have been read, or will not be read any more:
-        they may be changed. Raises DeadlineExceeded after `timeout` seconds."""
+        """Waits until the parameters of this rank are no longer read, and may be changed. Raises
+        DeadlineExceeded after `timeout` seconds."""
         _result(self._read, timeout, f"the parameters of version {self.version} are still read")
 
     def result(self, timeout: float | None = None) -> UpdateReport:
-        """Once all instances that took part have answered. One that failed or was lost after the
-        decision is named in the report, and out of service.
+        """Waits until all instances that took part have answered, and returns the report. An
+        instance that failed or was lost after the decision is named there, and out of service.
 
-        Nothing is applied where it raises WeightUpdateAborted, after which the version can be
-        pushed again, or WeightsMismatch, after which it would be refused again. It raises PeerError
-        where the coordinator was lost, and DeadlineExceeded after `timeout` seconds.
+        Raises WeightUpdateAborted or WeightsMismatch if no instance serves the version: after the
+        first, it can be pushed again; after the second, it would be refused again. Raises PeerError
+        if the coordinator was lost, and DeadlineExceeded after `timeout` seconds.
         """
         return _result(self._report, timeout, f"the update to {self.version} has not ended")
 
     def done(self) -> bool:
-        """Whether result() returns or raises at once."""
+        """Returns whether result() returns or raises at once."""
         return self._report.done()
 
 
 class Trainer:
-    """One training rank's end of weight updates. Any one thread at a time.
+    """The weight updates of one training rank. Any thread, one at a time.
 
-    Rank 0 hosts the coordinator as well: give its `coordinator` address to the other ranks, and to
-    inference ranks that dial. Its engines and their thread end with close().
+    Rank 0 also hosts the coordinator: give its `coordinator` address to the other ranks, and to
+    inference ranks that dial it. close() ends the engines and their thread.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class Trainer:
         settings: UpdateSettings | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        """holdings: what this rank has. tensors: gives what it sends at a push, by the names of the
-        holdings, contiguous.
+        """holdings: what this rank has. tensors: returns what it sends at a push, by the names of
+        the holdings, contiguous.
 
-        coordinator: the address that rank 0's says; None for rank 0. receivers: addresses of
-        inference ranks, for rank 0, which dials them. control_path: for rank 0, how instances
-        commit that are not told by message. registrar: for rank 0, where updates are announced and
-        decided, such as `kvxfer.client.ControlPlaneRegistrar`. options: of the engines; the port is
-        the coordinator's at rank 0.
+        coordinator: the `coordinator` address of rank 0; None at rank 0. options: those of the
+        engines; at rank 0, the port is the coordinator's.
+        For rank 0 alone: receivers: addresses of inference ranks to dial. control_path: commits at
+        instances that do not commit by message. registrar: announces updates and records decisions,
+        such as `kvxfer.client.ControlPlaneRegistrar`. settings: those of the updates.
         Raises InvalidArgument, DeadlineExceeded, and what the engine raises.
         """
         if (rank == 0) != (coordinator is None):
@@ -141,11 +141,11 @@ class Trainer:
         return self._thread.coordinator
 
     def wait_for(self, instances: int, timeout: float) -> None:
-        """Of rank 0: returns when all training ranks and so many instances are connected.
+        """Waits, at rank 0, until all training ranks and `instances` instances are connected.
 
-        Raises DeadlineExceeded after `timeout` seconds, which names those that are missing and why
-        each address was not connected to; at once AuthenticationFailed where a receiver has another
-        cluster key, and other errors of connecting that would not pass.
+        Raises DeadlineExceeded after `timeout` seconds, which names those that are missing, and why
+        each address was not connected. Raises AuthenticationFailed at once if a receiver has
+        another cluster key, and likewise other lasting errors of connecting.
         """
         if not timeout > 0:
             raise InvalidArgument(f"the wait for instances is {timeout} s; use more than 0")
@@ -154,9 +154,13 @@ class Trainer:
 
     def push(self, version: int) -> Push:
         """Begins an update once all training ranks have called this. The parameters must not be
-        changed until `Push.read()` has returned. Raises InvalidArgument, and what `tensors` raises;
-        the pushes of all other ranks then fail with that reason."""
-        # First: `tensors` may overwrite copies that the push before still sends.
+        changed until `Push.read()` has returned.
+
+        Raises InvalidArgument while the previous push has not ended. Raises what `tensors` raises,
+        and InvalidArgument for tensors that are not the holdings; the pushes of all other ranks
+        then fail with that reason.
+        """
+        # Checked first: `tensors` may overwrite copies that the previous push still sends.
         if self._push is not None and not self._push.done():
             raise InvalidArgument(
                 f"the push of version {self._push.version} has not ended; wait for its result"
@@ -171,8 +175,8 @@ class Trainer:
         return self._push
 
     def withdraw(self) -> None:
-        """Gives the push that is under way up, if there is one: its parameters are not read any
-        more when this returns. The pushes of all other ranks are aborted."""
+        """Gives up the push that is under way, if any: its parameters are no longer read when this
+        returns. The pushes of all other ranks are aborted."""
         self._thread.run(self._thread.withdraw(), _CALL_SECONDS)
 
     def close(self) -> None:
@@ -258,8 +262,8 @@ class _TrainerThread(LoopThread):
 
 
 class _InThreads(ControlPath):
-    """A control path of blocking calls, beside the loop: one at a time. A call that took too long
-    for its caller goes on, and the next one waits for it."""
+    """A control path whose blocking calls run in threads, one at a time. A call that its caller no
+    longer awaits continues, and the next one waits for it."""
 
     def __init__(self, path: SyncControlPath) -> None:
         self._path = path
@@ -282,7 +286,7 @@ class _InThreads(ControlPath):
 
 
 def _awaited(future: asyncio.Future[T]) -> _Awaited[T]:
-    """The same for threads without a loop."""
+    """Returns a future with the same outcome, for threads without a loop."""
     awaited: _Awaited[T] = concurrent.futures.Future()
 
     def ended(future: asyncio.Future[T]) -> None:

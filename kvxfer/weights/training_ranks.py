@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 def at_all_ranks(step: Callable[[], T]) -> list[T]:
-    """What the step gives at each rank; of this process alone where there is no group. Raises at
-    all ranks if it raises at one. What it gives can be pickled."""
+    """Runs the step at all ranks and returns the result of each; in this process alone if there is
+    no group. Results have to be picklable. If the step raises at one rank, this raises at all."""
     told: list[tuple[T | None, Said | None]] = []
     error: Exception | None = None
     try:

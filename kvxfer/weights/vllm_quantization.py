@@ -1,9 +1,9 @@
-"""Which parameters vLLM holds in 8 bits with scales, by the configuration that it is started with.
+"""The parameters that vLLM holds in 8 bits with scales, derived from its configuration.
 
-Two things decide this. vLLM's class of the model gives some of its layers no quantisation, whatever
-the configuration says: routers in most models, Mamba's projections, heads. Which ones is recorded
-in vllm_layers.json, by a program that builds these classes and loads every name
-(tests/vllm/scales_probe.py). Of the others, the configuration keeps those wide that it lists.
+Two things decide this. vLLM's class of the model does not quantise some layers, whatever the
+configuration says: routers in most models, Mamba's projections, heads. vllm_layers.json lists them;
+tests/vllm/scales_probe.py makes it by building these classes and loading every name. Among the
+others, those that the configuration lists stay wide: not quantised.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _EXPERT_PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")
 
 
 def quantized_for_vllm(config: object) -> Quantize:
-    """The `quantize` for an instance of vLLM: says of each parameter whether vLLM loads it with
-    scales, and in which format.
+    """Returns the `quantize` for an instance of vLLM: whether vLLM loads a parameter with scales,
+    and in which format.
 
     Arguments:
-        config: of the model that vLLM serves, with the `quantization_config` that vLLM is started
-            with (also by `--hf-overrides`): the folder of the checkpoint or its config.json,
-            a dict, or a configuration of transformers.
+        config: the configuration of the model that vLLM serves, with the `quantization_config` that
+            vLLM is started with (also by `--hf-overrides`): the folder of the checkpoint or its
+            config.json, a dict, or a configuration of transformers.
 
-    It decides by names of the checkpoint. Raises InvalidArgument where it does not know what vLLM
-    does: for other models and quantisations than docs/weights.md lists, and, when it is called, for
-    a matrix that the model's checkpoints do not have, or whose scales vLLM would not load.
+    It decides by names in the checkpoint. Raises InvalidArgument for models and quantisations that
+    docs/weights.md does not list. The returned function raises it for a matrix that the model's
+    checkpoints do not have, or whose scales vLLM would not load.
     """
     document = _document(config)
     scheme = _scheme(document)
@@ -62,13 +62,13 @@ def quantized_for_vllm(config: object) -> Quantize:
         layer = model.layers.get(module)
         if layer is None:
             raise InvalidArgument(
-                f"{name} is no matrix of a {kind} checkpoint that vLLM {model.vllm} loads; rename "
-                "it, drop it by `rename`, or decide about it in a `quantize` of your own"
+                f"{name} is not a matrix of a {kind} checkpoint that vLLM {model.vllm} loads; "
+                "rename it, drop it by `rename`, or decide about it in a `quantize` of your own"
             )
         if layer.renamed and scheme.by_pattern:
             raise InvalidArgument(
-                f"vLLM has other names than the checkpoint for layers of {kind}, so it is not "
-                "known what `re:` in its list of ignored layers says; list the layers"
+                f"vLLM has other names than the checkpoint for layers of {kind}, so the "
+                "meaning of `re:` in its list of ignored layers is unknown; list the layers"
             )
         if not scaled(layer, numbers[: layer.name.count("*")]):
             return None
@@ -84,7 +84,7 @@ def quantized_for_vllm(config: object) -> Quantize:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of vLLM, and the modules of the checkpoint that it is made of. `*` are numbers."""
+    """A layer of vLLM, and the modules of the checkpoint that form it. `*` stands for a number."""
 
     name: str
     modules: tuple[str, ...]
@@ -93,7 +93,7 @@ class _Layer:
     renamed: bool
 
     def at(self, numbers: Sequence[str]) -> _Layer:
-        """With numbers for `*`; experts of one layer keep theirs."""
+        """Returns the layer with numbers for `*`; the `*` of experts stay."""
         return _Layer(
             _numbered(self.name, numbers),
             tuple(_numbered(each, numbers[: self.name.count("*")]) for each in self.modules),
@@ -108,13 +108,13 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Model:
-    """What vLLM's class of a model does with a quantisation."""
+    """The layers that vLLM's class of a model quantises, and those that it does not."""
 
     vllm: str
     layers: Mapping[str, _Layer]
-    """By each module of the checkpoint that may have scales."""
+    """The layer of each module of the checkpoint that may have scales."""
     wide: frozenset[str]
-    """Names of matrices that have none."""
+    """Names of matrices without scales."""
 
     @classmethod
     def of(cls, kind: str, quantization: str) -> _Model:
@@ -132,15 +132,16 @@ class _Model:
                 return cls(document["vllm"], layers, frozenset(table["wide"]))
         raise InvalidArgument(
             f"the model_type is {kind!r}, and it is not known which of its parameters vLLM holds "
-            f"in 8 bits; known are {', '.join(sorted(kinds))}. For another model, pass a "
+            f"in 8 bits; supported: {', '.join(sorted(kinds))}. For another model, pass a "
             "`quantize` of your own"
         )
 
 
 @dataclass(frozen=True)
 class _Fp8:
-    """Of the method `fp8`: names are equal. A layer that has several modules is named itself, or by
-    all of them. Of experts, a name inside of the layer is enough."""
+    """The method `fp8`, which compares names for equality. A layer of several modules is listed by
+    its name, or by those of all modules. For experts, a listed name that has the layer's in it is
+    enough."""
 
     table: str
     how: Quantization
@@ -153,15 +154,15 @@ class _Fp8:
         if layer.experts:
             return any(layer.name in each for each in self.ignored)
         if layer.modules == (layer.name,):
-            # vLLM compares anything below "…experts…" so, also shared experts.
+            # vLLM compares every name with "experts" in this way, also shared experts.
             return "experts" in layer.name and any(layer.name in each for each in self.ignored)
         return _all_or_none(layer, [each in self.ignored for each in layer.modules])
 
 
 @dataclass(frozen=True)
 class _CompressedTensors:
-    """Of the method `compressed-tensors`: names are equal, or match a regular expression from their
-    beginning. Experts are named by all projections of expert 0."""
+    """The method `compressed-tensors`, which compares names for equality, or matches them with a
+    regular expression from their beginning. Experts are listed by all projections of expert 0."""
 
     table: str
     how: Quantization
@@ -185,7 +186,7 @@ class _CompressedTensors:
 
 
 _Scheme: TypeAlias = _Fp8 | _CompressedTensors
-"""A quantization_config. `table` names it in vllm_layers.json; `by_pattern`: whether it chooses
+"""A quantization_config. `table` names it in vllm_layers.json; `by_pattern`: whether it lists
 layers by regular expressions."""
 
 
@@ -229,7 +230,7 @@ def _scheme(document: Mapping[str, Any]) -> _Scheme:
         return _fp8(config)
     if method == "compressed-tensors":
         return _compressed_tensors(config)
-    raise _refused("quant_method", method, "fp8, compressed-tensors")
+    raise _refused("quant_method", method, "fp8 or compressed-tensors")
 
 
 def _fp8(config: Mapping[str, Any]) -> _Fp8:
@@ -275,13 +276,13 @@ def _require(config: Mapping[str, Any], member: str, known: Iterable[object]) ->
 
 def _refused(member: str, value: object, known: str) -> InvalidArgument:
     return InvalidArgument(
-        f"{member} of the quantization_config is {value!r}; known is {known}. For another one, "
+        f"{member} of the quantization_config is {value!r}; use {known}. For another one, "
         "pass a `quantize` of your own"
     )
 
 
 def _without_numbers(name: str) -> tuple[str, tuple[str, ...]]:
-    """The name with `*` for numbers, and the numbers."""
+    """Returns the name with `*` for numbers, and the numbers."""
     parts = name.split(".")
     numbers = tuple(each for each in parts if each.isdecimal())
     return ".".join("*" if each.isdecimal() else each for each in parts), numbers

@@ -1,10 +1,10 @@
-"""Windows: tensors that look like a whole parameter, while at most a box of it is there.
+"""Windows: tensors that look like a whole parameter, while memory has at most a box of it.
 
-A model's own weight loaders say which parts of a parameter a rank needs: they cut the checkpoint's
-tensor and copy the cut. Run with the windows of a `Wants`, they move nothing, and the `Wants` notes
-the boxes. Run with windows over what was staged (`window_over`), they copy from there.
+A model's weight loaders know which parts of a parameter a rank needs: they slice the checkpoint's
+tensor and copy the slice. With the windows of a `Wants`, they move nothing, and the `Wants` records
+the boxes. With windows over staged boxes (`window_over`), they copy from these.
 
-A view of a window is a window. PyTorch itself computes the view, of a tensor without memory.
+A view of a window is a window. PyTorch computes the view, on a tensor without memory.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Indices = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """Of a parameter, in elements along each dimension."""
+    """A box of a parameter, in elements along each dimension."""
 
     offset: Indices
     shape: Indices
 
     def around(self, other: Box) -> Box:
-        """The smallest box that holds both."""
+        """Returns the smallest box that holds both."""
         first = tuple(map(min, self.offset, other.offset))
         ends = map(max, self._ends(), other._ends())
         return Box(first, tuple(end - at for end, at in zip(ends, first, strict=True)))
@@ -48,20 +48,20 @@ class Box(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """How a view walks through a whole parameter."""
+    """The path of a view through a whole parameter."""
 
     begin: Indices
     """The first element."""
     steps: tuple[Indices, ...]
-    """For each dimension of the view how far its next element is, along each dimension of the
+    """The step to the next element of each dimension of the view, along each dimension of the
     parameter."""
     box: Box | None
-    """The smallest box with all elements, or one that has whole dimensions where a dimension of the
-    view goes over an edge of the parameter into its next row. None for a view of nothing."""
+    """The smallest box with all elements. If the view crosses the edge of a dimension into the next
+    row, the box has that whole dimension. None for an empty view."""
 
 
 def walk_of(view: torch.Tensor, whole: Indices) -> Walk:
-    """Of a view of a contiguous parameter: its offset and strides, digit by digit."""
+    """Derives the walk of a view of a contiguous parameter from its offset and strides."""
     place = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
 
     def digits(distance: int) -> Indices:
@@ -87,7 +87,7 @@ def walk_of(view: torch.Tensor, whole: Indices) -> Walk:
 
 
 class _Parameter(abc.ABC):
-    """What all windows of a parameter share."""
+    """The state that all windows of a parameter share."""
 
     def __init__(self, name: str, dtype: torch.dtype, shape: Indices) -> None:
         self.name = name
@@ -102,7 +102,7 @@ class _Parameter(abc.ABC):
 
     @abc.abstractmethod
     def use(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operation that is no view."""
+        """Returns the result of an operation that is not a view."""
 
 
 class Window(torch.Tensor):
@@ -126,7 +126,7 @@ class Window(torch.Tensor):
         return made
 
     def __init__(self, *_: Any) -> None:
-        """Everything is there after __new__()."""
+        """Does nothing: __new__() has set everything."""
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Window({self._parameter.name}{list(self._view.shape)}, {self._view.dtype})"
@@ -159,20 +159,20 @@ class Window(torch.Tensor):
 
 
 class Wants:
-    """Notes what is read of windows; moves nothing. Use it from one thread."""
+    """A recorder of what is read through windows; moves nothing. Use it from one thread."""
 
     def __init__(self) -> None:
         self._wanted: dict[str, _Wanted] = {}
 
     def window(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """The whole parameter. Raises InvalidArgument for a name that there is already."""
+        """Returns a window on a whole parameter. Raises InvalidArgument if the name is taken."""
         if name in self._wanted:
             raise InvalidArgument(f"there are two parameters {name}")
         wanted = self._wanted[name] = _Wanted(name, dtype, tuple(shape))
         return wanted.window()
 
     def holdings(self) -> tuple[Holding, ...]:
-        """The boxes that were read, sorted by name."""
+        """Returns the boxes that were read, sorted by name."""
         return tuple(
             Holding(
                 name=name,
@@ -190,13 +190,13 @@ class _Wanted(_Parameter):
     box: Box | None = None
 
     def use(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What the operation would make, without memory; what it writes to is left as it is."""
+        """Returns the operation's result, without memory; does not change what it writes to."""
 
         def note(value: Any) -> Any:
             if isinstance(value, Window):
                 noted = value._parameter
                 if not isinstance(noted, _Wanted):
-                    raise InvalidArgument(f"{func} mixes a recording with {noted.name}, staged")
+                    raise InvalidArgument(f"{func} mixes a recording with the staged {noted.name}")
                 noted.add(walk_of(value._view, noted.whole).box)
                 return value._view
             return _without_memory(value)
@@ -205,7 +205,7 @@ class _Wanted(_Parameter):
             if self.dtype in _SCALED and value.dtype.itemsize > 1:
                 raise WeightsMismatch(
                     f"{self.name} is sent in {self.dtype}, and the model keeps it in "
-                    f"{value.dtype}, without scales; have `quantize` say None for it"
+                    f"{value.dtype}, without scales; make `quantize` return None for it"
                 )
         try:
             made = _deep(note, (args, kwargs), lambda args, kwargs: func(*args, **kwargs))
@@ -213,7 +213,7 @@ class _Wanted(_Parameter):
             if not _LOOKS & set(func.tags) and not isinstance(error, NotImplementedError):
                 raise
             raise WeightsMismatch(
-                f"the loader of {self.name} looks at its values ({func}), which are not there "
+                f"the loader of {self.name} reads its values ({func}), which do not exist "
                 "before the first update"
             ) from error
         written = written_by(func, args, kwargs)
@@ -229,10 +229,11 @@ class _Wanted(_Parameter):
 def window_over(
     holding: Holding, staged: torch.Tensor, shape: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """The whole parameter; `staged` is the box of it that `holding` names. Its views are views of
-    `staged`; to read outside the box raises WeightsMismatch. With `shape` () it is a scalar.
+    """Returns a window on the whole parameter of `holding`, whose box is `staged`. Views of it are
+    views of `staged`; reading outside the box raises WeightsMismatch. With `shape` () it is a
+    scalar.
 
-    Raises InvalidArgument where `staged` is not that box."""
+    Raises InvalidArgument if `staged` is not that box."""
     dtype = str(staged.dtype).removeprefix("torch.")
     if (dtype, tuple(staged.shape)) != (holding.dtype, holding.shape):
         raise InvalidArgument(
@@ -254,7 +255,7 @@ class _Staged(_Parameter):
             if isinstance(value, Window):
                 staged = value._parameter
                 if not isinstance(staged, _Staged):
-                    raise InvalidArgument(f"{func} mixes {self.name}, staged, with a recording")
+                    raise InvalidArgument(f"{func} mixes the staged {self.name} with a recording")
                 return staged.real(value._view)
             return value
 
@@ -269,8 +270,8 @@ class _Staged(_Parameter):
                 f"{self.name}{box} is read, and {self.name}{self._box} was staged; the model reads "
                 "other weights than when its wants were recorded"
             )
-        # Where a step goes over an edge, the box has the whole dimension: its strides are as those
-        # of the parameter.
+        # If a step crosses an edge, the box has the whole dimension, and strides as the parameter
+        # has them.
         place = self._staged.stride()
         ahead = map(int.__sub__, begin, self._box.offset)
         return self._staged.as_strided(
@@ -281,7 +282,7 @@ class _Staged(_Parameter):
 
 
 _SCALED: Final = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-"""Dtypes of values that are nothing without their scales."""
+"""Dtypes whose values mean nothing without their scales."""
 _META: Final = torch.device("meta")
 _LOOKS: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
@@ -293,7 +294,7 @@ def _without_memory(value: Any) -> Any:
 
 
 def _deep(change: Callable[[Any], Any], arguments: tuple[Any, Any], call: Any) -> Any:
-    """The call, with every argument changed, also those in lists."""
+    """Calls with every argument changed, also those in lists."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
@@ -305,7 +306,7 @@ def _deep(change: Callable[[Any], Any], arguments: tuple[Any, Any], call: Any) -
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operation of PyTorch writes to."""
+    """Returns the arguments that a PyTorch operation writes to."""
     if not func._schema.is_mutable:
         return []
     found: list[Any] = []

@@ -1,4 +1,4 @@
-"""What the scripts in Redis answer: a lease, or why a step is refused."""
+"""The answers of the scripts in Redis: a lease, or why a step is refused."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvxfer.scheduler.redis_registry.scripts import Step
 
 
 def accepted(step: Step, answer: object, arguments: Sequence[str | bytes]) -> list[bytes]:
-    """What a step that was taken returns; raises what refuses it, and ControlPlaneUnavailable for
-    an answer that comes of damaged records."""
+    """Returns the result of a step that was taken. Raises the refusal of any other, and
+    ControlPlaneUnavailable for an answer that comes from damaged records."""
     with reading(f"what the step {step!r} found"):
         said, *rest = msgspec.convert(answer, list[bytes])
         if said == b"ok":

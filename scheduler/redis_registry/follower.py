@@ -26,19 +26,20 @@ from kvxfer.scheduler.redis_registry.snapshot import (
 _BLOCK_SECONDS: Final = 0.5
 _RETRY_SECONDS: Final = 0.1
 _BATCH: Final = 500
-# What so many instances have cached is read at once: at most 1.3 MB.
+# Instances whose cached blocks are read at once: at most 1.3 MB.
 _BLOCKS_BATCH: Final = 8
 
 _log = logging.getLogger("kvxfer.registry")
 
 
 class Follower:
-    """One task, until `stop`. Whatever goes wrong is tried again.
+    """A task that follows the log until `stop`, and retries whatever fails.
 
-    A read that fails is tried again from where the mirror is: each record names the one before it,
-    so what is missing shows. Only then the whole is loaded again.
+    A failed read is tried again from the position of the mirror. Each record names the one before
+    it, so missing records show; only then is the whole loaded again.
 
-    `trouble` says why the mirror is behind; None while it follows. No step waits for that.
+    `trouble` says why the mirror is behind; None while it follows. No step waits for a mirror that
+    is behind.
     """
 
     def __init__(self, link: Link, mirror: Mirror) -> None:
@@ -50,15 +51,15 @@ class Follower:
         self._stopping = False
         self._current_at: float | None = None
         self._told: str | None = None
-        # A record that Redis has, so that a read from before it cannot be empty.
+        # A record that Redis has: a read from before it cannot be empty.
         self._promised = 0
-        # The instances whose cached blocks are yet to be read, and those that were read last.
+        # The instances whose cached blocks are yet to be read, and the blocks that were read last.
         self._without_blocks: list[str] = []
         self._blocks: Blocks | None = None
 
     @property
     def behind_seconds(self) -> float:
-        """Since when the mirror is behind."""
+        """Seconds since the mirror was last current."""
         at = self._current_at
         return 0.0 if at is None else self._link.clock.monotonic() - at
 
@@ -75,7 +76,7 @@ class Follower:
         await self._client.aclose()
 
     def late(self) -> None:
-        """A call waited in vain for a record."""
+        """Notes that a call waited in vain for a record."""
         self._behind("its log arrives too late")
 
     async def _run(self) -> None:
@@ -104,7 +105,7 @@ class Follower:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def _load(self) -> None:
-        """Loads all but what the instances have cached, which follows in portions."""
+        """Loads all but the instances' cached blocks, which follow in portions."""
         await self._client.eval(*self._link.sweep)
         self._link.good()
         await load(self._mirror, await read_all(self._client, self._link.prefix))
@@ -134,7 +135,7 @@ class Follower:
             await self._check_end()
 
     async def _load_blocks(self) -> None:
-        """Takes what was read of the instances' blocks once the mirror is where that was read."""
+        """Loads the blocks that were read, once the mirror is at the record of that read."""
         blocks = self._blocks
         if blocks is not None and blocks.position <= self._mirror.position:
             await load_blocks(self._mirror, blocks)
@@ -142,7 +143,7 @@ class Follower:
             self._blocks = None
 
     async def _check_end(self) -> None:
-        """Raises LogBroken where nothing came although there is more, or the log ended before."""
+        """Raises LogBroken if nothing came although there is more, or if the log ends earlier."""
         if self._mirror.position < self._promised:
             raise LogBroken(f"it has no record {self._promised}")
         packed: Any = await self._client.get(f"{self._link.prefix}:sequence")
@@ -159,7 +160,7 @@ class Follower:
             _log.warning("the log of the registry in Redis (%s) is followed", self._link.name)
 
     def _behind(self, trouble: str) -> None:
-        """Said once until the mirror is current, and not where Redis itself is unavailable."""
+        """Logs new trouble once until the mirror is current, and not if Redis is unavailable."""
         self.trouble = trouble
         if trouble != self._told and self._link.trouble is None:
             self._told = trouble

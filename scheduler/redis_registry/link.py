@@ -1,4 +1,4 @@
-"""The way to Redis: every call has a deadline, and none is tried while Redis is unavailable."""
+"""The calls to Redis: each has a deadline, and none is tried while Redis is unavailable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Any, Final, cast
 from redis.asyncio import Redis
 from redis.asyncio.sentinel import MasterNotFoundError
 from redis.exceptions import (
+    AskError,
     BusyLoadingError,
+    ClusterDownError,
     MovedError,
     NoPermissionError,
     NoScriptError,
@@ -40,7 +42,7 @@ from kvxfer.scheduler.redis_registry.url import RedisUrl
 _BATCH: Final = 64
 _RETRY_SECONDS: Final = 0.1
 _SCANNED: Final = 100
-# What a server answers that is there but cannot serve now; other ResponseErrors are defects.
+# The answers of a server that runs but cannot serve now; other ResponseErrors are defects.
 _UNABLE: Final = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
 
 _log = logging.getLogger("kvxfer.registry")
@@ -54,13 +56,13 @@ class _Asked:
 
 
 class Link:
-    """Belongs to one event loop; `check` first.
+    """The calls to Redis from one event loop; `check` first.
 
-    `trouble` says why Redis is unavailable; None while it is available. A call that fails sets it,
-    and only a sweep that is taken clears it: so one call waits in vain, and the others do not.
+    `trouble` says why Redis is unavailable; None while it is available. A failed call sets it, and
+    only a sweep that Redis takes clears it: one call waits in vain, and the others do not.
 
-    Every key begins with `prefix` and a colon. `header` gives what each script takes before its own
-    arguments.
+    Every key begins with `prefix` and a colon. `header` returns the arguments that each script
+    takes before its own.
     """
 
     def __init__(
@@ -83,21 +85,21 @@ class Link:
         self._closed = False
         self._told: str | None = None
         self._url = url
-        self._client = url.client(timeout=timeout)
+        self._client = url.client(timeout=timeout, prefix=prefix)
         self._asked: deque[_Asked] = deque()
         self._sender: asyncio.Task[None] | None = None
 
     @property
     def sweep(self) -> tuple[Any, ...]:
-        """What EVAL takes to sweep."""
+        """The arguments of EVAL for a sweep."""
         return (script("sweep").text, 1, f"{self.prefix}:", *self._header())
 
     def reader(self, *, block: float) -> Redis:
-        """A separate client for reads that block for so many seconds."""
-        return self._url.client(timeout=block + self.timeout)
+        """Returns a separate client for reads that block for `block` seconds."""
+        return self._url.client(timeout=block + self.timeout, prefix=self.prefix)
 
     def check(self) -> None:
-        """Finds out whether Redis is available, and if not, when it is again."""
+        """Starts a probe, which ends once Redis is available."""
         if self._probing is None and not self._closed:
             self._probing = asyncio.create_task(self._probe(), name="probe of the registry")
 
@@ -117,17 +119,17 @@ class Link:
         self.good()
 
     def good(self) -> None:
-        """Redis has just taken a sweep."""
+        """Notes that Redis has just taken a sweep."""
         if self._closed:
             return
         self.trouble = None
         self._available.set()
         if self._told is not None:
             self._told = None
-            _log.warning("the registry in Redis (%s) is there", self.name)
+            _log.warning("the registry in Redis (%s) is available", self.name)
 
     def _bad(self, trouble: str) -> None:
-        """Redis is away, or cannot take what it was asked. Said once until it is back."""
+        """Notes that Redis is unavailable or cannot do what it was asked. Logs new trouble once."""
         self.trouble = trouble
         self._available.clear()
         self.check()
@@ -150,17 +152,17 @@ class Link:
             raise self.unavailable()
 
     def unavailable(self, trouble: str | None = None) -> ControlPlaneUnavailable:
-        """What to raise for `trouble`, or for that of Redis."""
+        """Returns the error for `trouble`, or for the trouble of Redis."""
         return ControlPlaneUnavailable(
             f"the registry in Redis ({self.name}) cannot be used: {trouble or self.trouble}; "
             "retry, and look at that server if it lasts"
         )
 
     async def take(self, step: Step, *arguments: str | bytes) -> list[bytes]:
-        """Takes one step. Raises ControlPlaneUnavailable; whether it was taken is then unknown.
+        """Takes one step. Raises ControlPlaneUnavailable; it is then unknown if the step was taken.
 
-        Steps that are asked for while others are on their way go together: for Redis it is the
-        same, and here it takes less than half the time.
+        Steps that are asked for while others are on their way are sent together. Redis takes them
+        one by one all the same, and here it costs less than half the time.
         """
         self.require()
         given = (f"{self.prefix}:", *self._header(), *arguments)
@@ -177,7 +179,7 @@ class Link:
         return cast("bytes | None", await self._read(self._client.hget, key, name))
 
     async def fields(self, key: str) -> AsyncIterator[tuple[bytes, bytes]]:
-        """All fields of a hash, a few at a time: none that stays is left out."""
+        """Yields all fields of a hash, a few at a time. A field that stays is not left out."""
         cursor = 0
         while True:
             answer = await self._read(self._client.hscan, key, cursor, None, _SCANNED)
@@ -205,7 +207,7 @@ class Link:
         await self._client.aclose()
 
     async def _send(self) -> None:
-        """Takes all steps that are asked for, and those that are by then."""
+        """Sends all steps that are asked for, and those that come meanwhile."""
         batch: list[_Asked] = []
         try:
             while self._asked:
@@ -225,7 +227,7 @@ class Link:
             self._asked.clear()
 
     async def _execute(self, batch: Sequence[_Asked]) -> list[Any]:
-        """What Redis says to each: the step's answer or an error."""
+        """Returns the answer of Redis to each step, or an error."""
         async with self._client.pipeline(transaction=False) as pipeline:
             for asked in batch:
                 pipeline.evalsha(script(asked.step).sha, 1, *asked.arguments)
@@ -239,18 +241,18 @@ class Link:
 
     def _answer(self, future: asyncio.Future[list[bytes]], answer: Any) -> None:
         if future.done():
-            return  # it is not awaited any more
+            return  # the caller no longer waits
         if isinstance(answer, Exception):
             future.set_exception(self._failed(answer))
         else:
             future.set_result(answer)
 
     def _failed(self, error: Exception) -> Exception:
-        """What to raise for an error of the client."""
+        """Returns the exception to raise for an error of the client."""
         trouble = trouble_of(error)
         if trouble is not None:
             self._bad(trouble)
-        elif isinstance(error, ResponseError):  # a script that came upon what it cannot read
+        elif isinstance(error, ResponseError):  # a script found something unreadable
             damaged = ControlPlaneUnavailable(
                 f"the registry in Redis ({self.name}) did not take this step: {error}; {REMEDY}"
             )
@@ -264,18 +266,24 @@ class Link:
 
 
 def trouble_of(error: Exception) -> str | None:
-    """What to say where Redis cannot serve; None where the error is a defect of this program."""
+    """Returns why Redis cannot serve; None if the error is a defect of this program."""
     if isinstance(error, TimeoutError | RedisTimeoutError):
         return "no answer in time"
     if isinstance(error, MovedError):
-        return f"the keys are at another node of the cluster, {error.host}:{error.port}"
+        return (
+            f"the keys are at another node of the cluster, {error.host}:{error.port}; a URL that "
+            "begins with redis+cluster:// follows them"
+        )
+    if isinstance(error, AskError):
+        return f"the keys are being moved to another node of the cluster, {error.host}:{error.port}"
     if isinstance(error, MasterNotFoundError):
-        # It shows the whole client of each Sentinel before what that one said.
+        # The text shows the whole client of each Sentinel before its answer.
         return re.sub(r"<.*?>\)>\)> - ", "", str(error))
     if isinstance(
         error,
         RedisConnectionError
         | BusyLoadingError
+        | ClusterDownError
         | NoPermissionError
         | ReadOnlyError
         | OutOfMemoryError

@@ -1,4 +1,4 @@
-"""The fleet as the log in Redis tells it, in the memory of one replica."""
+"""The fleet that the log in Redis describes, in the memory of one replica."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from kvxfer.transfers import Transfer
 
 
 class LogBroken(Exception):
-    """The next record does not follow the last one: records are missing, or Redis began anew."""
+    """A record that does not follow the last one: records are missing, or Redis began anew."""
 
 
 class Mirror:
-    """Belongs to one event loop. Empty until the first `replace`."""
+    """The state of the registry, in one event loop. Empty until the first `replace`."""
 
     def __init__(self, *, feed_capacity: int, scorer: Scorer | None, room: Room) -> None:
         self._scorer = scorer
@@ -41,17 +41,17 @@ class Mirror:
         self.fleet = self.empty_fleet()
         self.feed = ChangeFeed(last_id=0, capacity=feed_capacity)
         self.tables: set[str] = set()
-        """The transfers that have a block table, which itself is in Redis alone."""
+        """The transfers that have a block table; the table itself is in Redis alone."""
         self.arrivals = Arrivals()
         self.updates = UpdateLedger()
         self.loaded = False
         self.position = 0
-        # Opened here before Redis has said so, so that the next choice already counts them.
+        # Transfers that Redis has not confirmed yet, so that the next choice already counts them.
         self._provisional: dict[str, Transfer] = {}
         self._news = asyncio.Event()
 
     def empty_fleet(self) -> Fleet:
-        """One to fill and give to `replace`."""
+        """Returns a fleet to fill and to give to `replace`."""
         return Fleet(self._scorer, self._room)
 
     def replace(
@@ -63,7 +63,7 @@ class Mirror:
         tables: Iterable[str] = (),
         updates: UpdateLedger | None = None,
     ) -> None:
-        """Holds `fleet` from now on, which is that of the log's record `position`."""
+        """Replaces the state with `fleet`, which is that of the log's record `position`."""
         self.fleet, self.position, self.loaded = fleet, position, True
         self.tables = set(tables)
         self.updates = updates or UpdateLedger()
@@ -74,8 +74,8 @@ class Mirror:
         self._wake()
 
     def apply(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> None:
-        """Takes the step of one record. Raises LogBroken, and ControlPlaneUnavailable for one that
-        is damaged; then load the whole again."""
+        """Applies the step of one record. Raises LogBroken, and ControlPlaneUnavailable for a
+        damaged record; the caller must then load the whole again."""
         with reading(f"record {entry_id.decode(errors='backslashreplace')} of the log"):
             if int(fields[b"after"]) != self.position:
                 raise LogBroken
@@ -95,7 +95,7 @@ class Mirror:
             self.fleet.open(transfer)
 
     def instance(self, instance_id: str) -> Instance | None:
-        """Without what is reserved on it that Redis has not taken yet, as all that is told."""
+        """Returns an instance without reservations that Redis has not taken yet."""
         instance = self.fleet.get(instance_id)
         if instance is None:
             return None
@@ -106,14 +106,14 @@ class Mirror:
         return instance
 
     def completed(self, instance: Instance) -> Instance:
-        """What Redis tells of an instance, with what only follows from its transfers."""
+        """Returns an instance as Redis has it, with what only follows from its transfers."""
         known = self.instance(instance.instance_id)
         if known is None or known.epoch != instance.epoch:
             return instance
         return replace(instance, prefilling=known.prefilling)
 
     def instances(self) -> tuple[Instance, ...]:
-        """Every instance, ordered by id, as `instance` has it."""
+        """Returns every instance, ordered by id, as `instance` does."""
         concerned = {
             party.instance_id
             for transfer in self._provisional.values()
@@ -127,17 +127,17 @@ class Mirror:
         return self.fleet.open_transfers - len(self._provisional)
 
     def transfers(self) -> tuple[Transfer, ...]:
-        """Every open transfer, the oldest first, without those that Redis has not taken yet."""
+        """Returns every open transfer that Redis has taken, the oldest first."""
         return tuple(t for t in self.fleet.transfers() if t.transfer_id not in self._provisional)
 
     def opened(self, transfer_id: str) -> Transfer | None:
-        """The open transfer, unless Redis has not taken it yet."""
+        """Returns the open transfer, unless Redis has not taken it yet."""
         if transfer_id in self._provisional:
             return None
         return self.fleet.transfer(transfer_id)
 
     def undo(self, transfer_id: str) -> None:
-        """The transfer was not reserved, as far as is known here."""
+        """Forgets a transfer that was not reserved, as far as is known here."""
         if self._provisional.pop(transfer_id, None) is not None:
             self.fleet.end(transfer_id)
 
@@ -175,7 +175,7 @@ class Mirror:
     def _beat(self, fields: Mapping[bytes, bytes]) -> None:
         instance = self.fleet.get(fields[b"instance"].decode())
         if instance is None:
-            raise LogBroken("a heartbeat of an instance that is not there")
+            raise LogBroken("a heartbeat of an unknown instance")
         load = decode_load(fields[b"load"])
         self.fleet.put(
             replace(
@@ -188,7 +188,7 @@ class Mirror:
 
     def _blocks(self, fields: Mapping[bytes, bytes]) -> None:
         if b"come" not in fields:
-            return  # of an older version, with longer hashes
+            return  # a record of an older version, with longer hashes
         self.fleet.publish(
             fields[b"instance"].decode(),
             hashes(fields[b"come"]),

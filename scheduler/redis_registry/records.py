@@ -1,4 +1,4 @@
-"""How instances, transfers and the records of the log look in Redis."""
+"""The encoding of instances, transfers and log records in Redis."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from kvxfer.transfers import Transfer
 from kvxfer.unreadable import UNREADABLE
 from kvxfer.weight_updates import WeightUpdate
 
-# Of what an instance has cached, by the first digit of its hashes.
+# The parts of an instance's cached hashes, by the first digit.
 PARTS: Final = 1 << (KEPT_BITS - 8 * (HASH_BYTES - 1))
 
 REMEDY: Final = (
-    "where it lasts, delete what kvxfer keeps there (by default the keys kvxfer:*), and every "
+    "if it lasts, delete what kvxfer keeps there (by default the keys kvxfer:*), and every "
     "worker registers again"
 )
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raises ControlPlaneUnavailable where `what` is nothing that the registry wrote."""
+    """Raises ControlPlaneUnavailable if `what` is not as the registry writes it."""
     try:
         yield
     except (*UNREADABLE, ValueError, LookupError, struct.error) as error:
@@ -51,7 +51,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 class _Member(msgspec.Struct, frozen=True):
-    """What the scripts keep of an instance beside its spec; they have more that only they read."""
+    """The part of the scripts' record of an instance that is read here; the spec is beside it."""
 
     epoch: int
     state: InstanceState
@@ -82,7 +82,7 @@ def encode_spec(spec: InstanceSpec) -> bytes:
 
 
 def encode_load(load: Load | None) -> bytes:
-    """Without what it sends, which is kept beside it."""
+    """Encodes a load without its traffic, which is kept beside it."""
     return b"" if load is None else _encode(replace(load, sent=()) if load.sent else load)
 
 
@@ -99,19 +99,19 @@ def decode_sent(raw: bytes) -> tuple[Traffic, ...]:
 
 
 def hashes(packed: bytes) -> bytes:
-    """Hashes of blocks, whole."""
+    """Returns packed hashes as they are. Raises ValueError if they are not whole."""
     if len(packed) % HASH_BYTES or max(packed[::HASH_BYTES], default=0) >= PARTS:
         raise ValueError("it is not made of hashes")
     return packed
 
 
 def fields_of(instance_id: str) -> list[str]:
-    """Where the hashes of an instance's blocks are, by their first digit."""
+    """Returns the fields with the hashes of an instance's blocks, by their first digit."""
     return [f"{instance_id}:{part:x}" for part in range(PARTS)]
 
 
 def joined(parts: Sequence[bytes | None]) -> bytes:
-    """The hashes that these fields have."""
+    """Returns the hashes that these fields have."""
     size = HASH_BYTES - 1
     whole = bytearray()
     for part, field in enumerate(parts):
@@ -186,12 +186,12 @@ def decode_change(entry_id: bytes, fields: Mapping[bytes, Any]) -> Change:
 
 
 def id_of(entry_id: bytes) -> int:
-    """The id of a record from that of its stream entry, `ID-0`."""
+    """Returns the id of a record from that of its stream entry, `ID-0`."""
     return int(entry_id.partition(b"-")[0])
 
 
 def finite(raw: bytes) -> float:
-    """A number of seconds."""
+    """Returns a number of seconds. Raises ValueError if it is not finite."""
     number = float(raw)
     _require_finite(number)
     return number

@@ -77,21 +77,21 @@ _FEED_CAPACITY: Final = 10_000
 _WATCH_BATCH: Final = 100
 _KEYSPACE: Final = Keyspace()
 _TIMEOUT: Final = 1.0
-# How often a step of a weight update is tried that another replica was faster at.
+# Attempts at a step of a weight update when another replica is faster.
 _ATTEMPTS: Final = 8
 
 
 class RedisRegistry(Registry):
-    """Belongs to one event loop; `open` it first. `url` is as in RedisUrl.
+    """The registry in Redis, in one event loop; `open` it first. `url` is as in RedisUrl.
 
-    A read first asks Redis how far the log is and waits until the mirror is there too, so it sees
-    whatever any replica did before. Only `choose` does not wait: `reserve` decides in Redis.
+    A read first asks Redis for the end of the log and waits until the mirror is there too, so it
+    sees whatever any replica did before. `choose`, `find` and `opened` do not wait: `reserve`
+    decides in Redis.
 
     While Redis is unavailable, or the mirror is behind, reads are answered from the mirror as it is
     (`stale_seconds`). Steps need Redis alone: while it is unavailable they raise
-    ControlPlaneUnavailable; `timeout` is how long the first one waits for that.
-    Leases end by the clock of Redis, and what waits here waits by that of this machine; `clock`
-    takes the place of both in tests.
+    ControlPlaneUnavailable, the first one after `timeout` seconds. Leases end by the clock of
+    Redis, and waits here end by that of this machine; `clock` takes the place of both in tests.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class RedisRegistry(Registry):
         feed = self._mirror.feed
         while not feed.closed:
             if after is None or not feed.covers(after):
-                # Another replica may have told the reader of a change that is not here yet.
+                # Another replica may have sent the reader a change that is not here yet.
                 await self._catch_up()
                 if after is None or not feed.covers(after):
                     after = feed.last_id
@@ -301,7 +301,7 @@ class RedisRegistry(Registry):
             if isinstance(refused, ControlPlaneUnavailable):
                 self._abandon(transfer_id)
             else:
-                await self._catch_up()  # so that the next choice knows what stood in the way
+                await self._catch_up()  # the next choice then knows what stood in the way
             raise
         except BaseException:
             self._mirror.undo(transfer_id)
@@ -309,13 +309,13 @@ class RedisRegistry(Registry):
             raise
 
     def _abandon(self, transfer_id: str) -> None:
-        """Whether it is reserved is unknown, and its caller will not hear of it here."""
+        """Schedules the release of a transfer that may be reserved although its call failed."""
         self._abandoned.add(transfer_id)
         if self._releasing is None and not self._mirror.feed.closed:
             self._releasing = asyncio.create_task(self._release_abandoned())
 
     async def _release_abandoned(self) -> None:
-        """Gives back what calls without an answer may have reserved, once Redis is available."""
+        """Gives back what unanswered calls may have reserved, once Redis is available."""
         try:
             while self._abandoned:
                 await self._link.available()
@@ -414,13 +414,13 @@ class RedisRegistry(Registry):
             with reading(f"weight update {update_id!r}"):
                 before = decode_update(packed)
             after = step(before)
-            # Asking for a decision that is there renews no lease.
+            # A decision that was made before renews no lease.
             if after is before or await self._take_update(packed, after):
                 return UpdateStep(before, after)
         raise refusals.update_contended(update_id)
 
     async def _take_update(self, was: bytes, update: WeightUpdate) -> bool:
-        """Whether the update was still as it was read; then it is this one from now on."""
+        """Writes the update if it still is as it was read. Returns whether it was."""
         seconds, at = update.lease_seconds, self._link.clock.unix() + update.lease_seconds
         answer = await self._take(
             "weight_update",
@@ -476,16 +476,17 @@ class RedisRegistry(Registry):
         return (now, *self._lengths, _micros(self._policy.lease_seconds))
 
     async def _take(self, step: Step, *arguments: str | bytes) -> list[bytes]:
-        """Takes a step in Redis; raises what it refuses."""
+        """Takes a step in Redis. Raises its refusal."""
         if self._mirror.feed.closed:
             raise refusals.stopping()
         answer = await self._link.take(step, *arguments)
         return accepted(step, answer, arguments)
 
     async def _swept(self) -> int:
-        """Ends all that has run out, by as many steps as it takes: each of them is short.
+        """Ends all that has expired, in as many short steps as it takes.
 
-        Returns the log's last record."""
+        Returns the log's last record.
+        """
         while True:
             with reading("the place in the log"):
                 last, more = await self._take("sweep")
@@ -494,7 +495,7 @@ class RedisRegistry(Registry):
                 return position
 
     async def _catch_up(self) -> None:
-        """Waits until the mirror has all that happened before, where it can be expected to."""
+        """Waits until the mirror has all earlier steps, unless it is known to be behind."""
         try:
             last = await self._swept()
             if self._follower.trouble is None:
@@ -514,7 +515,7 @@ class RedisRegistry(Registry):
         self._link.require()
 
     def _require_current(self) -> None:
-        """That the mirror has all that happened before the last `_catch_up`."""
+        """Raises ControlPlaneUnavailable if the mirror was behind at the last `_catch_up`."""
         self._require_redis()
         if self._follower.trouble is not None:
             raise self._link.unavailable(self._follower.trouble)
@@ -527,7 +528,7 @@ def _instance(instance_id: str, answer: list[bytes]) -> Instance:
 
 
 def _shown(secret: str | None) -> str:
-    """A secret as the scripts take it, `-` where they ask for none."""
+    """Returns a secret as the scripts take it; `-` asks for no secret."""
     return "-" if secret is None else secret
 
 

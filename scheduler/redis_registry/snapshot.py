@@ -1,6 +1,6 @@
 """All that Redis holds of a registry, read in one transaction into a mirror.
 
-What the instances have cached, which is most of it, follows in portions.
+The instances' cached blocks, which are most of the data, follow in portions.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _log = logging.getLogger("kvxfer.registry")
 
 
 class Turns:
-    """Lets requests be answered while much is decoded: every few milliseconds, however long each
-    part of it takes."""
+    """Pauses in which requests are answered while much is decoded: one every few milliseconds,
+    however long each part takes."""
 
     def __init__(self) -> None:
         self._time = asyncio.get_running_loop().time
         self._began = self._time()
 
     async def give(self) -> None:
-        """To be awaited after each part."""
+        """Pauses if it is time. To be awaited after each part."""
         if self._time() - self._began >= _TURN_SECONDS:
             await asyncio.sleep(0)
             self._began = self._time()
@@ -52,7 +52,7 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What some instances have cached at the log's record `position`, as Redis has it."""
+    """The cached blocks of some instances at the log's record `position`, as Redis has them."""
 
     position: int
     parts: dict[str, Sequence[bytes | None]]
@@ -83,9 +83,10 @@ async def read_blocks(client: Redis, prefix: str, names: Sequence[str]) -> Block
 
 
 async def load_blocks(mirror: Mirror, blocks: Blocks) -> None:
-    """Gives the mirror, which is at the same record, what `read_blocks` has read.
+    """Gives the mirror, which is at the same record, the blocks that `read_blocks` has read.
 
-    What is damaged is left out: without it prompts are paired less well, and that is all."""
+    Leaves out damaged ones: without them prompts are only paired less well.
+    """
     turns = Turns()
     for name, parts in blocks.parts.items():
         try:
@@ -100,8 +101,8 @@ async def load_blocks(mirror: Mirror, blocks: Blocks) -> None:
 
 
 async def load(mirror: Mirror, answers: Sequence[Any]) -> None:
-    """Gives the mirror what `read_all` has read. Raises ControlPlaneUnavailable where something
-    is damaged; the mirror stays as it was."""
+    """Gives the mirror the answers that `read_all` has read. Raises ControlPlaneUnavailable if
+    something is damaged; the mirror stays as it was."""
     sequence, changed, members, specs, transfers, updates, tables, entries = answers
     fleet, changes, turns = mirror.empty_fleet(), [], Turns()
     for name, member in members.items():

@@ -1,4 +1,4 @@
-"""Elastic scaling: how many workers of each role the load takes, and who brings that about.
+"""Elastic scaling: the number of workers of each role that the load takes, and who starts them.
 
-`decision` is pure; `autoscaler` measures, decides and, where it leads, has a backend apply it.
+`decision` is pure; `autoscaler` measures, decides and, if it leads, has a backend apply it.
 """

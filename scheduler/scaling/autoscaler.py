@@ -1,4 +1,4 @@
-"""The control loop: measure, decide, and, where this replica leads, have a backend apply it."""
+"""The control loop: measure, decide, and, if this replica leads, have a backend apply it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _RESIGN_SECONDS: Final = 5.0
 
 
 class Autoscaler:
-    """Every replica runs one and decides; only the leader's decisions are applied.
+    """The control loop of a replica. All replicas decide; only the leader's decisions are applied.
 
-    So a replica that takes over knows the load's history. Without a backend nothing is ever
+    A replica that takes over therefore knows the load's history. Without a backend nothing is ever
     applied, and the plan is a dry run. One event loop.
     """
 
@@ -56,8 +56,8 @@ class Autoscaler:
         on_round: Callable[[ScalePlan], None] = lambda _: None,
         on_failure: Callable[[KvxferError | TimeoutError], None] = lambda _: None,
     ) -> None:
-        """Rounds without end, `interval` apart. A round that fails is told, and the next one
-        tries again; until then the fleet stays as it is."""
+        """Runs rounds without end, `interval` seconds apart. Reports a round that fails; the next
+        one tries again, and until then the fleet stays as it is."""
         trouble: str | None = None
         while True:
             try:
@@ -73,7 +73,7 @@ class Autoscaler:
             await asyncio.sleep(self.policy.interval)
 
     async def round(self) -> ScalePlan:
-        """One decision, applied where this replica leads.
+        """Makes one decision, and applies it if this replica leads.
 
         Raises ScalingFailed, NotLeader and ControlPlaneUnavailable.
         """
@@ -81,11 +81,11 @@ class Autoscaler:
         measurements = await self._measure()
         if self._registry.stale_seconds is not None:
             raise ControlPlaneUnavailable(
-                "the registry is away, and nothing is scaled by what was last known of the fleet"
+                "the registry is unavailable, and nothing is scaled by the fleet's last known state"
             )
         decision, after = decide(measurements, self.policy, self._state)
         plan = self._plan(measurements, decision)
-        # A decision that then fails counts as one, too: its cooldown keeps it from being hammered.
+        # A decision that then fails counts, too: its cooldown limits how often it is tried.
         self._state = after
         if self._backend is None or self._token is None:
             return plan
@@ -93,7 +93,7 @@ class Autoscaler:
         return plan
 
     async def plan(self) -> ScalePlan:
-        """What a round would decide now; nothing is applied or remembered."""
+        """Returns what a round would decide now; applies and remembers nothing."""
         measurements = await self._measure()
         decision, _ = decide(measurements, self.policy, self._state)
         return self._plan(measurements, decision)
@@ -104,13 +104,13 @@ class Autoscaler:
             async with asyncio.timeout(_RESIGN_SECONDS):
                 await self._leader.resign()
         except (KvxferError, TimeoutError) as error:
-            _log.warning("the autoscaler's leadership ends with its time: %s", error)
+            _log.warning("the autoscaler's leadership ends only with its term: %s", error)
         await self._leader.close()
         if self._backend is not None:
             await self._backend.close()
 
     async def _apply(self, backend: ScalingBackend, token: int, decision: Decision) -> None:
-        """Both roles are tried; the first failure is raised then."""
+        """Applies the decision to both roles, then raises the first failure."""
         fence = partial(self._leader.confirm, token)
         failure: ScalingFailed | None = None
         for role in (decision.prefill, decision.decode):

@@ -1,4 +1,4 @@
-"""What brings a decision about: the interface that Kubernetes and local processes implement."""
+"""The interface of a scaling backend, which Kubernetes and local processes implement."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import ClassVar, TypeAlias
 from kvxfer.instances import Role
 
 Fence: TypeAlias = Callable[[], Awaitable[None]]
-"""Raises NotLeader where another replica leads by now. Backends call it right before a write."""
+"""A call that raises NotLeader if another replica leads now. Backends make it before each write."""
 
 
 class ScalingBackend(ABC):
-    """Belongs to one event loop. `role` is prefill or decode."""
+    """A backend in one event loop. `role` is prefill or decode."""
 
     name: ClassVar[str]
 
     @abstractmethod
     async def requested(self, role: Role) -> int:
-        """The workers that were asked for, ready or not. Raises ScalingFailed."""
+        """Returns the number of workers asked for, ready or not. Raises ScalingFailed."""
 
     @abstractmethod
     async def scale(self, role: Role, wanted: int, fence: Fence) -> None:
-        """Asks for so many workers and returns; they come and leave in their own time.
+        """Asks for `wanted` workers and returns at once; they come and leave later.
 
         Raises NotLeader, with nothing written after it, and ScalingFailed.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Lets go of what the backend holds."""
+        """Releases what the backend holds."""

@@ -17,7 +17,7 @@ def make_backend(
     cluster_key_file: Path | None = None,
     ticket_keys_file: Path | None = None,
 ) -> ScalingBackend | None:
-    """Called before the event loop begins. None where nothing is to be applied.
+    """Makes a backend, before the event loop begins. Returns None if nothing is to be applied.
 
     Raises NotBuilt and InvalidArgument.
     """

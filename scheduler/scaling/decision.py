@@ -1,7 +1,7 @@
-"""The decision: measurements, policy and what was decided before go in, wanted counts come out.
+"""The decision: measurements, policy and earlier decisions go in, wanted counts come out.
 
-A pure function of its arguments: no clock, no I/O. What it has to remember is a value that comes
-out with each decision and goes into the next one.
+A pure function of its arguments: no clock, no I/O. Its memory is a value that comes out with each
+decision and goes into the next one.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Regret:
 
 @dataclass(frozen=True, slots=True)
 class RoleState:
-    """What the decisions of one role remember. Times are those of the measurements."""
+    """The memory of the decisions of one role. Times are those of the measurements."""
 
     since: float | None = None
-    """When the first measurement was seen."""
+    """The time of the first measurement."""
     asked: tuple[tuple[float, int], ...] = ()
-    """What the rules asked for, as far back as the stabilisation looks: a new entry per change,
-    which holds until the next one."""
+    """The counts that the rules asked for, as far back as the stabilisation looks: a new entry per
+    change, which holds until the next one."""
     up_at: float | None = None
     changed_at: float | None = None
     step_down: StepDown | None = None
@@ -64,11 +64,11 @@ class Decision:
 def decide(
     measurements: Measurements, policy: ScalingPolicy, state: ScalingState
 ) -> tuple[Decision, ScalingState]:
-    """The wanted counts with their reasons, and the state for the next decision.
+    """Returns the wanted counts with their reasons, and the state for the next decision.
 
-    Of all that the rules ask for the most counts. More workers come at once, in steps; fewer only
-    after the demand was lower for `stable_down`. `min` and `max` hold before everything else. The
-    state assumes that the decision is carried out.
+    The largest demand of the rules counts. More workers come at once, in steps; fewer only after
+    the demand was lower for `stable_down`. `min` and `max` hold before everything else. The state
+    assumes that the decision is carried out.
     """
     at = measurements.at
     prefill, prefill_state = _decide_role(
@@ -134,7 +134,8 @@ def _upwards(
         return _clip(clips, Bound.TOLERANCE, wanted, current, why)
     if state.up_at is not None and at - state.up_at < policy.cooldown_up:
         why = (
-            f"workers were added {at - state.up_at:.0f} s ago, of {policy.cooldown_up:g} s to wait"
+            f"workers were added {at - state.up_at:.0f} s ago, "
+            f"and the cooldown is {policy.cooldown_up:g} s"
         )
         return _clip(clips, Bound.COOLDOWN, wanted, current, why)
     why = f"at most {policy.step_up} more at once"
@@ -153,7 +154,7 @@ def _downwards(
 ) -> int:
     seen = at - (at if state.since is None else state.since)
     if seen < policy.stable_down:
-        why = f"the load is known for {seen:.0f} s, of {policy.stable_down:g} s to see before less"
+        why = f"the load is known for {seen:.0f} s, and a step down needs {policy.stable_down:g} s"
         return _clip(clips, Bound.STABILISATION, wanted, current, why)
     most = max(count for _, count in state.asked)
     why = f"up to {most} were asked for in the last {policy.stable_down:g} s"
@@ -166,7 +167,7 @@ def _downwards(
     if state.changed_at is not None and at - state.changed_at < policy.cooldown_down:
         why = (
             f"the count changed {at - state.changed_at:.0f} s ago, "
-            f"of {policy.cooldown_down:g} s to wait"
+            f"and the cooldown is {policy.cooldown_down:g} s"
         )
         return _clip(clips, Bound.COOLDOWN, wanted, current, why)
     why = f"at most {policy.step_down} fewer at once"
@@ -189,7 +190,7 @@ def _clip(clips: list[Clip], bound: Bound, before: int, after: int, why: str) ->
 
 
 def _remember(state: RoleState, at: float, asked: int, seconds: float) -> RoleState:
-    """The state with this demand in it and without those that no longer matter."""
+    """Returns the state with this demand in it and without those that no longer matter."""
     entries = state.asked
     if not entries or entries[-1][1] != asked:
         entries = (*entries, (at, asked))
@@ -219,7 +220,7 @@ def _after(
     at: float,
     policy: ScalingPolicy,
 ) -> RoleState:
-    """The state once the decision is carried out."""
+    """Returns the state once the decision is carried out."""
     if decision.direction == "hold":
         return state
     if decision.direction == "down":
@@ -241,9 +242,9 @@ def _regret(
     at: float,
     policy: ScalingPolicy,
 ) -> Regret | None:
-    """The regret after a step up: a new one where it takes back the last step down.
+    """Returns the regret after a step up: a new one if it takes back the last step down.
 
-    The token rate is known beforehand, so a step up that it asks for is the load's doing.
+    The token rate is known beforehand, so a step up that it asks for is caused by the load.
     """
     step, before = state.step_down, _live_regret(state, decision.role, load, at, policy)
     strongest = max(decision.demands, key=lambda demand: demand.workers, default=None)
@@ -260,7 +261,7 @@ def _regret(
 
 
 def _arrivals(role: Role, load: RoleMeasurement) -> float | None:
-    """What comes in, whatever the count of workers makes of it."""
+    """Returns the rate of arrivals, which does not depend on the count of workers."""
     if role is Role.PREFILL and load.tokens_per_second is not None:
         return load.tokens_per_second
     return load.requests_per_second

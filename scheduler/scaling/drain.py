@@ -25,21 +25,22 @@ async def drain(
     grace: float = _GRACE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> None:
-    """Returns `grace` after the worker's `seconds` are over; one that has left ends by itself.
+    """Drains a worker for at most `seconds`, and returns `grace` seconds after that.
 
-    That a registry does not know it is no proof: it may have lost its memory.
+    The caller notices a worker that ends earlier. A registry that does not know the worker is no
+    proof of its end: it may have lost its memory.
     """
     deadline = clock.monotonic() + seconds
     try:
         async with asyncio.timeout(seconds + grace):
             while True:
                 try:
-                    # Also one that lost its lease before it heard of it, and registered again.
+                    # The worker may have lost its lease before it heard of it, and come back.
                     if (await registry.instance(instance_id)).drain_deadline is None:
                         left = max(0.0, deadline - clock.monotonic())
                         await registry.drain(instance_id, seconds=left)
                 except (UnknownInstance, ControlPlaneUnavailable):
-                    pass  # it is told once it has registered again, or the registry is back
+                    pass  # retried until the worker has registered again or the registry is back
                 await asyncio.sleep(_POLL_SECONDS)
     except TimeoutError:
         _log.warning(

@@ -1,4 +1,4 @@
-"""What the autoscaler of this replica decided last, and when it last wanted something else."""
+"""The autoscaler's last decisions in this replica, and when it last wanted a change."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ _KEPT: Final = 20
 
 
 class ScalingHistory:
-    """One event loop."""
+    """The rounds of one autoscaler, in one event loop."""
 
     def __init__(self) -> None:
         self._latest: ScalePlan | None = None
         self._changes: deque[tuple[float, RoleDecision]] = deque(maxlen=_KEPT)
 
     def note(self, plan: ScalePlan) -> None:
-        """A round that went well."""
+        """Notes a round that went well."""
         self._latest = plan
         for decision in (plan.prefill, plan.decode):
             if decision.direction != "hold":
                 self._note(plan.at, decision)
 
     def _note(self, at: float, decision: RoleDecision) -> None:
-        """One that is only repeated, as in a dry run, takes no further place."""
+        """Notes a change. A repeated one, as in a dry run, replaces the earlier one."""
         last = next((held for held in self._changes if held[1].role is decision.role), None)
         if last is not None and last[1] == decision:
             self._changes.remove(last)
         self._changes.appendleft((at, decision))
 
     def summary(self, now: float) -> ScalingSummary | None:
-        """None before the first round. `now` in seconds since the Unix epoch."""
+        """Returns the history at `now`, in seconds since the Unix epoch; None before the first
+        round."""
         plan = self._latest
         if plan is None:
             return None

@@ -1,14 +1,14 @@
 """Workers as pods: counts go to the scale subresource of a Deployment, StatefulSet,
-LeaderWorkerSet, or whatever else has one.
+LeaderWorkerSet, or any other object that has one.
 
 Fencing. A write is a PUT with the resourceVersion that was read before `fence` was called, in that
-order: read, fence, write. Kubernetes refuses it (409) where the object changed since the read. A
+order: read, fence, write. Kubernetes refuses it (409) if the object changed since the read. A
 deposed leader that read before its successor wrote is refused by Kubernetes; one that read
 afterwards is refused by the fence. So no write of a successor is ever overwritten by an older
 leader. What remains: as long as the successor has not written yet, one write of the deposed leader
 that passed its fence before may still land; the successor sees it in its next round.
 
-Which pod goes is Kubernetes' choice. Its worker gets SIGTERM and drains by itself, for as long as
+Kubernetes chooses the pod that goes. Its worker gets SIGTERM and drains by itself, for as long as
 its own grace and terminationGracePeriodSeconds let it.
 """
 
@@ -35,7 +35,7 @@ _NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/nam
 
 
 class KubernetesBackend(ScalingBackend):
-    """Scales one object per role. Connects with its first request."""
+    """A backend that scales one object per role. It connects with its first request."""
 
     name = "kubernetes"
 
@@ -75,7 +75,7 @@ class KubernetesBackend(ScalingBackend):
 
         if self._api is None:
             self._api = ApiClient(self._cluster)
-        # Its scale routes take any group, version and plural, the built-in ones too.
+        # The scale routes take any group, version and plural, also the built-in ones.
         return CustomObjectsApi(self._api)
 
     async def _read(self, target: ScaleTarget) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class KubernetesBackend(ScalingBackend):
         return scale
 
     async def _write(self, target: ScaleTarget, scale: dict[str, Any], wanted: int) -> bool:
-        """False where the object changed since `scale` was read."""
+        """Writes the count. Returns False if the object changed since `scale` was read."""
         body = {**scale, "spec": {**scale.get("spec", {}), "replicas": wanted}}
         answer = await self._call(
             target,
@@ -99,7 +99,7 @@ class KubernetesBackend(ScalingBackend):
         return answer is not None
 
     async def _call(self, target: ScaleTarget, what: str, method: Any, *arguments: Any) -> Any:
-        """The answer; None for a conflict."""
+        """Returns the answer; None for a conflict."""
         from aiohttp import ClientError
         from kubernetes_asyncio.client import ApiException
 
@@ -132,15 +132,15 @@ _HINTS: Final = {
 
 
 def _replicas(scale: Mapping[str, Any]) -> int:
-    # A count of 0 is left out by the API.
+    # The API leaves out a count of 0.
     return int(scale.get("spec", {}).get("replicas", 0))
 
 
 def find_cluster(config: KubernetesConfig) -> KubernetesBackend:
-    """A backend on the cluster that this pod runs in, else on the one of the kubeconfig.
+    """Returns a backend on the cluster that this pod runs in, else on the one of the kubeconfig.
 
-    Called before the event loop begins. Raises NotBuilt where the Kubernetes client is not
-    installed, InvalidArgument where there is no cluster to be found.
+    Call it before the event loop begins. Raises NotBuilt if the Kubernetes client is not installed,
+    InvalidArgument if no cluster is found.
     """
     try:
         from kubernetes_asyncio import config as discovery

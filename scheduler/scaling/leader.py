@@ -1,7 +1,7 @@
-"""Which replica applies decisions: the interface, and the leader of a control plane that is one.
+"""The election of the replica that applies decisions, and the leader of a single replica.
 
-A leader has a term, named by its fencing token: each later term has a greater one. What it writes
-is fenced by `confirm`, right before the write.
+A leader has a term, named by its fencing token: each later term has a greater one. `confirm` fences
+each write of the leader, right before it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ class Leader(ABC):
 
     @abstractmethod
     async def campaign(self) -> int | None:
-        """Begins or prolongs a term. Returns its token, or None where another replica leads.
+        """Begins or prolongs a term. Returns its token, or None if another replica leads.
 
-        Raises ControlPlaneUnavailable if that is not known; then this replica does not lead.
+        Raises ControlPlaneUnavailable if that is unknown; this replica then does not lead.
         """
 
     @abstractmethod
@@ -29,11 +29,11 @@ class Leader(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Lets go of what the election holds; resign before."""
+        """Releases what the election holds; resign first."""
 
 
 class OnlyReplica(Leader):
-    """Leads always: the registry is in this process, so there is no other replica."""
+    """A leader that always leads: the registry is in this process, without other replicas."""
 
     async def campaign(self) -> int | None:
         return 1

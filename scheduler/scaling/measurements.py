@@ -1,4 +1,4 @@
-"""What a decision is made from: the load of each role, as numbers."""
+"""The measurements for a decision: the load of each role, as numbers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvxfer.instances import Instance, InstanceState, Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleMeasurement:
-    """The workers of one role together. None is: not measured."""
+    """The workers of one role together. None means not measured."""
 
     ready: int = 0
     joining: int = 0
     draining: int = 0
     requested: int | None = None
-    """Workers that the backend was asked for; None where there is no backend."""
+    """Workers that the backend was asked for; None if there is no backend."""
     running: int = 0
     waiting: int = 0
     backlog: int = 0
@@ -52,11 +52,11 @@ def measure(
     model: str | None = None,
     requested: dict[Role, int] | None = None,
 ) -> Measurements:
-    """The measurements of a fleet. Workers of role `both` are no one's to scale and do not count.
+    """Returns the measurements of a fleet. Workers of role `both` are not scaled and do not count.
 
-    Rates are summed over the ready workers that report them, latencies averaged over them by
+    Rates are summed over the ready workers that report them. Latencies are averaged over these by
     their request rates (a percentile of percentiles does not exist; the mean says where most
-    requests are). TTFT may be reported by either side, as decode sees the first token.
+    requests are). Either side may report TTFT, as decode sees the first token.
     """
     fleet = [i for i in instances if model in (None, i.model) and i.role is not Role.BOTH]
     ready = [i for i in fleet if i.state is InstanceState.READY]
@@ -71,7 +71,7 @@ def measure(
         )
         for role in (Role.PREFILL, Role.DECODE)
     )
-    # A transfer is reserved on both sides all along; what prefill still has is no load of decode.
+    # A transfer is reserved on both sides throughout; what is at prefill is no load of decode.
     in_prefill = prefill.running + prefill.waiting
     decode = replace(decode, backlog=max(decode.backlog - in_prefill, 0))
     return Measurements(at=at, prefill=prefill, decode=decode)
@@ -99,7 +99,8 @@ def _role(
 
 
 def blocks_in_use(worker: Instance) -> int:
-    """Blocks in use or promised. A reserved block may be in use too: the two are not added up."""
+    """Returns the blocks in use or promised. A reserved block may be in use too, so the two are not
+    added up."""
     free = worker.load.free_blocks
     in_use = 0 if free is None else worker.num_blocks - free
     return max(in_use, worker.reserved.blocks)

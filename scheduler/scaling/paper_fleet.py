@@ -1,5 +1,5 @@
-"""A fleet on paper, for replays and for the times between what `kvxfer simulate` looks at: what
-workers of a known speed would make of a load.
+"""A fleet on paper: a model of what workers of a known speed make of a load. Replays use it, and
+`kvxfer simulate` uses it between the windows that it simulates.
 
 A fluid model in steps of one second, meant to exercise decisions and not to predict an engine:
 
@@ -23,7 +23,7 @@ from kvxfer.scheduler.scaling.measurements import Measurements, RoleMeasurement
 from kvxfer.scheduler.scaling.trace import Load
 from kvxfer.scheduler.scaling.worker_model import BLOCK_TOKENS, WorkerModel
 
-# Above it the M/D/1 wait is that of a queue, which is counted by itself.
+# Above this the M/D/1 wait is that of a queue, which is counted by itself.
 _MOST_UTILISATION: Final = 0.95
 # Workers report what they emit as a mean over about a minute.
 _RATE_SECONDS: Final = 60.0
@@ -31,7 +31,7 @@ _RATE_SECONDS: Final = 60.0
 
 @dataclass(slots=True)
 class _Workers:
-    """The workers of one role: the ready ones, and when each of the others will be."""
+    """The workers of one role: the ready ones, and the times at which the others will be ready."""
 
     ready: int
     coming: list[float] = field(default_factory=list)
@@ -56,16 +56,16 @@ class _Workers:
 
 @dataclass(frozen=True, slots=True)
 class PaperState:
-    """What there is of a fleet at one moment."""
+    """The state of a fleet at one moment."""
 
     prefill: int
     """Ready workers."""
     decode: int
     queued_tokens: float
-    """Of prompts that are not computed."""
+    """Tokens of prompts that are not computed yet."""
     decoding: float
-    """Requests at decode, those that wait there included: what emits as much as it has to is what
-    there is before those that end in the last second have left."""
+    """Requests at decode, those that wait there included. Those that end in the last second count,
+    as they emit tokens in it."""
 
 
 class PaperFleet:
@@ -94,18 +94,18 @@ class PaperFleet:
         )
 
     def resume(self, queued_tokens: float, decoding: float, evenness: float = 1.0) -> None:
-        """Goes on from what was seen elsewhere. `evenness` is what batches of different sizes emit,
-        as a part of what they would if they were all alike."""
+        """Continues from a state seen elsewhere. `evenness` is the output of batches of different
+        sizes, as a part of what it would be if they were all alike."""
         self._evenness = evenness
         self._queued_tokens, self._decoding = queued_tokens, decoding
         self._emit(self._load)
 
     def give_up(self, queued_tokens: float) -> None:
-        """What is queued beyond this leaves."""
+        """Drops the queued tokens beyond `queued_tokens`."""
         self._queued_tokens = min(self._queued_tokens, queued_tokens)
 
     def advance(self, now: float, load: Load) -> None:
-        """One second of `load` passes; it is `now` after it."""
+        """Lets one second of `load` pass, up to `now`."""
         self._load = load
         self._prefill.advance(now)
         self._decode.advance(now)
@@ -130,7 +130,7 @@ class PaperFleet:
         self._emit(load)
 
     def _emit(self, load: Load) -> None:
-        """What a second of tokens comes to."""
+        """Emits the tokens of one second."""
         self._emitting = self._decoding
         batch = min(self._decoding, self._decode_slots()) / self._decode.ready
         self.itl = self._model.itl(batch)
@@ -146,7 +146,7 @@ class PaperFleet:
         return self._load.prompt_tokens + self._load.output_tokens / 2
 
     def measurements(self, at: float) -> Measurements:
-        """What workers and registry would report at this moment."""
+        """Returns what workers and registry would report at this moment."""
         load, model = self._load, self._model
         queued = self._queued_tokens / load.prompt_tokens
         computing = min(queued, self._prefill.ready)

@@ -1,4 +1,4 @@
-"""What an operator asks of the autoscaler: targets, bounds and patience."""
+"""The autoscaler's policy: targets, bounds and patience."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class RolePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     min: int = 1
     max: int = 8
     latency: float | None = None
-    """Seconds that the 90th percentile shall keep: TTFT at prefill, inter-token at decode."""
+    """The target of the 90th percentile in seconds: TTFT at prefill, inter-token at decode."""
     tokens_per_second: float | None = None
-    """What one worker computes within the latency target, from a benchmark: tokens of prompts at
-    prefill, tokens of output at decode."""
+    """The tokens that one worker computes per second within the latency target, from a benchmark:
+    tokens of prompts at prefill, tokens of output at decode."""
     utilisation: float = 0.8
     """The part of `tokens_per_second` to plan with."""
     requests: float | None = 8.0
-    """Requests, running and waiting, that one worker shall have."""
+    """The target of a worker's requests, running and waiting."""
     occupancy: float | None = 0.8
-    """The part of its KV blocks that a worker shall have in use."""
+    """The target of the part of a worker's KV blocks in use."""
     backlog: float | None = 8.0
-    """Transfers, opened and not yet begun at decode, that one worker shall have."""
+    """The target of a worker's transfers, opened and not yet begun at decode."""
 
     def __post_init__(self) -> None:
         _require(self.min >= 1, "min", self.min, "1 or more: nothing is measured without a worker")
@@ -50,21 +50,21 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     model: str | None = None
     """Only workers of this model count; None counts all."""
     interval: float = 10.0
-    """Between two decisions."""
+    """The time between two decisions."""
     tolerance: float = 0.05
     """A demand above the count by no more than this part changes nothing."""
     step_up: int = 4
-    """Workers that one decision adds at most."""
+    """The most workers that one decision adds."""
     step_down: int = 1
-    """Workers that one decision takes away at most."""
+    """The most workers that one decision takes away."""
     cooldown_up: float = 30.0
-    """Between two decisions that add workers of one role."""
+    """The time between two decisions that add workers of one role."""
     cooldown_down: float = 60.0
-    """Between any change of a role and one that takes workers away."""
+    """The time between any change of a role and one that takes workers away."""
     stable_down: float = 300.0
-    """How long the demand must have been lower before workers are taken away."""
+    """The time for which the demand must have been lower before workers are taken away."""
     latency_memory: float = 3600.0
-    """How long a step down that broke the latency target is not tried again at that load."""
+    """The time in which a step down that broke the latency target is not repeated at that load."""
     prefill: RolePolicy = RolePolicy(latency=1.0)
     decode: RolePolicy = RolePolicy(latency=0.05, requests=32.0)
 

@@ -18,7 +18,7 @@ _NAME: Final = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?$"
 
 
 class ScaleTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the scale subresource of one role belongs to; the default is a Deployment.
+    """The object whose scale subresource counts one role's workers; the default is a Deployment.
 
     A StatefulSet is apps/v1 statefulsets, a LeaderWorkerSet leaderworkerset.x-k8s.io/v1
     leaderworkersets. Its replicas must each be one registered worker.
@@ -41,24 +41,24 @@ class KubernetesConfig(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     tag_field="kind", tag="kubernetes",
 ):  # fmt: skip
-    """Workers are pods: counts go to scale subresources."""
+    """The settings for workers as pods: counts go to scale subresources."""
 
     prefill: ScaleTarget
     decode: ScaleTarget
     namespace: str | None = None
-    """None takes the one of the pod or of the kubeconfig."""
+    """The namespace; None takes that of the pod or of the kubeconfig."""
 
 
 class ProcessesConfig(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     tag_field="kind", tag="processes",
 ):  # fmt: skip
-    """Workers are processes of this host, for development."""
+    """The settings for workers as processes of this host, for development."""
 
     arguments: tuple[str, ...] = ()
-    """Of `kvxfer worker`, for both roles."""
+    """The arguments of `kvxfer worker`, for both roles."""
     drain_seconds: float = 60.0
-    """How long a worker may finish its requests before it is stopped."""
+    """The time in which a worker may finish its requests before it is stopped."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.drain_seconds <= 86_400:
@@ -73,7 +73,7 @@ class ScalingFile(ScalingPolicy, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def read_scaling_file(path: Path) -> ScalingFile:
-    """Reads YAML, or TOML where the name ends in .toml.
+    """Reads YAML, or TOML if the name ends in .toml.
 
     Raises InvalidArgument that names the file, the member, its value and the remedy.
     """
@@ -81,7 +81,7 @@ def read_scaling_file(path: Path) -> ScalingFile:
 
 
 def read_bundled_policy() -> ScalingFile:
-    """The policy that goes with the bundled traces."""
+    """Reads the policy that goes with the bundled traces."""
     bundled = resources.files("kvxfer.scheduler.scaling") / "traces" / "policy.toml"
     return parse_scaling_file(str(bundled), tomllib.loads(bundled.read_text(encoding="utf-8")))
 

@@ -1,8 +1,8 @@
 """Workers as processes of this host: `kvxfer worker`, started and stopped by the control plane.
 
 For development. The processes belong to the replica that started them and end with it, so this
-backend is for a control plane of one replica; its fence can only be checked right before each
-start and stop, and a process that is starting cannot be taken back by anybody else.
+backend is for a control plane of one replica. Its fence can only be checked right before each start
+and stop, and no other replica can take back a process that is starting.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class _Worker:
 
 
 class ProcessBackend(ScalingBackend):
-    """Owns its worker processes; `close` ends them all.
+    """A backend that owns its worker processes; `close` ends them all.
 
-    The workers have this process's environment, and with it the cluster key where there is no
-    `cluster_key_file`, their token, and the CA of the control plane.
+    The workers have this process's environment: their token, the CA of the control plane, and the
+    cluster key if there is no `cluster_key_file`.
     """
 
     name = "processes"
@@ -98,7 +98,7 @@ class ProcessBackend(ScalingBackend):
         worker.task = asyncio.create_task(self._live(worker), name=worker.instance_id)
 
     async def _live(self, worker: _Worker) -> None:
-        """The worker's process from its start to its end."""
+        """Runs the worker's process from its start to its end."""
         arguments = ["worker", "--role", worker.role, "--instance-id", worker.instance_id, "--json"]
         try:
             name = f"{worker.role} worker {worker.instance_id}"
@@ -124,15 +124,15 @@ class ProcessBackend(ScalingBackend):
             self._workers.remove(worker)
 
     async def _leave(self, worker: _Worker, child: Child) -> None:
-        """Returns when the worker may be stopped: it was told to leave, and should have."""
+        """Returns when the worker may be stopped: it was told to leave, and its time is over."""
         await child.ready(_START_SECONDS)
         await worker.leaving.wait()
         await drain(self._registry, worker.instance_id, seconds=self._config.drain_seconds)
 
 
 def leave_first(own: list[str], fleet: Mapping[str, Instance]) -> list[str]:
-    """The ids in the order in which they should leave: not yet registered, then the least busy,
-    of these the youngest."""
+    """Returns the ids in the order in which they should leave: not yet registered, then the least
+    busy, among these the youngest."""
 
     def order(instance_id: str) -> tuple[int, float]:
         instance = fleet.get(instance_id)

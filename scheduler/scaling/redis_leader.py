@@ -1,10 +1,10 @@
 """One leader among several replicas, by a lock in Redis with a fencing token.
 
 The lock is one key with a time to live; every step on it is a Lua script and thus atomic, and every
-call ends within a few seconds. Tokens ascend, also over a Redis that lost its data: a token is at
-least the microseconds since the Unix epoch, by Redis' clock. A fail-over to a replica of Redis that
-missed the latest term may let two control planes lead until the older one renews; what that can do
-is up to the backend's own fencing (`kubernetes.py`).
+call ends within a few seconds. Tokens ascend even if Redis loses its data: a token is at least the
+microseconds since the Unix epoch, by Redis' clock. A fail-over to a replica of Redis that missed
+the latest term may let two control planes lead until the older one renews; the fencing of the
+backend (`kubernetes.py`) bounds what that can do.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ return 0
 
 
 class RedisLeader(Leader):
-    """Holds the lock for `seconds` after each `campaign`; call it a few times in that time.
+    """A holder of the lock for `seconds` after each `campaign`; call it a few times in that time.
 
     Owns the client.
     """
@@ -55,7 +55,7 @@ class RedisLeader(Leader):
     def __init__(self, redis: Redis, *, seconds: float = 30.0, prefix: str = "kvxfer") -> None:
         self._redis = redis
         self._milliseconds = max(round(seconds * 1000), 1)
-        # Of one hash tag: that of the prefix where it has one.
+        # Both have one hash tag: that of the prefix if it has one.
         self._lock, self._last = (f"{prefix}:{{scaling}}:{key}" for key in ("leader", "token"))
         self._replica = secrets.token_hex(8)
         self._token: int | None = None
@@ -78,7 +78,7 @@ class RedisLeader(Leader):
                 held = await self._redis.get(self._lock)
         except (RedisError, OSError) as error:
             raise NotLeader(
-                f"whether token {token} still leads cannot be found out: Redis does not answer "
+                f"it is unknown if token {token} still leads: Redis does not answer "
                 f"({_words(error)}); nothing was written"
             ) from error
         text = held.decode(errors="backslashreplace") if isinstance(held, bytes) else held
@@ -120,8 +120,8 @@ def _token(answer: bytes | str | int, key: str) -> int:
         return int(answer)
     except ValueError:
         raise ControlPlaneUnavailable(
-            f"the token {answer!r} in Redis is no number, and the autoscaler has no leader; delete "
-            f"the key {key} there"
+            f"the token {answer!r} in Redis is not a number, so the autoscaler has no leader; "
+            f"delete the key {key} there"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""A load trace through the decision, on virtual time."""
+"""The replay of a load trace: its decisions, on virtual time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReplayStep:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """All decisions of a trace, and what they came to. None where the policy has no target."""
+    """All decisions of a trace, and their totals. A part without a target or requests is None."""
 
     steps: tuple[ReplayStep, ...]
     requests: float

@@ -1,4 +1,4 @@
-"""How many workers each rule asks for: pure arithmetic over the measurements of one role.
+"""The number of workers that each rule asks for: pure arithmetic over one role's measurements.
 
 The model is the one of published planners for disaggregated serving:
 
@@ -29,7 +29,7 @@ from kvxfer.scaling import Demand, Rule
 from kvxfer.scheduler.scaling.measurements import RoleMeasurement
 from kvxfer.scheduler.scaling.policy import RolePolicy
 
-# Below this utilisation more workers shorten the wait by next to nothing.
+# Below this utilisation more workers hardly shorten the wait.
 _LEAST_UTILISATION: Final = 0.2
 _P90_OF_MEAN: Final = math.log(10)
 _MOST_GROWTH: Final = 2.0
@@ -43,7 +43,7 @@ _Rule: TypeAlias = Callable[[Role, RoleMeasurement, RolePolicy, float], _Answer]
 def demands(
     role: Role, load: RoleMeasurement, policy: RolePolicy, *, tolerance: float
 ) -> Iterator[_Answer]:
-    """What each rule says, in a fixed order: a demand, or why it is silent."""
+    """Yields the answer of each rule, in a fixed order: a demand, or why the rule is silent."""
     for rule in _RULES:
         yield rule(role, load, policy, tolerance)
 
@@ -70,7 +70,7 @@ def _rate(role: Role, load: RoleMeasurement, policy: RolePolicy, _: float) -> _A
 
 
 def _md1_utilisation(alone: float, target: float) -> float:
-    """The utilisation at which a prompt's time and the 90th percentile of its wait are `target`."""
+    """Returns the utilisation at which a prompt's time and the p90 of its wait sum to `target`."""
     slack = max(target / alone - 1, 0.0) * 2 / _P90_OF_MEAN if alone > 0 else math.inf
     return max(1.0 if math.isinf(slack) else slack / (1 + slack), _LEAST_UTILISATION)
 

@@ -19,7 +19,7 @@ BUNDLED: Final = ("step", "day", "burst")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What comes in: requests per second and their mean lengths in tokens."""
+    """The load of a fleet: requests per second and their mean lengths in tokens."""
 
     requests_per_second: float
     prompt_tokens: float
@@ -28,7 +28,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Each load holds from its second to the next one's; the last second ends the trace."""
+    """Loads over time. Each holds from its second to the next one's; the last second is the end."""
 
     name: str
     seconds: tuple[float, ...]
@@ -43,9 +43,9 @@ class Trace:
 
 
 def read_trace(name: str) -> Trace:
-    """The trace of a file, or a bundled one: `step`, `day` or `burst`.
+    """Reads the trace of a file, or a bundled one: `step`, `day` or `burst`.
 
-    Raises InvalidArgument that names the line where the file is no trace.
+    Raises InvalidArgument that names the wrong line of a file.
     """
     if name in BUNDLED:
         bundled = resources.files("kvxfer.scheduler.scaling") / "traces" / f"{name}.csv"

@@ -16,18 +16,18 @@ class WorkerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefill_tokens_per_second: float = 20_000.0
     """Tokens/s of a prefill instance."""
     prefill_overhead: float = 0.0
-    """Seconds of a prompt beside that, whatever its length."""
+    """Further seconds of a prompt, whatever its length."""
     itl_base: float = 0.008
     """Seconds of a decode step."""
     itl_per_request: float = 0.0004
     """Seconds more per request in the batch."""
     batch: int = 256
-    """Requests in a batch at most."""
+    """The most requests in a batch."""
     kv_blocks: int = 20_000
     """KV blocks of 16 tokens."""
     start_seconds: float = 60.0
-    """From asked for to ready, when scaling."""
-    # What follows counts in `kvxfer simulate` alone.
+    """Seconds from the request for a worker until it is ready, when scaling."""
+    # The members below count in `kvxfer simulate` alone.
     kv_bytes_per_token: float = 131_072.0
     """Bytes of KV cache per token."""
     nics: int = 1
@@ -45,9 +45,9 @@ class WorkerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ValueError(f"{name} is {value}; write a number above 0")
 
     def prefill_seconds(self, tokens: float) -> float:
-        """What one prompt takes by itself."""
+        """Returns the seconds that one prompt takes by itself."""
         return self.prefill_overhead + tokens / self.prefill_tokens_per_second
 
     def itl(self, batch: float) -> float:
-        """Seconds per token in a batch of so many requests."""
+        """Returns the seconds per token in a batch of `batch` requests."""
         return self.itl_base + self.itl_per_request * batch

@@ -1,10 +1,10 @@
-"""What goes by on paper: from one window of a simulation to the next.
+"""The time between the windows of a simulation, on paper.
 
-A large fleet has more requests in a day than anybody can simulate one by one. So short windows,
-one drawn at random from each part of the day, are simulated request by request; what lies between
-them is the fluid model of `kvxfer scale replay`, which becomes exact as a fleet grows. The model
-begins with what the workers had at the end of a window, and the next window begins with what the
-model came to: so a queue that a burst leaves behind, and workers that have to start, are there.
+A large fleet has too many requests in a day to simulate one by one. So short windows, one drawn at
+random from each part of the day, are simulated request by request; between them runs the fluid
+model of `kvxfer scale replay`, which becomes exact as a fleet grows. The model begins with the
+state of the workers at the end of a window, and the next window begins with the state of the model.
+A queue that a burst leaves behind, and workers that have to start, are therefore carried over.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from kvxfer.scheduler.simulator.workers import DecodeWorker, PrefillWorker, Requ
 from kvxfer.scheduler.simulator.workload import Arrivals
 
 _STEP: Final = 1.0
-# Before the first window: long enough for batches to fill up.
+# Seconds before the first window: long enough for batches to fill up.
 _WARM_UP: Final = 600
-# A queue that is worked off within this is the chance of arrivals, which the windows have
-# themselves.
+# A queue that is worked off within this comes from the randomness of arrivals, which the windows
+# have themselves.
 _CHANCE_SECONDS: Final = 1.0
 
 
@@ -55,7 +55,7 @@ class Between:
         self._next_decision = 0.0
         self._workers = [policy.prefill, policy.decode]
         self.worker_seconds = [0.0, 0.0]
-        """Of prefill and decode workers that were asked for."""
+        """Seconds of the prefill and decode workers that were asked for."""
         self.actions: list[Action] = []
         self.at = 0.0
         first = load(0.0, 60.0)
@@ -68,13 +68,14 @@ class Between:
         return self._paper.state
 
     def resume(self, fleet: SimulatedFleet, window: Window) -> None:
-        """A window has passed, and is closed."""
+        """Continues after a window that has passed and is closed."""
         self._count(window.end - self.at)
         self.at = window.end
         self._paper.resume(_queued(fleet), _decoding(fleet), _evenness(window, self._model))
 
     def advance(self, until: float) -> None:
-        """The last step may be a shorter one, in which arrivals are fewer."""
+        """Advances to `until` in steps of a second. A last step of up to half a second lets no load
+        pass, a longer one a whole second of it."""
         while self.at < until:
             then = min(self.at + _STEP, until)
             load = self._load(self.at, then)
@@ -98,19 +99,19 @@ class Between:
             self.worker_seconds[place] += count * seconds
 
     def _give_up(self, load: Load) -> None:
-        """No request waits longer for a first token."""
+        """Drops requests that have waited too long for a first token."""
         per_second = load.prompt_tokens / self._model.prefill_seconds(load.prompt_tokens)
         self._paper.give_up(self._paper.state.prefill * per_second * self._longest)
 
 
 def changes(at: float, decision: Decision | ScalePlan) -> Iterator[Action]:
-    """What a decision makes otherwise."""
+    """Yields the changes that a decision makes."""
     for role in (decision.prefill, decision.decode):
         if role.direction != "hold":
             yield Action(at, role.role.value, role.current, role.wanted, role.because)
 
 
-# --- what a window begins and ends with ---------------------------------------------------------
+# --- the start and the end of a window ----------------------------------------------------------
 
 
 def _queued(fleet: SimulatedFleet) -> float:
@@ -124,7 +125,7 @@ def _decoding(fleet: SimulatedFleet) -> int:
 
 
 def _evenness(window: Window, model: WorkerModel) -> float:
-    """What all batches of a window emitted, as a part of what batches of the mean size would."""
+    """Returns the output of all batches of a window, as a part of that of batches of mean size."""
     sizes = list(enumerate(window.seconds_in_batch))
     mean = sum(n * seconds for n, seconds in sizes) / window.decode_seconds
     if not mean:
@@ -136,8 +137,8 @@ def _evenness(window: Window, model: WorkerModel) -> float:
 def match(
     fleet: SimulatedFleet, state: PaperState, like: Arrivals, draw: np.random.Generator
 ) -> None:
-    """Brings the fleet to what the model came to: workers, batches, and queues where there are
-    more than chance makes. `like` is what requests look like then."""
+    """Brings the fleet to the state of the model: workers, batches, and queues that are longer than
+    chance makes them. `like` has requests as they are at that time."""
     for role, wanted in ((Role.PREFILL, state.prefill), (Role.DECODE, state.decode)):
         more = wanted - fleet.count(role)
         for _ in range(more):
@@ -147,7 +148,7 @@ def match(
     if not len(like):
         return
     _match_queues(fleet, state, like, draw)
-    # Requests that prefill has will be at decode by themselves.
+    # Requests at prefill will reach decode by themselves.
     in_prefill = sum(sum(worker.load) for worker in fleet.prefill.values())
     more = round(state.decoding) - (_decoding(fleet) - in_prefill)
     if more > 0:
@@ -182,8 +183,8 @@ def _match_queues(
 
 
 def _begin(fleet: SimulatedFleet, count: int, like: Arrivals, draw: np.random.Generator) -> None:
-    """Requests that are somewhere in the middle of their answers: a long answer is met there more
-    often than a short one, and at any of its tokens."""
+    """Begins requests in the middle of their answers: a long answer is met there more often than a
+    short one, and at any of its tokens."""
     parts = like.output / like.output.sum()
     places = draw.choice(len(like), size=count, p=parts)
     left = np.maximum(np.ceil(like.output[places] * draw.random(count)), 1)
@@ -194,7 +195,7 @@ def _begin(fleet: SimulatedFleet, count: int, like: Arrivals, draw: np.random.Ge
 
 
 def _drop(fleet: SimulatedFleet, count: int, draw: np.random.Generator) -> None:
-    """Requests leave at random."""
+    """Drops requests at random."""
     workers: list[DecodeWorker] = [w for w in fleet.decode.values() if w.batch]
     sizes = [len(worker.batch) for worker in workers]
     total = sum(sizes)

@@ -1,8 +1,8 @@
-"""The fleet of a simulation: the way of a request through the real pairing and workers on paper.
+"""The fleet of a simulation: each request passes through the real pairing and workers on paper.
 
 An event per stage of a request (its prompt is computed, its cache is at decode, its last token),
-none per token. Workers say what they have with heartbeats, so pairing knows as little as it does in
-a cluster; a heartbeat that would say what the last one said is left out.
+none per token. Workers report with heartbeats, so pairing knows as little as in a cluster; a
+heartbeat that would repeat the last one is left out.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvxfer.transfers import TransferRequest
 
 # A router asks again after up to 0.2 s, this long on average.
 _RETRY_SECONDS: Final = 0.1
-# As `kvxfer serve --transfer-seconds`.
+# The default of `kvxfer serve --transfer-seconds`.
 _TRANSFER_SECONDS: Final = 60.0
 _LAYER_PART: Final = 1 / LAYOUT.num_layers
 
 
 class SimulatedFleet(Members):
-    """Members that serve requests, and what is counted of it."""
+    """The members that serve requests, and the counts of a run."""
 
     def __init__(self, settings: FleetSettings) -> None:
         super().__init__(settings)
@@ -37,19 +37,19 @@ class SimulatedFleet(Members):
         self._waiting: deque[Request] = deque()
         self._asking = False
         self._under_way = 0
-        """Requests that have not come to their end."""
+        """Requests that have not ended."""
         self._spare = [0.0] * (self.model.batch + 2)
-        """For what belongs to no window."""
+        """Seconds in batches outside any window."""
 
     def serve(self, requests: Iterable[Request], until: float) -> None:
-        """`run` while these requests arrive."""
+        """Runs up to `until` while these requests arrive."""
         for request in requests:
             self.run(request.arrived)
             self.arrive(request)
         self.run(until)
 
     def finish(self, *, at_most: float) -> None:
-        """Lets all requests come to their end, as far as they do within so many seconds."""
+        """Runs until all requests have ended, for at most `at_most` seconds."""
         until = self.now + at_most
         while self._under_way and self._events and self._events[0][0] <= until:
             self.run(self._events[0][0])
@@ -89,7 +89,7 @@ class SimulatedFleet(Members):
             self.after(_RETRY_SECONDS, self._ask_again)
 
     def _ask_again(self, _: None) -> None:
-        """For those that have no pair, the first one first, until one gets none."""
+        """Asks again for the requests without a pair, in order, until one gets none."""
         self._asking = False
         while self._waiting:
             request = self._waiting[0]
@@ -107,7 +107,7 @@ class SimulatedFleet(Members):
             self.windows[request.window].refused += 1
 
     def _pair(self, request: Request) -> bool:
-        """Whether it is done with: it has a pair, or there never is one."""
+        """Pairs a request. Returns whether it is settled: it has a pair, or never will."""
         settings = self.settings
         hashes = request.hashes
         asked = TransferRequest(
@@ -170,9 +170,9 @@ class SimulatedFleet(Members):
             self.leave_if_done(worker)
 
     def _transfer(self, request: Request) -> float:
-        """When the whole cache is at decode. Layers travel while later ones are computed, so what
-        is left then is the last layer, unless the network is slower than prefill or still busy
-        with earlier requests of either side."""
+        """Returns the time when the whole cache is at decode. Layers travel while later ones are
+        computed, so only the last layer is left then, unless the network is slower than prefill or
+        still busy with earlier requests of either side."""
         model, prefill, decode = self.model, request.prefill, request.decode
         per_second = model.nics * model.nic_gb_per_second * 1e9
         seconds = request.prompt * model.kv_bytes_per_token / per_second
@@ -182,7 +182,7 @@ class SimulatedFleet(Members):
         return done
 
     def _arrived(self, request: Request) -> None:
-        """Its cache is at decode."""
+        """Queues a request at decode, where its cache has arrived."""
         worker = request.decode
         if self.now - request.arrived > self.settings.first_token_seconds:
             self._give_up(request)
@@ -196,7 +196,7 @@ class SimulatedFleet(Members):
         self._advance(worker)
 
     def _advance(self, worker: DecodeWorker) -> None:
-        """A request that has its last token leaves; requests that fit begin."""
+        """Removes requests that have their last token, and begins those that fit."""
         window = self.window
         worker.advance(self.now, self._spare if window is None else window.seconds_in_batch)
         for request in worker.leave():
@@ -212,12 +212,12 @@ class SimulatedFleet(Members):
             self.leave_if_done(worker)
 
     def _due(self, worker: DecodeWorker) -> None:
-        if worker.due <= self.now:  # else one that came later is done sooner
+        if worker.due <= self.now:  # else an earlier event took its place
             worker.due = math.inf
             self._advance(worker)
 
     def _begun(self, worker: DecodeWorker, request: Request) -> None:
-        """From here on decode's own load counts it."""
+        """Begins a request at decode, whose own load counts it from here on."""
         self._release(request)
         ttft = request.first_token - request.arrived
         meter = worker.meter
@@ -250,7 +250,7 @@ class SimulatedFleet(Members):
         window.good += in_time and itl <= settings.itl_target
 
     def _give_up(self, request: Request) -> None:
-        """It has waited too long for its first token."""
+        """Gives up a request that has waited too long for its first token."""
         decode = request.decode
         decode.incoming -= 1
         self._under_way -= 1
@@ -266,10 +266,10 @@ class SimulatedFleet(Members):
                 immediately(self.registry.release(request.transfer.transfer_id))
             request.transfer = None
 
-    # --- what comes and goes otherwise -------------------------------------------------------
+    # --- changes between windows -------------------------------------------------------------
 
     def begin_decoding(self, requests: Iterable[Request]) -> None:
-        """Pairing finds places for requests whose cache is at decode already."""
+        """Begins requests whose cache is at decode already, at places that pairing finds."""
         placed = []
         for request in requests:
             asked = TransferRequest(model=MODEL, prompt_tokens=request.prompt)
@@ -291,7 +291,7 @@ class SimulatedFleet(Members):
             self.report(worker)
 
     def drop(self, worker: DecodeWorker, places: list[int]) -> None:
-        """Requests leave, by their places in the batch."""
+        """Drops requests by their places in the batch."""
         worker.advance(self.now, self._spare)
         worker.drop(places)
         self._under_way -= len(places)
@@ -300,7 +300,7 @@ class SimulatedFleet(Members):
             self.report(worker)
 
     def withdraw(self, worker: PrefillWorker) -> None:
-        """The last request of a queue leaves."""
+        """Withdraws the last request of a queue."""
         request = worker.queue.pop()
         decode = request.decode
         decode.incoming -= 1

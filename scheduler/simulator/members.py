@@ -23,7 +23,7 @@ from kvxfer.scheduler.simulator.workers import DecodeWorker, PrefillWorker, Work
 T = TypeVar("T")
 
 MODEL: Final = "simulated"
-# The parts of a layout that matter here are the size of a block and that all have the same.
+# Only the size of a block matters here, and that all have the same layout.
 LAYOUT: Final = KvLayout(
     num_layers=32, num_kv_heads=8, head_size=128, dtype="bfloat16", block_size=BLOCK_TOKENS
 )
@@ -31,21 +31,21 @@ LAYOUT: Final = KvLayout(
 _LEASE_SECONDS: Final = 1e12
 _DRAIN_SECONDS: Final = 3600.0
 
-# (time, order, what to do, with what)
+# (time, order, callback, its argument)
 _Event: TypeAlias = tuple[float, int, Callable[[Any], None], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSettings:
-    """What of a fleet does not depend on its load."""
+    """The settings of a fleet that do not depend on its load."""
 
     model: WorkerModel
     scorer: Scorer | None = None
     heartbeat_seconds: float = 2.0
     capacity_seconds: float = 5.0
-    """How long a request waits for a pair, as `kvxfer router --capacity-seconds`."""
+    """The time that a request waits for a pair, as `kvxfer router --capacity-seconds`."""
     first_token_seconds: float = 30.0
-    """When a request without a token is given up, as `kvxfer router --first-token-seconds`."""
+    """The time that a request waits for a token, as `kvxfer router --first-token-seconds`."""
     ttft_target: float = 1.0
     itl_target: float = 0.05
     rack_size: int | None = None
@@ -57,7 +57,7 @@ class FleetSettings:
 
 
 def immediately(step: Coroutine[Any, Any, T]) -> T:
-    """The result of a step that does not wait, as those of the embedded registry."""
+    """Returns the result of a step that does not wait, as those of the embedded registry."""
     try:
         step.send(None)
     except StopIteration as ended:
@@ -67,7 +67,7 @@ def immediately(step: Coroutine[Any, Any, T]) -> T:
 
 
 class Members:
-    """Its own clock: seconds of simulated time. Belongs to one thread."""
+    """The workers of a fleet, and a clock of simulated seconds. One thread."""
 
     def __init__(self, settings: FleetSettings) -> None:
         self.settings = settings
@@ -79,9 +79,9 @@ class Members:
         self.prefill: dict[str, PrefillWorker] = {}
         self.decode: dict[str, DecodeWorker] = {}
         self.gone_seconds = {Role.PREFILL: 0.0, Role.DECODE: 0.0}
-        """Of workers that have left, from registered to gone."""
+        """Seconds of the workers that have left, from registered to gone."""
         self.window: Window | None = None
-        """What is counted now goes there."""
+        """The window that counts what happens now."""
         self._events: list[_Event] = []
         self._order = itertools.count()
         self._names = itertools.count()
@@ -102,7 +102,7 @@ class Members:
         heapq.heappush(self._events, (self.now + seconds, next(self._order), what, with_))
 
     def run(self, until: float) -> None:
-        """Everything that happens up to a moment."""
+        """Runs all events up to a moment."""
         events = self._events
         while events and events[0][0] <= until:
             self.now, _, what, with_ = heapq.heappop(events)
@@ -112,7 +112,7 @@ class Members:
     # --- workers -----------------------------------------------------------------------------
 
     def add(self, role: Role, *, ready: bool = True) -> Worker:
-        """A worker registers."""
+        """Registers a worker."""
         number = next(self._names)
         name = f"{role}-{number:06}"
         labels = {}
@@ -153,7 +153,8 @@ class Members:
             self.changed(worker)
 
     def take_away(self, role: Role, count: int) -> None:
-        """Those that are not ready yet go first, then the least busy ones, once they are idle."""
+        """Takes workers away once they are idle. Those that are not ready yet go first, then the
+        least busy ones."""
         workers: dict[str, Any] = self.prefill if role is Role.PREFILL else self.decode
         staying = [worker for worker in workers.values() if not worker.draining]
         staying.sort(key=lambda w: (w.ready, sum(w.load) + w.incoming, w.name))
@@ -163,7 +164,7 @@ class Members:
             self.leave_if_done(worker)
 
     def count(self, role: Role) -> int:
-        """Workers that are to stay."""
+        """Returns the number of workers that are to stay."""
         workers = self.prefill if role is Role.PREFILL else self.decode
         return sum(not worker.draining for worker in workers.values())
 
@@ -193,7 +194,7 @@ class Members:
     # --- heartbeats --------------------------------------------------------------------------
 
     def changed(self, worker: Worker) -> None:
-        """Its next heartbeat will say so."""
+        """Schedules the worker's next heartbeat, which reports the change."""
         if not worker.beating:
             worker.beating = True
             every = self.settings.heartbeat_seconds
@@ -207,12 +208,12 @@ class Members:
         if worker.name not in self.prefill and worker.name not in self.decode:
             return
         self.report(worker)
-        # Rates go on changing while nothing arrives, until they are nothing.
+        # Rates keep changing while nothing arrives, until they are 0.
         if worker.meter is not None and worker.meter.requests_per_second:
             self.changed(worker)
 
     def report(self, worker: Worker) -> None:
-        """A heartbeat of this moment."""
+        """Sends a heartbeat now."""
         running, waiting = worker.load
         meter = worker.meter
         free = None

@@ -12,8 +12,8 @@ _FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: Path) -> None:
-    """Raises NotBuilt without matplotlib, InvalidArgument where the file cannot be written: before
-    the simulation, and not after it."""
+    """Raises NotBuilt without matplotlib, InvalidArgument if the file cannot be written. Call it
+    before the simulation."""
     try:
         import matplotlib as _  # noqa: F401
     except ImportError as error:
@@ -25,7 +25,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot_course(results: Sequence[Results], path: Path) -> None:
-    """One panel per figure, one line per policy."""
+    """Draws a panel per figure, with a line per policy."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

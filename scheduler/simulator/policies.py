@@ -1,4 +1,4 @@
-"""What is compared: fixed sizes, scaling files, pairing files; and how large a fleet has to be."""
+"""The policies to compare: fixed sizes, scaling files, pairing files; and the size of a fleet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REMEDY: Final = (
     "write fixed, fixed=PREFILL:DECODE, scaling=default, scaling=FILE, pairing=FILE, or two of "
     "them with a comma"
 )
-# The least of a fleet that the default policy goes down to, and how fast it goes.
+# The least part of a fleet that the default policy keeps, and the most that it adds or takes away.
 _LEAST_PART: Final = 1 / 8
 _UP_PART, _DOWN_PART = 1 / 20, 1 / 50
 _UTILISATION: Final = 0.8
@@ -27,28 +27,28 @@ _UTILISATION: Final = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """One of those that are compared."""
+    """One of the policies to compare."""
 
     name: str
     prefill: int
-    """Workers that there are at the beginning."""
+    """Workers at the beginning."""
     decode: int
     scaling: ScalingPolicy | None = None
-    """None keeps these counts."""
+    """The autoscaler's policy; None keeps these counts."""
     scorer: Scorer | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one worker of each role serves in requests per second, all of it used."""
+    """The requests per second that one worker of each role serves, fully used."""
 
     prefill: float
     decode: float
     batch: float
-    """The batch of decode with that."""
+    """Requests in the batch of decode at that rate."""
 
     def split(self, instances: int) -> tuple[int, int]:
-        """Prefill and decode workers that reach their limits together."""
+        """Returns the prefill and decode workers that reach their limits together."""
         part = self.decode / (self.prefill + self.decode)
         prefill = min(max(round(instances * part), 1), instances - 1)
         return prefill, instances - prefill
@@ -58,7 +58,8 @@ class Capacity:
 
 
 def capacity(model: WorkerModel, load: Load, *, itl_target: float) -> Capacity:
-    """With the largest batch that keeps the target and fits into the KV cache."""
+    """Returns the capacity with the largest batch that keeps the target and fits into the KV
+    cache."""
     in_cache = model.kv_blocks * BLOCK_TOKENS / (load.prompt_tokens + load.output_tokens / 2)
     in_target = (itl_target - model.itl_base) / model.itl_per_request
     batch = max(min(in_cache, in_target, model.batch), 1.0)
@@ -79,7 +80,7 @@ def read_policy(
     ttft_target: float,
     itl_target: float,
 ) -> Policy:
-    """What `--policy` says. `at_first` is the rate at the beginning.
+    """Parses `--policy`. `at_first` is the rate at the beginning.
 
     Raises InvalidArgument that names the part and the remedy.
     """
@@ -125,7 +126,7 @@ def _begin(role: RolePolicy, workers: float) -> int:
 def _default(
     prefill: int, decode: int, of: Capacity, load: Load, ttft_target: float, itl_target: float
 ) -> ScalingPolicy:
-    """Up to the whole fleet, by the speed of its workers and the targets."""
+    """Returns a policy up to the whole fleet, by the speed of its workers and the targets."""
     instances = prefill + decode
     return ScalingPolicy(
         step_up=max(4, math.ceil(instances * _UP_PART)),

@@ -25,26 +25,26 @@ from kvxfer.scheduler.simulator.workload import Arrivals, Workload
 _WINDOWS: Final = 96
 _WINDOW_SECONDS: Final = 2.0
 _FEWEST, _MOST = 24, 288
-# Requests that are under way at the end may take so long to finish.
+# The most seconds that requests under way at the end may take to finish.
 _LAST_SECONDS: Final = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What is simulated, but for the policy."""
+    """The settings of a simulation, except the policy."""
 
     workload: Workload
     model: WorkerModel
     detail: int = 600_000
-    """Requests that are simulated one by one at most; of more than these, windows are."""
+    """The most requests to simulate one by one; if there are more, only windows are simulated."""
     heartbeat_seconds: float = 2.0
     ttft_target: float = 1.0
     itl_target: float = 0.05
     rack_size: int | None = None
     gpus: float = 1.0
-    """Per instance."""
+    """GPUs per instance."""
     cost_per_hour: float = 0.0
-    """Of a GPU."""
+    """The cost of a GPU per hour."""
     seed: int = 0
 
     @property
@@ -52,7 +52,8 @@ class Simulation:
         return self.workload.expected(0.0, self.workload.seconds) > self.detail
 
     def windows(self) -> list[Window]:
-        """All of the time in a row, or one short window at random in each equal part of it."""
+        """Returns windows over all of the time, or one short window at random in each equal part of
+        it."""
         seconds = self.workload.seconds
         requests = self.workload.expected(0.0, seconds)
         if not self.sampled:
@@ -91,7 +92,7 @@ class Simulation:
 def simulate(
     simulation: Simulation, policy: Policy, on_window: Callable[[], None] = lambda: None
 ) -> Results:
-    """Runs all of the workload under one policy; the same requests for every policy."""
+    """Runs all of the workload under one policy; every policy gets the same requests."""
     run = _run_sampled if simulation.sampled else _run_whole
     return run(simulation, policy, on_window)
 
@@ -179,7 +180,7 @@ def _results(
 
 
 class _Backend(ScalingBackend):
-    """Workers of a simulated fleet: they take their time to start."""
+    """The workers of a simulated fleet, which take their time to start."""
 
     name = "simulated"
 
@@ -203,7 +204,7 @@ class _Backend(ScalingBackend):
 
 
 def _autoscale(fleet: SimulatedFleet, scaling: ScalingPolicy, actions: list[Action]) -> None:
-    """A round of the real autoscaler every `interval`."""
+    """Runs a round of the real autoscaler every `interval`."""
     autoscaler = Autoscaler(fleet.registry, scaling, backend=_Backend(fleet), clock=fleet)
 
     def round_(_: Any) -> None:

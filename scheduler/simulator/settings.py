@@ -1,4 +1,4 @@
-"""What a simulation may be given, and how the command line names it."""
+"""The settings of a simulation, and their names on the command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvxfer.settings import check_bounds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationSettings:
-    """None: the default, where there is one."""
+    """The settings of a simulation. None means the default, if there is one."""
 
     instances: Annotated[int, Meta(ge=2, le=100_000)] = 100
     """Instances of the fleet."""
@@ -25,9 +25,9 @@ class SimulationSettings:
     itl_target: float = 0.05
     """Target of the ITL, seconds."""
     seed: Annotated[int, Meta(ge=0)] = 0
-    """Draws the requests."""
+    """The seed that draws the requests."""
     detail: Annotated[int, Meta(ge=1000)] = 400_000
-    """Requests that are simulated one by one at most; of more, windows are."""
+    """The most requests to simulate one by one; if there are more, only windows are simulated."""
     hours: Annotated[float, Meta(le=24 * 31)] | None = None
     """Length of the generated day."""
     load: float | None = None
@@ -39,16 +39,16 @@ class SimulationSettings:
     output_tokens: Annotated[float, Meta(ge=1)] | None = None
     """Mean answer."""
     trace: Path | None = None
-    """Requests of a file instead: a CSV as of Azure's LLM inference traces, or JSON lines as of
-    Mooncake."""
+    """A file of requests to use instead: a CSV like Azure's LLM inference traces, or JSON lines
+    like Mooncake's."""
     heartbeat_seconds: float = 2.0
-    """Between heartbeats: a third of the lease."""
+    """Seconds between heartbeats: a third of the lease."""
     rack_size: Annotated[int, Meta(ge=1)] | None = None
     """Instances per rack, for the distances of pairing."""
     gpus: float = 1.0
     """GPUs of an instance."""
     cost_per_hour: Annotated[float, Meta(ge=0)] = 0.0
-    """What a GPU costs in an hour."""
+    """The cost of a GPU per hour."""
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument."""
@@ -73,5 +73,5 @@ class SimulationSettings:
 
 
 def option(name: str) -> str:
-    """A member as the command line names it."""
+    """Returns a member's name on the command line."""
     return f"--{name.replace('_', '-')}"

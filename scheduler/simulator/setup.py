@@ -1,4 +1,4 @@
-"""From what was asked for to a simulation: defaults, sizes, and errors that name the value."""
+"""The simulation that settings ask for: defaults, sizes, and errors that name the value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvxfer.scheduler.simulator.workload import GeneratedDay, Workload
 _OPTIONS: Final = {"prefill_tokens_per_second": "prefill_speed"}
 _HOURS, _LOAD, _PROMPT_TOKENS, _OUTPUT_TOKENS = 24.0, 0.5, 2000.0, 250.0
 _MOST_REQUESTS: Final = 1_000_000
-# What a policy begins with is sized by these.
+# The load of these seconds sizes the fleet that a policy begins with.
 _FIRST_SECONDS: Final = 600.0
 
 

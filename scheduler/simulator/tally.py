@@ -1,4 +1,4 @@
-"""What a simulation counts, window by window, and what that comes to."""
+"""The counts of a simulation, window by window, and their totals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Window:
     start: float
     end: float
     expected: float
-    """Requests that the workload has in all of it."""
+    """Requests of the workload from `begins` to `ends`."""
     arrived: int = 0
     refused: int = 0
     """Requests that got no pair in time."""
@@ -42,10 +42,10 @@ class Window:
     """Tokens of prompts that were not computed, as they were cached."""
     prompt: int = 0
     seconds_in_batch: list[float] = field(default_factory=list)
-    """Over all decode workers, by the size of the batch."""
+    """Seconds of all decode workers, by the size of the batch."""
     prefill_busy: float = 0.0
     prefill_seconds: float = 0.0
-    """Of ready workers."""
+    """Seconds of ready workers."""
     decode_seconds: float = 0.0
     prefill_workers: int = 0
     decode_workers: int = 0
@@ -73,7 +73,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One window in the course of time. None: nothing was measured in it."""
+    """One window in the course of time. None means that nothing was measured in it."""
 
     at: float
     requests_per_second: float
@@ -86,7 +86,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Of one policy. Percentiles are by percent, in seconds; parts are of 1."""
+    """The results of one policy. Percentiles are by percent, in seconds; parts are of 1."""
 
     policy: str
     seconds: float
@@ -94,13 +94,13 @@ class Results:
     simulated: int
     windows: int
     sampled: bool
-    """Whether what lies between the windows went by on paper."""
+    """Whether the time between the windows was modelled on paper."""
     ttft: dict[int, float | None]
     itl: dict[int, float | None]
     good: float
     """The part of the requests that kept both targets."""
     good_error: float | None
-    """Half of the 95 % confidence interval of `good` where windows are a sample."""
+    """Half of the 95 % confidence interval of `good` if windows are a sample."""
     goodput: float
     """Requests per second that kept both targets."""
     output_tokens_per_second: float
@@ -129,7 +129,7 @@ class Results:
 def percentiles(
     values: Floats, weights: Floats, percents: Sequence[int] = PERCENTS
 ) -> dict[int, float | None]:
-    """The smallest value that at least so many percent of the weight do not exceed."""
+    """Returns the smallest values that at least `percents` of the weight do not exceed."""
     kept = weights > 0
     values, weights = values[kept], weights[kept]
     if not len(values):
@@ -151,7 +151,7 @@ def ttft_percentiles(windows: Iterable[Window]) -> dict[int, float | None]:
 
 
 def itl_percentiles(windows: Iterable[Window], model: WorkerModel) -> dict[int, float | None]:
-    """Over all tokens: in a batch of n so many come per second as n / ITL(n)."""
+    """Returns the percentiles over all tokens: a batch of n emits n / ITL(n) tokens per second."""
     tokens: dict[int, float] = {}
     for window in windows:
         for size, seconds in enumerate(window.seconds_in_batch):
@@ -184,7 +184,7 @@ def summarise(
     def by_time(of: Callable[[Window], float]) -> float:
         return sum(of(window) * window.time_weight for window in windows)
 
-    # What had not come to its end with the last window says nothing of itself.
+    # Requests that had not ended with the last window do not count.
     ended = by_requests(_ended)
     begun = by_requests(lambda w: len(w.ttft))
     started = by_requests(lambda w: w.prompt)
@@ -237,8 +237,8 @@ def _part(of: float, all_: float) -> float:
 
 
 def _error(windows: Sequence[Window], good: float) -> float | None:
-    """Of a ratio over windows that were drawn one from each stratum, as if from all alike: the
-    strata can only make it smaller (Cochran, Sampling Techniques, section 6.4)."""
+    """Returns the error of a ratio over windows that were drawn one from each stratum, as if from
+    all alike: the strata can only make it smaller (Cochran, Sampling Techniques, section 6.4)."""
     weights = np.array([w.weight * _ended(w) for w in windows])
     if len(windows) < 2 or not weights.sum():
         return None

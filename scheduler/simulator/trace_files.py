@@ -30,9 +30,9 @@ _Row: TypeAlias = tuple[float, int, int, tuple[int, ...]]
 
 
 def read_requests(path: Path) -> RecordedRequests:
-    """The requests of a file, the first of them at 0 s, whatever the order of its lines.
+    """Reads the requests of a file. The first is at 0 s, whatever the order of the lines.
 
-    Raises InvalidArgument that names the line and the remedy where it is no trace.
+    Raises InvalidArgument that names the line and the remedy if the file is no trace.
     """
     try:
         with path.open(encoding="utf-8", newline="") as lines:
@@ -113,7 +113,7 @@ def _mooncake(name: str, lines: Iterable[str]) -> list[_Row]:
 
 
 def _tokens(where: str, what: str, value: Any) -> int:
-    """A request with an empty prompt or answer counts as one of a token."""
+    """Returns a number of tokens; an empty prompt or answer counts as one token."""
     try:
         count = int(value) if isinstance(value, str | int) and not isinstance(value, bool) else -1
     except ValueError:

@@ -1,4 +1,4 @@
-"""What prefill and decode workers do with their requests: queues, batches, networks."""
+"""The prefill and decode workers of a simulation: queues, batches, networks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvxfer.load_meter import LoadMeter
 from kvxfer.scheduler.scaling.worker_model import BLOCK_TOKENS, WorkerModel
 from kvxfer.transfers import Transfer
 
-# Times are sums of floats: what is so many seconds away is now.
+# Times are sums of floats: what is this few seconds away is due.
 _ROUNDING: Final = 1e-9
 
 
@@ -36,7 +36,7 @@ class Request:
     )
 
     prefill: PrefillWorker
-    """Where it was sent, as `decode`."""
+    """The prefill worker that it was sent to."""
     decode: DecodeWorker
 
     def __init__(
@@ -55,17 +55,17 @@ class Request:
         self.window = window
         self.hashes = hashes
         self.counted = counted
-        """Whether it is one of the workload, and not one that fills the fleet up."""
+        """True if it belongs to the workload, false if it fills up the fleet."""
         self.transfer: Transfer | None = None
         self.started = self.joined = self.first_token = self.first_wait = math.nan
 
     def blocks(self) -> float:
-        """KV blocks that it takes at decode, on average over its stay."""
+        """Returns the KV blocks that it takes at decode, on average over its stay."""
         return (self.prompt + self.output / 2) / BLOCK_TOKENS
 
 
 class Worker:
-    """What both roles have in common."""
+    """A worker of either role."""
 
     def __init__(self, name: str, epoch: int, model: WorkerModel, now: float) -> None:
         self.name = name
@@ -75,16 +75,16 @@ class Worker:
         self.ready = False
         self.draining = False
         self.network_free = now
-        """When its NICs have sent or received all that was given to them."""
+        """The time when its NICs have sent or received all that was given to them."""
         self.beating = False
-        """Whether its next heartbeat is on its way."""
+        """True if its next heartbeat is on its way."""
         self.beats = -1
         """The number of its last heartbeat, or of that one."""
         self.meter: LoadMeter | None = None
         self.phase = 0.0
-        """Where in the interval its heartbeats are, as a part of 1."""
+        """The place of its heartbeats in the interval, as a part of 1."""
         self.incoming = 0
-        """Transfers that were opened with it and have not got here."""
+        """Transfers that were opened with it and have not arrived."""
         self.stood_since = now
 
     @property
@@ -97,13 +97,13 @@ class Worker:
         return not any(self.load) and not self.incoming
 
     def stood(self, now: float) -> float:
-        """For how long it has been ready since this was asked last."""
+        """Returns the seconds that it was ready since the last call."""
         since, self.stood_since = self.stood_since, now
         return now - since if self.ready else 0.0
 
 
 class PrefillWorker(Worker):
-    """One prompt after the other, in the order of their arrival."""
+    """A worker that computes one prompt after the other, in the order of their arrival."""
 
     def __init__(self, name: str, epoch: int, model: WorkerModel, now: float) -> None:
         super().__init__(name, epoch, model, now)
@@ -120,18 +120,18 @@ class PrefillWorker(Worker):
         return int(self.current is not None), len(self.queue)
 
     def began(self, now: float, seconds: float) -> None:
-        """It computes for so long from now on."""
+        """Notes that it computes for `seconds` from now on."""
         self._busy += seconds
         self._busy_until = now + seconds
 
     def computed(self, now: float) -> float:
-        """For how long it has computed since this was asked last."""
+        """Returns the seconds that it computed since the last call."""
         left = max(self._busy_until - now, 0.0)
         busy, self._busy = self._busy - left, left
         return busy
 
     def cached(self, hashes: tuple[int, ...]) -> int:
-        """How many of the first hashes are here; all of them are afterwards."""
+        """Returns how many of the first hashes are cached; all of them are afterwards."""
         cache, hits = self.cache, 0
         for number in hashes:
             if number not in cache:
@@ -144,30 +144,31 @@ class PrefillWorker(Worker):
         return hits
 
     def evict(self, capacity: int) -> None:
-        """Takes out what does not fit, the least recently used first."""
+        """Takes out the hashes beyond `capacity`, the least recently used first."""
         surplus = max(len(self.cache) - capacity, 0)
         self.published.remove([self.cache.popitem(last=False)[0] for _ in range(surplus)])
 
 
 class DecodeWorker(Worker):
-    """Continuous batching: all of the batch get their next token at once, slower the more they are.
+    """A worker with continuous batching: the requests of a batch get their next token at once,
+    slower the more they are.
 
-    `tokens` counts those that a request would have got that is here for ever; one that joins is
-    done when it has grown by the request's own. So a step of the batch costs nothing: only who
-    joins and who leaves is an event.
+    `tokens` counts the tokens of a request that never leaves. A request that joins is done when
+    `tokens` has grown by its output. So a step of the batch costs nothing: only a request that
+    joins or leaves is an event.
     """
 
     def __init__(self, name: str, epoch: int, model: WorkerModel, now: float) -> None:
         super().__init__(name, epoch, model, now)
         self.batch: list[tuple[float, int, Request]] = []
-        """(when `tokens` is this it is done, order of joining, request), a heap."""
+        """A heap of (value of `tokens` when it is done, order of joining, request)."""
         self.queue: deque[Request] = deque()
         self.tokens = 0.0
         self.at = now
         self.held = 0.0
         """KV blocks in use."""
         self.due = math.inf
-        """When the next request is done, where an event is on its way for that."""
+        """The time when the next request is done, if an event is on its way for that."""
         self._joined = 0
 
     @property
@@ -175,7 +176,7 @@ class DecodeWorker(Worker):
         return len(self.batch), len(self.queue)
 
     def advance(self, now: float, seconds_in_batch: list[float]) -> None:
-        """Time passes; `seconds_in_batch` takes note of how long the batch had its size."""
+        """Lets time pass, and adds it to `seconds_in_batch` at the size of the batch."""
         size = len(self.batch)
         if size:
             elapsed = now - self.at
@@ -184,7 +185,7 @@ class DecodeWorker(Worker):
         self.at = now
 
     def admit(self, now: float) -> list[Request]:
-        """Those of the queue that begin now, in their order, as far as they fit."""
+        """Begins the requests of the queue that fit, in their order, and returns them."""
         begun = []
         while self.queue and self._fits(self.queue[0]):
             request = self.queue.popleft()
@@ -198,12 +199,12 @@ class DecodeWorker(Worker):
 
     def _fits(self, request: Request) -> bool:
         if not self.batch:
-            return True  # alone it has all there is
+            return True  # alone it has the whole cache
         blocks = self.held + request.blocks()
         return len(self.batch) < self.model.batch and blocks <= self.model.kv_blocks
 
     def leave(self) -> list[Request]:
-        """Those that have got their last token."""
+        """Removes and returns the requests that have got their last token."""
         done: list[Request] = []
         if not self.batch:
             return done
@@ -221,7 +222,7 @@ class DecodeWorker(Worker):
         return self.at + left * self.model.itl(len(self.batch))
 
     def drop(self, places: list[int]) -> None:
-        """Takes requests out of the batch, by where they are in it."""
+        """Takes requests out of the batch, by their places in it."""
         gone = set(places)
         for place in gone:
             self.held -= self.batch[place][2].blocks()

@@ -13,8 +13,8 @@ from kvxfer.scheduler.scaling.trace import Load
 Floats: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ints: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
-# Requests are drawn in pieces of so many seconds, each with a separate seed: the same ones come,
-# whichever parts of the day are looked at.
+# Requests are drawn in pieces of this many seconds, each with a separate seed: the requests do not
+# depend on the parts of the day that are looked at.
 _PIECE_SECONDS: Final = 10
 _SIGMA_PROMPT: Final = 1.0
 _SIGMA_OUTPUT: Final = 0.8
@@ -32,7 +32,7 @@ class Arrivals:
     prompt: Ints
     output: Ints
     hashes: tuple[tuple[int, ...], ...] | None = None
-    """Of each request the chain hashes of its prompt."""
+    """The chain hashes of each request's prompt."""
 
     def __len__(self) -> int:
         return len(self.at)
@@ -55,16 +55,16 @@ class Workload(Protocol):
 
     @property
     def tokens_per_hash(self) -> int | None:
-        """None where nothing is known of common prefixes."""
+        """The tokens of each hash; None if common prefixes are unknown."""
 
     def expected(self, start: float, end: float) -> float:
-        """Requests between the two, on average over all draws."""
+        """Returns the number of requests from `start` to `end`, on average over all draws."""
 
     def between(self, start: float, end: float) -> Iterator[Arrivals]:
-        """The requests between the two, in pieces that fit into memory."""
+        """Yields the requests from `start` to `end`, in pieces that fit into memory."""
 
     def load(self, start: float, end: float) -> Load:
-        """What comes in between the two."""
+        """Returns the load from `start` to `end`."""
 
 
 class GeneratedDay:

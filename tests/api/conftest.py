@@ -29,7 +29,7 @@ def registry(clock: VirtualClock) -> EmbeddedRegistry:
 
 @pytest.fixture(params=["embedded", pytest.param("redis", marks=pytest.mark.native)])
 async def either_registry(request: pytest.FixtureRequest, clock: VirtualClock) -> Registry:
-    """Each implementation in turn: that in Redis is told the time."""
+    """Each implementation in turn; the one in Redis uses the clock of the test."""
     if request.param == "embedded":
         return EmbeddedRegistry(LeasePolicy(LEASE), clock=clock)
     url = request.getfixturevalue("empty_redis").url
@@ -47,13 +47,13 @@ def app(registry: Registry, clock: VirtualClock) -> FastAPI:
 
 @pytest.fixture
 async def api(app: FastAPI) -> AsyncIterator[httpx2.AsyncClient]:
-    """A control plane at work, called without a network."""
+    """A client of a running control plane, without a network."""
     async with calling(app) as client:
         yield client
 
 
 def registration(instance_id: str, role: str = "prefill", **changes: Any) -> dict[str, Any]:
-    """The body that registers a worker, ready unless it is changed."""
+    """Returns the body that registers a worker, ready by default."""
     state = changes.pop("state", "ready")
     incarnation = changes.pop("incarnation", "")
     body = json.decode(json.encode(worker(instance_id, role, **changes)))
@@ -67,7 +67,7 @@ async def join(api: httpx2.AsyncClient, instance_id: str, role: str = "prefill",
 
 
 def problem(answer: httpx2.Response, status: int, code: str) -> dict[str, Any]:
-    """The problem document of an answer, after checking what each of them has in common."""
+    """Returns the problem document of an answer, and checks the members that all have."""
     body: dict[str, Any] = answer.json()
     assert answer.headers["content-type"] == "application/problem+json"
     assert (answer.status_code, body["status"], body["code"]) == (status, status, code)

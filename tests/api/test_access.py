@@ -1,4 +1,4 @@
-"""Which scope may call which route: every route of the schema against every scope."""
+"""The scopes that may call each route: every route of the schema against every scope."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .conftest import problem, registration
 from .test_openapi import SCHEMA
 
 PUBLIC = {("get", "/healthz"), ("get", "/readyz")}
-# The scopes that each route takes, said once more than in the code: a change has to be meant.
+# The scopes that each route takes, repeated here so that a change is deliberate.
 TAKES = {
     ("post", "/v1/instances"): "worker",
     ("get", "/v1/instances"): "worker router admin",
@@ -81,7 +81,7 @@ def tokens_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def settings() -> dict[str, Any]:
-    """What a test sets about the control plane."""
+    """Settings of the control plane that a test overrides."""
     return {}
 
 
@@ -144,7 +144,7 @@ async def test_route_takes_its_scopes_and_refuses_all_others(api, method, path, 
     ],
 )
 @pytest.mark.parametrize(("method", "path"), sorted(TAKES))
-async def test_route_refuses_who_has_no_token(api, method, path, headers, challenge):
+async def test_route_refuses_callers_without_a_valid_token(api, method, path, headers, challenge):
     answer = await call(api, method, path, headers=headers)
     problem(answer, 401, "unauthenticated")
     assert answer.headers["www-authenticate"] == challenge
@@ -156,7 +156,7 @@ async def test_probes_need_no_token(api, method, path):
     assert (await call(api, method, path)).status_code in (200, 503)
 
 
-async def test_scheme_is_named_in_any_case(api):
+async def test_scheme_is_case_insensitive(api):
     answer = await api.get("/v1/instances", headers={"authorization": f"bEARER {token('admin')}"})
     assert answer.status_code == 200
 
@@ -208,7 +208,7 @@ def test_router_of_open_routes_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("settings", [{"rate_limit": 5.0}])
-async def test_caller_that_is_too_fast_is_told_when_to_come_again(api):
+async def test_caller_above_its_rate_is_told_when_to_retry(api):
     admin = bearer(token("admin"))
     for _ in range(5):
         assert (await api.get("/v1/instances", headers=admin)).status_code == 200
@@ -222,7 +222,7 @@ async def test_caller_that_is_too_fast_is_told_when_to_come_again(api):
 
 
 @pytest.mark.parametrize("settings", [{"rate_limit": 0}])
-async def test_no_rate_limit_where_none_is_wanted(api):
+async def test_rate_limit_of_0_limits_nothing(api):
     for _ in range(100):
         answer = await api.get("/v1/instances", headers=bearer(token("admin")))
         assert answer.status_code == 200
@@ -256,10 +256,10 @@ async def test_body_that_is_too_large_is_refused_unread(api, chunked):
 
 
 def raw_request(port: int, head: str, body: bytes) -> bytes:
-    """What a server answers to bytes that no client library would send."""
+    """Returns the answer of a server to bytes that no client library would send."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         connection.sendall(head.replace("\n", "\r\n").encode() + b"\r\n")
-        with contextlib.suppress(OSError):  # it may hang up on the rest
+        with contextlib.suppress(OSError):  # the server may hang up on the rest
             connection.sendall(body)
         with contextlib.suppress(ConnectionResetError):
             return connection.recv(65536)
@@ -272,7 +272,7 @@ def raw_request(port: int, head: str, body: bytes) -> bytes:
     ["Transfer-Encoding: chunked", "Content-Length: 5\nTransfer-Encoding: chunked"],
     ids=["chunked", "both"],
 )
-def test_length_that_is_not_declared_or_is_a_lie_is_no_way_around_the_limit(length):
+def test_missing_or_false_content_length_does_not_evade_the_limit(length):
     chunks = b"".join(b"%x\r\n%b\r\n" % (500, b" " * 500) for _ in range(10)) + b"0\r\n\r\n"
     head = f"POST /v1/transfers HTTP/1.1\nHost: h\nContent-Type: application/json\n{length}\n"
     with RunningControlPlane(max_body_bytes=2000) as server:
@@ -285,14 +285,14 @@ def test_length_that_is_not_declared_or_is_a_lie_is_no_way_around_the_limit(leng
 
 
 @pytest.mark.parametrize("sent", ["abc-123", "01JD.trace/7=", "x" * 128])
-async def test_sane_request_id_is_kept(api, sent):
+async def test_valid_request_id_is_kept(api, sent):
     answer = await api.get("/v1/instances/none", headers={"X-Request-ID": sent})
     assert answer.headers["x-request-id"] == problem(answer, 401, "unauthenticated")["request_id"]
     assert answer.headers["x-request-id"] == sent
 
 
 @pytest.mark.parametrize("sent", ["", "a b", "x" * 129, "é", 'a"b', "a\tb"])
-async def test_request_id_is_made_where_none_is_sane(api, sent):
+async def test_request_id_replaces_an_invalid_one(api, sent):
     first, second = [
         (await api.get("/healthz", headers={"X-Request-ID": sent.encode()})).headers["x-request-id"]
         for _ in range(2)
@@ -325,7 +325,7 @@ async def test_each_request_is_one_line_with_its_caller(api, registry, caplog, m
     monkeypatch.setattr(registry, "register", takes_its_time)
     with caplog.at_level(logging.INFO, logger="kvxfer.api.requests"):
         await api.post("/v1/instances", json=registration("p"), headers=bearer(token("worker")))
-        # It comes after the answer.
+        # The line comes after the answer.
         (line,) = await eventually(lambda: caplog.records)
     assert (line.method, line.path, line.status) == ("POST", "/v1/instances", 201)
     assert (line.caller, line.address) == ("the-worker", "127.0.0.1")

@@ -1,4 +1,4 @@
-"""Decisions about the fleet leave a line that says who, what, and from where."""
+"""Decisions about the fleet leave a log line: the decision, its subject, the caller and address."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def app(tmp_path: Path, registry, clock) -> FastAPI:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, Any]]]:
-    """What was said, and the members beside it."""
+    """Returns the audit lines and their extra members, and clears the log."""
     found = [record for record in caplog.records if record.name == AUDIT]
     caplog.clear()
     return [
@@ -64,7 +64,7 @@ async def test_decisions_of_operators_and_workers(api, caplog):
     assert lines(caplog) == [("deregister", {**ops, "instance_id": "p", "epoch": epoch})]
 
 
-async def test_a_worker_that_leaves_and_a_call_that_is_refused_are_no_decisions(api, caplog):
+async def test_a_leaving_worker_and_a_refused_call_leave_no_line(api, caplog):
     caplog.set_level(logging.INFO, logger=AUDIT)
     lease = await api.post("/v1/instances", json=registration("p"), headers=WORKER)
     await api.post("/v1/instances/p/role", json={"role": "decode"}, headers=WORKER)
@@ -74,7 +74,7 @@ async def test_a_worker_that_leaves_and_a_call_that_is_refused_are_no_decisions(
     assert not lines(caplog)
 
 
-async def test_first_decision_about_weights(api, caplog):
+async def test_only_the_first_decision_about_weights_leaves_a_line(api, caplog):
     caplog.set_level(logging.INFO, logger=AUDIT)
     identity = {"weights_version": 6}
     body = registration("p") | {"identity": identity}
@@ -99,7 +99,7 @@ async def test_first_decision_about_weights(api, caplog):
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_scaling_that_changes_something(caplog, leads):
+def test_scaling_by_the_leader_that_changes_something_leaves_a_line(caplog, leads):
     caplog.set_level(logging.INFO, logger=AUDIT)
     note_scaling(
         ScalePlan(

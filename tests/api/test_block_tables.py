@@ -65,7 +65,7 @@ async def test_table_is_put_and_fetched_as_decode_made_it(api, opened):
     assert msgspec.json.decode(answer.content, type=BlockTable) == table
 
 
-async def test_same_table_again_is_no_error_and_another_one_is(api, opened):
+async def test_same_table_may_be_put_again_and_another_one_is_refused(api, opened):
     for _ in range(2):
         assert (await api.post(opened.path, json=as_json(opened.table()))).status_code == 201
     answer = await api.post(opened.path, json=as_json(opened.table(imm=1)))
@@ -81,7 +81,7 @@ def changed(data: str) -> str:
 
 
 @pytest.mark.parametrize("member", ["blocks", "grants", "imm", "lease_seconds", "mac", "decode_id"])
-async def test_table_that_somebody_altered_on_the_way_is_refused(api, opened, member):
+async def test_table_altered_on_the_way_is_refused(api, opened, member):
     body = as_json(opened.table())
     match member:
         case "blocks":
@@ -168,18 +168,18 @@ async def test_table_ends_with_the_registration_of_its_decode_worker(api, opened
         ({"first_block": -1}, "offer.first_block"),
     ],
 )
-async def test_what_cannot_be_a_table_is_refused_by_its_member(api, opened, change, field):
+async def test_invalid_table_is_refused_by_its_member(api, opened, change, field):
     answer = await api.post(opened.path, json=as_json(opened.table(), **change))
     assert problem(answer, 422, "invalid-argument")["field"] == field
 
 
 @pytest.mark.parametrize("wait", ["-1", "31", "nan", "x"])
-async def test_wait_that_cannot_be_meant_is_refused(api, opened, wait):
+async def test_invalid_wait_is_refused(api, opened, wait):
     answer = await api.get(opened.path, params={"wait_seconds": wait})
     assert problem(answer, 422, "invalid-argument")["field"] == "wait_seconds"
 
 
-async def test_wait_is_answered_as_soon_as_the_table_is_there(api, opened):
+async def test_wait_is_answered_as_soon_as_the_table_arrives(api, opened):
     waiting = asyncio.create_task(api.get(opened.path, params={"wait_seconds": 5}))
     await passes(4.9)
     assert not waiting.done()
@@ -189,14 +189,14 @@ async def test_wait_is_answered_as_soon_as_the_table_is_there(api, opened):
     assert (await waiting).json() == as_json(opened.table())
 
 
-async def test_wait_in_vain_says_after_its_time_that_there_is_none_yet(api, opened, clock):
+async def test_wait_ends_after_its_time_with_unknown_block_table(api, opened, clock):
     began = clock.monotonic()
     answer = await api.get(opened.path, params={"wait_seconds": 2.5})
     assert problem(answer, 404, "unknown-block-table")["transfer_id"] == opened.ticket.transfer_id
     assert clock.monotonic() == began + 2.5
 
 
-async def test_large_table_is_read_and_one_that_is_too_large_is_not(api, opened):
+async def test_large_table_is_read_and_a_too_large_one_is_refused(api, opened):
     large = opened.table(blocks=bytes(4 * 250_000))
     body = msgspec.json.encode(large)
     assert len(body) > 1 << 20, "larger than other bodies may be"

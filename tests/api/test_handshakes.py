@@ -64,7 +64,7 @@ async def test_pair_that_maps_gets_both_addresses_and_the_plan(api):
     }
 
 
-async def test_ranks_that_transfer_to_each_other_are_told(api):
+async def test_ranks_that_transfer_to_each_other_are_listed(api):
     prefill = replace(LAYOUT, tp_size=2)
     await join(api, "p", layout=prefill, rank_addresses=("kvx://h:1/a", "kvx://h:2/b"))
     await join(api, "d", "decode", order="HND", block_size=24)
@@ -84,7 +84,7 @@ async def test_ranks_that_transfer_to_each_other_are_told(api):
     [
         ("block_size", {"block_size": 1999}, 16, 1999),
         ("num_layers", {"layout": replace(LAYOUT, num_layers=4)}, 2, 4),
-        # one rank of two, and nothing is known of the other
+        # one rank of two; nothing is known of the other
         ("tp_size", {"layout": replace(LAYOUT, tp_size=2)}, 1, 2),
         ("dtype", {"dtype": "bfloat16"}, "float32", "bfloat16"),
         ("model", {"model": "qwen"}, "llama", "qwen"),
@@ -108,7 +108,7 @@ async def test_models_that_differ_are_refused_by_what_differs(api):
     await join(api, "other", "decode", identity={"checkpoint": "b" * 32, "rope": "{}"})
     await join(api, "silent", "decode")
     assert (await shake(api, "p", "same")).status_code == 200
-    assert (await shake(api, "p", "silent")).status_code == 200, "it does not tell"
+    assert (await shake(api, "p", "silent")).status_code == 200, "it reports no identity"
     body = problem(await shake(api, "p", "other"), 409, "layout-mismatch")
     assert (body["field"], body["prefill"], body["decode"]) == ("checkpoint", "a" * 32, "b" * 32)
     listed = (await api.get("/v1/instances/p")).json()

@@ -1,4 +1,4 @@
-"""Heartbeats are answered without FastAPI, and as its route would answer them."""
+"""Heartbeats are answered without FastAPI, with the answers that its route would give."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_a_heartbeat_does_not_reach_fastapi(api, by_fastapi):
 async def test_both_ways_give_the_same_answer(api, by_fastapi):
     lease = await join(api, "p")
     quick = await beat(api, {"epoch": lease["epoch"]})
-    slow = await beat(api, {"epoch": str(lease["epoch"])})  # FastAPI reads a number in a text
+    slow = await beat(api, {"epoch": str(lease["epoch"])})  # FastAPI reads a number from a string
     assert by_fastapi == [lease["epoch"]]
     assert quick.json() == slow.json()
     assert quick.headers.keys() == slow.headers.keys()
@@ -87,7 +87,7 @@ async def test_both_ways_give_the_same_answer(api, by_fastapi):
         b"[" * 5000,
     ],
 )
-async def test_body_that_is_refused_is_named_by_fastapi(api, by_fastapi, body):
+async def test_refused_body_is_described_by_fastapi(api, by_fastapi, body):
     await join(api, "p")
     assert problem(await beat(api, body), 422, "invalid-argument")["detail"]
     assert not by_fastapi
@@ -100,18 +100,18 @@ async def test_only_json_is_read(api):
 
 
 @pytest.mark.parametrize("path", ["/v1/instances/-p/heartbeat", "/v1/instances/a+b/heartbeat"])
-async def test_id_that_is_none_is_refused(api, path):
+async def test_invalid_id_is_refused(api, path):
     answer = problem(await api.put(path, json={"epoch": 1}), 422, "invalid-argument")
     assert answer["field"] == "instance_id"
 
 
-async def test_other_methods_are_told_what_the_path_takes(api):
+async def test_other_methods_are_told_which_one_the_path_takes(api):
     answer = await api.post(PATH, json={"epoch": 1})
     problem(answer, 405, "method-not-allowed")
     assert answer.headers["allow"] == "PUT"
 
 
-async def test_it_is_counted_timed_and_logged_as_every_request(api, caplog):
+async def test_a_heartbeat_is_counted_timed_and_logged_like_every_request(api, caplog):
     lease = await join(api, "p")
     with caplog.at_level(logging.INFO, logger="kvxfer.api.requests"):
         answer = await beat(api, {"epoch": lease["epoch"]}, **{"X-Request-ID": "mine"})
@@ -137,7 +137,7 @@ def _puts(caplog) -> list[tuple[str, int]]:
 
 @pytest.fixture
 def guarded(tmp_path: Path, registry, clock) -> Iterator[FastAPI]:
-    """A control plane that takes five requests a second of each caller, and small bodies."""
+    """A control plane that takes five requests a second from each caller, and small bodies."""
     file = tmp_path / "tokens"
     file.write_text("".join(f"the-{scope} {scope} token-of-the-{scope}\n" for scope in Scope))
     tokens = watch_tokens(file, clock=clock)
@@ -154,12 +154,12 @@ async def test_a_fleet_behind_one_address_loses_no_lease_to_the_rate_limit(guard
         lease = await join(api, "p")
         for _ in range(100):
             assert (await beat(api, {"epoch": lease["epoch"]})).status_code == 200
-        # What does count is what is left.
+        # Only the registration and these requests count.
         others = [(await api.get("/v1/instances")).status_code for _ in range(5)]
         assert others == [200] * 4 + [429]
 
 
-async def test_a_stranger_is_told_so_before_the_body_is_read(guarded):
+async def test_a_stranger_is_refused_before_the_body_is_read(guarded):
     async with calling(guarded) as api:
         problem(await beat(api, b"{"), 401, "unauthenticated")
         problem(await beat(api, b"{", **bearer("router")), 403, "forbidden")

@@ -1,4 +1,4 @@
-"""A worker's token acts for its own instance: each call that acts as one, with whose secret."""
+"""A worker acts only for its own instance: each call that acts as one, with different secrets."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Send(NamedTuple):
 
 
 def acting(epoch: int) -> dict[str, Send]:
-    """What acts as instance p, but for the weight updates."""
+    """Returns the calls that act as instance p, without those of weight updates."""
     return {
         "heartbeat": Send("PUT", "/v1/instances/p/heartbeat", {"epoch": epoch}),
-        # FastAPI reads a number in a text.
+        # FastAPI reads a number from a string.
         "heartbeat by FastAPI": Send("PUT", "/v1/instances/p/heartbeat", {"epoch": str(epoch)}),
         "blocks": Send("POST", "/v1/instances/p/blocks", {"epoch": epoch, "added": []}),
         "drain": Send("POST", "/v1/instances/p/drain", {"deadline_seconds": 1}),
@@ -65,7 +65,7 @@ def app(tmp_path: Path, either_registry, clock) -> FastAPI:
 
 
 async def join(api: httpx2.AsyncClient, name: str, *, takes_secret: bool = True) -> dict[str, Any]:
-    """The answer to the registration of a worker whose weights may be updated."""
+    """Registers a worker whose weights may be updated, and returns the answer."""
     body = registration(name) | {"takes_secret": takes_secret, "identity": {"weights_version": 6}}
     answer = await api.post("/v1/instances", json=body, headers=bearer("worker"))
     assert answer.status_code == 201, answer.text
@@ -79,7 +79,7 @@ async def send(api: httpx2.AsyncClient, what: Send, headers: dict[str, str]) -> 
     )
 
 
-async def test_secret_is_told_to_who_takes_it_and_this_once(api):
+async def test_secret_is_sent_once_and_only_to_a_worker_that_takes_one(api):
     taken, none = await join(api, "p"), await join(api, "q", takes_secret=False)
     assert (len(taken["secret"]), none["secret"]) == (64, None)
     beat = acting(taken["epoch"])["heartbeat"]
@@ -135,7 +135,7 @@ async def test_operator_needs_no_secret(api, call):
 
 
 @pytest.mark.parametrize("call", CALLS)
-async def test_without_tokens_all_are_operators_and_none_is_another_worker(
+async def test_without_tokens_all_are_operators_but_none_acts_as_another_worker(
     either_registry, clock, call
 ):
     app = create_app(Settings(cluster_key=CLUSTER_KEY), either_registry, clock=clock)
@@ -212,8 +212,8 @@ async def test_member_asks_for_abort_with_its_secret(api):
     assert (answer.status_code, answer.json()["decision"]) == (200, "abort")
 
 
-async def test_workers_and_training_jobs_of_before_go_on(api):
-    """They know one token, and no secret."""
+async def test_workers_and_training_jobs_without_secrets_still_work(api):
+    """Such a fleet uses one token, of scope worker, and no secret."""
     await join(api, "p")
     await join(api, "q", takes_secret=False)
     assert (await announce(api, "worker")).status_code == 201
@@ -224,7 +224,7 @@ async def test_workers_and_training_jobs_of_before_go_on(api):
 # --- the client ------------------------------------------------------------------------------
 
 
-async def test_client_shows_what_it_is_given(app):
+async def test_client_sends_the_secret_that_it_is_given(app):
     def client(scope: str) -> ControlPlaneClient:
         credentials = Credentials(token=f"token-of-the-{scope}")
         transport = AsgiTransport({"kvxfer": app})

@@ -11,7 +11,7 @@ from kvxfer.kv_versions import VERSIONS
 from .conftest import LEASE, join, problem, registration
 
 
-async def test_registration_answers_with_the_lease_and_where_the_instance_is(api, clock):
+async def test_registration_answers_with_the_lease_and_the_location(api, clock):
     answer = await api.post("/v1/instances", json=registration("p", state="joining"))
     lease = answer.json()
     assert answer.status_code == 201
@@ -30,7 +30,7 @@ async def test_registration_answers_with_the_lease_and_where_the_instance_is(api
     }
 
 
-async def test_instance_is_told_as_it_was_registered(api, clock):
+async def test_instance_is_read_as_it_was_registered(api, clock):
     body = registration(
         "p", labels={"zone": "a"}, fabrics=["tcp"], rank_addresses=["kvx://127.0.0.1:1/p"]
     )
@@ -51,7 +51,7 @@ async def test_instance_is_told_as_it_was_registered(api, clock):
     }
 
 
-async def test_least_registration_takes_defaults(api):
+async def test_shortest_registration_gets_defaults(api):
     body = registration("p")
     for name in ("fabrics", "labels", "state", "incarnation", "rank_addresses"):
         del body[name]
@@ -65,7 +65,7 @@ async def test_least_registration_takes_defaults(api):
     assert told["layout"] == registration("p")["layout"]
 
 
-async def test_kv_versions_are_the_librarys_and_those_before_of_a_worker_that_does_not_tell(api):
+async def test_kv_versions_of_a_worker_that_reports_none_are_the_first(api):
     told = registration("p")
     silent = registration("old")
     del silent["kv_versions"]
@@ -76,7 +76,7 @@ async def test_kv_versions_are_the_librarys_and_those_before_of_a_worker_that_do
     assert versions == {"p": list(VERSIONS), "old": [7, 7]}
 
 
-async def test_registration_of_a_newer_worker_is_taken_as_far_as_it_is_known(api):
+async def test_registration_of_a_newer_worker_is_accepted_without_unknown_members(api):
     known = registration("p")
     layout = {**known["layout"], "scales": "per-head"}
     answer = await api.post("/v1/instances", json={**known, "layout": layout, "nics": 8})
@@ -119,7 +119,7 @@ async def test_unknown_members_of_members_are_named_but_not_those_of_heartbeats(
     assert (answer.status_code, "kvxfer-ignored" in answer.headers) == (200, False)
 
 
-async def test_addresses_are_those_of_all_ranks_or_none(api):
+async def test_rank_addresses_are_those_of_all_ranks_or_none(api):
     layout = {**registration("p")["layout"], "tp_size": 2}
     ranks = ["kvx://10.0.0.1:7400/a", "kvx://10.0.0.1:7401/b"]
     body = registration("p", layout=layout, rank_addresses=ranks[:1])
@@ -189,7 +189,7 @@ async def test_an_engine_without_an_http_api_is_paired(api):
         ({"state": "draining"}, "state", "'joining' or 'ready'"),
     ],
 )
-async def test_registration_that_cannot_be_meant_names_the_member(api, change, field, words):
+async def test_invalid_registration_names_the_member(api, change, field, words):
     answer = await api.post("/v1/instances", json={**registration("p"), **change})
     body = problem(answer, 422, "invalid-argument")
     assert body["field"] == field
@@ -207,7 +207,7 @@ async def test_registration_that_cannot_be_meant_names_the_member(api, change, f
         ({"tp_rank": 1}, "layout", "KvLayout.tp_rank is 1 of tp_size 1"),
     ],
 )
-async def test_layout_that_cannot_be_names_the_member(api, change, field, words):
+async def test_invalid_layout_names_the_member(api, change, field, words):
     body = registration("p")
     body["layout"] = {**body["layout"], **change}
     answer = problem(await api.post("/v1/instances", json=body), 422, "invalid-argument")
@@ -257,7 +257,7 @@ async def test_heartbeat_renews_the_lease_and_takes_state_and_load(api, clock):
     )
 
 
-async def test_heartbeat_of_a_newer_worker_is_taken_as_far_as_it_is_known(api):
+async def test_heartbeat_of_a_newer_worker_is_accepted_without_unknown_members(api):
     lease = await join(api, "p")
     load = {"running": 3, "temperature": 61}
     beat = {"epoch": lease["epoch"], "load": load, "weather": "fair"}
@@ -293,7 +293,7 @@ async def test_heartbeat_of_a_lost_lease_is_stale(api, clock):
         ({"load": {"running": -1}}, "load.running"),
     ],
 )
-async def test_heartbeat_that_cannot_be_meant_names_the_member(api, change, field):
+async def test_invalid_heartbeat_names_the_member(api, change, field):
     lease = await join(api, "p")
     beat = {"epoch": lease["epoch"], **change}
     answer = await api.put("/v1/instances/p/heartbeat", json=beat)
@@ -318,7 +318,7 @@ async def test_deregistration_takes_an_epoch(api):
     assert (body["field"], body["errors"][0]["location"]) == ("epoch", "query")
 
 
-async def test_listed_instances_are_as_the_schema_has_them(api):
+async def test_listed_instances_match_the_schema(api):
     await join(api, "p", labels={"zone": "ä"}, fabrics=("verbs", "tcp"))
     lease = await join(api, "d", "decode")
     beat = {"epoch": lease["epoch"], "load": {"running": 2}}
@@ -330,7 +330,7 @@ async def test_listed_instances_are_as_the_schema_has_them(api):
     ]
 
 
-# --- what operators ask for ------------------------------------------------------------------
+# --- requests of operators -------------------------------------------------------------------
 
 
 async def test_drain_answers_with_the_instance_and_its_deadline(api, clock):
@@ -362,7 +362,7 @@ async def test_role_is_changed_for_new_transfers_and_in_the_lease(api):
 
 
 @pytest.mark.parametrize("what", ["drain", "role"])
-async def test_operator_names_an_instance_that_is_there(api, what):
+async def test_operator_must_name_a_registered_instance(api, what):
     answer = await api.post(
         f"/v1/instances/p/{what}", json={"role": "decode"} if what == "role" else {}
     )
@@ -378,13 +378,13 @@ async def test_operator_names_an_instance_that_is_there(api, what):
         ("role", {"role": "cook"}, "role"),
     ],
 )
-async def test_order_that_cannot_be_meant_names_the_member(api, what, body, field):
+async def test_invalid_order_names_the_member(api, what, body, field):
     await join(api, "p")
     answer = await api.post(f"/v1/instances/p/{what}", json=body)
     assert problem(answer, 422, "invalid-argument")["field"] == field
 
 
-async def test_published_blocks_draw_prompts_and_the_answer_says_why(api):
+async def test_published_blocks_attract_prompts_and_the_answer_says_why(api):
     await join(api, "p")
     lease = await join(api, "q")
     await join(api, "d", "decode")
@@ -425,7 +425,7 @@ async def test_published_blocks_draw_prompts_and_the_answer_says_why(api):
 @pytest.mark.parametrize(
     "added", [["xyz"], ["0A" * 8], [1], ["00" * 8] * 1025], ids=["short", "case", "number", "many"]
 )
-async def test_hashes_that_are_none_are_refused(api, added):
+async def test_invalid_hashes_are_refused(api, added):
     lease = await join(api, "p")
     body = {"epoch": lease["epoch"], "added": added}
     refused = problem(await api.post("/v1/instances/p/blocks", json=body), 422, "invalid-argument")

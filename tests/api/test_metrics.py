@@ -42,10 +42,10 @@ async def test_metrics_follow_the_fleet(api, clock):
     assert later["kvxfer_leases_expired_total", ()] == 3
     assert later["kvxfer_transfers_ended_total", (("reason", "instance-gone"),)] == 1
     assert not [name for name, _ in later if name == "kvxfer_instances"]
-    assert not [name for name, _ in later if name.endswith("_created")], "no series beside each"
+    assert not [name for name, _ in later if name.endswith("_created")], "no second series for each"
 
 
-async def test_the_time_of_a_request_is_until_its_answer_begins(api, registry, monkeypatch):
+async def test_the_time_of_a_request_ends_when_its_answer_begins(api, registry, monkeypatch):
     async def takes_its_time() -> None:
         await passes(0.2)
 
@@ -90,7 +90,7 @@ async def test_applications_do_not_share_their_metrics(api):
     assert "/v1/instances" not in rendered
 
 
-async def test_load_of_the_fleet_is_what_workers_told_with_their_heartbeats(api):
+async def test_load_of_the_fleet_is_what_heartbeats_reported(api):
     prefill = await join(api, "p")
     await join(api, "d", "decode")
     await join(api, "e", "decode")

@@ -1,4 +1,4 @@
-"""docs/metrics.md and its names: as the code has them, as Prometheus' conventions want them."""
+"""docs/metrics.md: its names are those of the code and follow Prometheus' conventions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_document_is_up_to_date() -> None:
 def test_names_follow_the_conventions(family: Family) -> None:
     assert re.fullmatch(r"(vllm:)?kvxfer_[a-z][a-z0-9_]*", family.name)
     assert family.name.endswith("_total") is (family.kind == "counter")
-    # Base units only, and no word of another kind.
+    # Base units only, and no suffix of another kind of metric.
     forbidden = (
         r"_(ms|milliseconds|us|minutes|hours|kb|mb|mib|gib|percent|count|sum|bucket)(_total)?$"
     )

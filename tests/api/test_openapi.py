@@ -27,7 +27,7 @@ OPERATIONS = [
 ]
 
 
-# Hashes are text in JSON, and go one way.
+# No answer contains these. Their hashes are integers in Python and text only in JSON.
 NOT_ANSWERED = (instances.BlockUpdate, instances.PublishBlocks, transfers.TransferRequest)
 RECORDS = [
     record

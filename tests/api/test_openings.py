@@ -1,4 +1,4 @@
-"""Transfers are opened and released without FastAPI, and as its routes would answer."""
+"""Transfers are opened and released without FastAPI; its routes would give the same answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .conftest import join, problem
 
 @pytest.fixture
 def by_fastapi(monkeypatch) -> list[TransferRequest]:
-    """What reached FastAPI's route."""
+    """The requests that reached FastAPI's route."""
     seen: list[TransferRequest] = []
     opened = transfers.open_transfer
 
@@ -45,7 +45,7 @@ async def pair(api: httpx2.AsyncClient) -> None:
     await join(api, "d", "decode")
 
 
-async def test_it_does_not_reach_fastapi(api, by_fastapi):
+async def test_a_request_does_not_reach_fastapi(api, by_fastapi):
     await pair(api)
     asked = {"prefix_hashes": ["00000000000000ff"], "wait_seconds": 1, "prompt_tokens": 40}
     opened = await api.post(PATH, json=asked)
@@ -60,14 +60,14 @@ async def test_both_ways_give_the_same_answer(api, by_fastapi, more):
     await pair(api)
     asked = {"transfer_id": "t", "model": "llama", **more}
     quick = await api.post(PATH, json={**asked, "prompt_tokens": 40})
-    slow = await api.post(PATH, json={**asked, "prompt_tokens": "40"})  # a number in a text
+    slow = await api.post(PATH, json={**asked, "prompt_tokens": "40"})  # a number in a string
     assert len(by_fastapi) == 1
     assert quick.status_code == slow.status_code == 201
     assert quick.json() == slow.json()
     assert quick.headers.keys() == slow.headers.keys()
 
 
-async def test_member_that_is_not_known_is_named_by_fastapi(api, by_fastapi):
+async def test_unknown_member_is_named_by_fastapi(api, by_fastapi):
     await pair(api)
     answer = await api.post(PATH, json={"prompt_tokens": 40, "colour": "red"})
     assert (answer.status_code, answer.headers["kvxfer-ignored"]) == (201, "colour")
@@ -75,7 +75,7 @@ async def test_member_that_is_not_known_is_named_by_fastapi(api, by_fastapi):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"prompt_tokens": 0}', b"[" * 5000])
-async def test_body_that_is_refused_is_named_by_fastapi(api, content):
+async def test_refused_body_is_described_by_fastapi(api, content):
     answer = await api.post(PATH, content=content, headers={"content-type": "application/json"})
     assert problem(answer, 422, "invalid-argument")["detail"]
 
@@ -103,7 +103,7 @@ async def test_scopes_and_rate_limit_hold(tmp_path: Path, registry, clock):
         assert codes == ["no-capacity"] * 4 + ["rate-limited"] * 2
 
 
-# --- what is read ------------------------------------------------------------------------------
+# --- reading a body ----------------------------------------------------------------------------
 
 _fastapi = TypeAdapter(TransferRequest)
 _odd = some.one_of(
@@ -120,7 +120,7 @@ _bodies = some.dictionaries(
 
 
 @given(_bodies)
-def test_what_is_read_is_what_fastapi_reads(body):
+def test_bodies_are_read_as_fastapi_reads_them(body):
     content = json.dumps(body).encode()
     try:
         quick = OpenTransfers.read(OpenTransfers.__new__(OpenTransfers), content)

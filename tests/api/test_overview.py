@@ -55,7 +55,7 @@ async def test_what_workers_report_is_seen_with_either_registry(
         assert (transfer["request_id"], transfer["prefill"], transfer["decode"]) == ("r", "p", "d")
 
 
-async def test_the_stream_has_all_there_is_once_a_second(api, clock, monkeypatch):
+async def test_the_stream_sends_the_whole_overview_once_a_second(api, clock, monkeypatch):
     monkeypatch.setattr(overview_feed, "_PAUSE", 0)
     await join(api, "p")
     seen = []
@@ -93,18 +93,20 @@ async def test_the_stream_ends_when_the_server_stops(api, app):
         ({"instance_id": "a b"}, "instance_id"),
     ],
 )
-async def test_what_cannot_be_asked_for_is_named(api, path, query, field):
+async def test_invalid_query_names_the_parameter(api, path, query, field):
     body = problem(await api.get(path, params=query), 422, "invalid-argument")
     assert body["field"] == field
 
 
-async def test_without_a_registry_there_is_nothing_to_see(api, registry):
+async def test_without_a_registry_the_overview_is_unavailable(api, registry):
     await registry.close()
     for path in ("/v1/overview", "/v1/overview/watch"):
         problem(await api.get(path), 503, "control-plane-unavailable")
 
 
-async def test_who_may_look_and_who_they_are(tmp_path: Path, registry, clock):
+async def test_callers_learn_their_scopes_and_monitors_read_the_overview(
+    tmp_path: Path, registry, clock
+):
     file = tmp_path / "tokens"
     file.write_text(TOKENS)
     settings = Settings(cluster_key=CLUSTER_KEY, tokens=watch_tokens(file, clock=clock))
@@ -126,13 +128,13 @@ async def test_who_may_look_and_who_they_are(tmp_path: Path, registry, clock):
         assert (await api.get("/")).status_code == 200
 
 
-async def test_without_tokens_everybody_may_everything(api):
+async def test_without_tokens_everybody_has_every_scope(api):
     told = (await api.get("/v1/caller")).json()
     scopes = ["admin", "monitor", "router", "trainer", "worker"]
     assert told == {"name": "anonymous", "scopes": scopes}
 
 
-async def test_decisions_of_the_autoscaler_are_told_with_their_reasons(clock):
+async def test_decisions_of_the_autoscaler_are_listed_with_their_reasons(clock):
     registry = EmbeddedRegistry(clock=clock)
     policy = ScalingPolicy(interval=3600, prefill=RolePolicy(min=2), decode=RolePolicy(min=3))
     autoscaler = Autoscaler(registry, policy, policy_name="s.yaml", clock=clock)

@@ -1,4 +1,4 @@
-"""Looks are shared, and paid for by a pause."""
+"""Callers with equal queries share an overview, and a pause follows each."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.virtual_time import passes
 from verify.control_plane import worker
 
 
-async def test_one_look_is_for_all_who_ask_the_same_until_its_pause_is_over(clock, monkeypatch):
+async def test_equal_queries_share_an_overview_until_its_pause_ends(clock, monkeypatch):
     registry = EmbeddedRegistry(clock=clock)
     feed = OverviewFeed(registry, ScalingHistory(), clock)
-    monkeypatch.setattr(overview_feed, "_PAUSE", 1e9)  # so it is always the longest, 2 s
+    monkeypatch.setattr(overview_feed, "_PAUSE", 1e9)  # each pause is then the longest, 2 s
     everything, prefill = OverviewQuery(), OverviewQuery(role=Role.PREFILL)
     began = clock.monotonic()
     first = await feed.look(everything)
@@ -23,7 +23,7 @@ async def test_one_look_is_for_all_who_ask_the_same_until_its_pause_is_over(cloc
     await passes(1.5)
     assert await feed.look(everything) is first
     assert clock.monotonic() == began + 1.5
-    other = await feed.look(prefill)  # waits for the pause, and then sees what is new
+    other = await feed.look(prefill)  # waits for the pause, then sees the new instance
     assert other.matching == 1
     assert clock.monotonic() == began + 2
     assert (await feed.look(everything)).matching == 1

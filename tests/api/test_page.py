@@ -1,5 +1,5 @@
-"""The page's files: all there, nothing inline, nothing from elsewhere. Its behaviour in a browser
-is tests/page's."""
+"""The page's files: all exist, nothing is inline or from another server. tests/page tests the page
+in a browser."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvxfer.api.routes.page import FOLDER
 from .conftest import problem
 
 OWN = sorted(path for path in FOLDER.glob("*") if path.is_file())
-# Of npm's uplot 1.6.32; `make test-page` compares them with the package itself.
+# The SHA-256 of files of npm's uplot 1.6.32, which `make test-page` compares with the package.
 VENDORED = {
     "vendor/uPlot.esm.js": "5dd9b3281aa64b461b42d9945f6adb2649d346502b12281a9ae0d46599a80eba",
     "vendor/uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
@@ -21,7 +21,7 @@ VENDORED = {
 }
 
 
-async def test_the_page_comes_with_headers_that_let_nothing_else_in(api):
+async def test_headers_of_the_page_admit_nothing_from_elsewhere(api):
     answer = await api.get("/")
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -34,7 +34,7 @@ async def test_the_page_comes_with_headers_that_let_nothing_else_in(api):
     assert answer.headers["referrer-policy"] == "no-referrer"
 
 
-async def test_what_is_known_is_not_sent_again(api):
+async def test_a_file_that_the_browser_has_is_not_sent_again(api):
     etag = (await api.get("/page/main.js")).headers["etag"]
     again = await api.get("/page/main.js", headers={"If-None-Match": etag})
     assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", etag)
@@ -45,18 +45,18 @@ async def test_what_is_known_is_not_sent_again(api):
 @pytest.mark.parametrize(
     "path", ["/page/none.js", "/page/", "/page/../routes/page.py", "/page/%2e%2e/app.py"]
 )
-async def test_what_is_no_file_of_the_page_is_not_there(api, path):
+async def test_a_path_that_is_no_file_of_the_page_is_not_found(api, path):
     problem(await api.get(path), 404, "not-found")
 
 
 @pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
-async def test_every_file_that_is_named_is_there(api, path):
+async def test_every_file_that_the_page_names_exists(api, path):
     text = path.read_text()
     named = re.findall(r'(?:href|src|from|import) ?=? ?"([^"#]+)"', text)
     for name in named:
         if name.startswith("./"):
             name = f"/page/{name[2:]}"
-        assert name.startswith("/"), f"{path.name} names {name}, which is not of this server"
+        assert name.startswith("/"), f"{path.name} names {name}, which is on another server"
         answer = await api.get(name)
         assert answer.status_code == 200, f"{path.name} names {name}"
         if name.endswith(".js"):
@@ -72,7 +72,7 @@ def test_nothing_is_inline_and_no_text_becomes_markup(path):
 
 
 @pytest.mark.parametrize("name", VENDORED)
-def test_what_is_vendored_is_as_it_was_published(name):
+def test_vendored_files_are_as_published(name):
     assert hashlib.sha256((FOLDER / name).read_bytes()).hexdigest() == VENDORED[name]
 
 

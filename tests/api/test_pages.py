@@ -45,7 +45,7 @@ def ids(found: list[list[dict[str, Any]]]) -> list[list[str]]:
 # --- instances -------------------------------------------------------------------------------
 
 
-async def test_a_large_fleet_is_no_single_answer(api, registry):
+async def test_a_large_fleet_is_listed_in_several_pages(api, registry):
     for number in range(2500):
         await registry.register(worker(f"p{number:04}", "prefill"), state=InstanceState.READY)
     found = ids(await pages(api, "/v1/instances"))
@@ -69,7 +69,7 @@ async def test_every_page_is_filtered(api):
         assert ids(await pages(api, f"/v1/instances?limit=2&{query}")) == wanted, query
 
 
-async def test_instance_that_stays_is_in_one_page_whoever_comes_and_goes(api):
+async def test_instance_that_stays_is_in_one_page_while_others_come_and_go(api):
     leases = {name: await join(api, name) for name in "bdfhj"}
     first = await api.get("/v1/instances?limit=2")
     for name in "ac":
@@ -83,7 +83,7 @@ async def test_instance_that_stays_is_in_one_page_whoever_comes_and_goes(api):
 
 @pytest.mark.parametrize("path", ["/v1/instances", "/v1/transfers"])
 @pytest.mark.parametrize("cursor", ["", "a", "b'x'", "%00", "bnVsbA==", "W10=", "é", "x" * 513])
-async def test_cursor_that_no_page_has_is_refused(api, path, cursor):
+async def test_invalid_cursor_is_refused(api, path, cursor):
     answer = problem(await api.get(f"{path}?cursor={cursor}"), 422, "invalid-argument")
     assert answer["detail"].startswith("cursor: ")
 
@@ -115,7 +115,7 @@ async def test_page_that_a_client_has_is_not_sent_again(api):
     assert other.json() == first.json()
 
 
-async def test_tag_follows_what_instances_are_and_not_what_they_do(api, clock):
+async def test_tag_changes_with_what_instances_are_and_not_with_their_load(api, clock):
     lease = await join(api, "p", state="joining")
     seen = [await tag_of(api)]
 

@@ -17,7 +17,7 @@ from kvxfer.errors import (
 from .conftest import problem, registration
 
 
-async def test_path_that_is_not_there(api):
+async def test_unknown_path_is_not_found(api):
     body = problem(await api.get("/v2/instances"), 404, "not-found")
     assert "/v2/instances" in body["detail"]
 
@@ -40,7 +40,7 @@ async def test_wrong_method_names_the_right_ones(api, method, path, allowed):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"null", b'"x"'])
-async def test_body_that_is_no_object_is_invalid(api, content):
+async def test_body_that_is_not_an_object_is_invalid(api, content):
     headers = {"content-type": "application/json"}
     answer = await api.post("/v1/instances", content=content, headers=headers)
     problem(answer, 422, "invalid-argument")
@@ -54,19 +54,19 @@ async def test_broken_json_says_where(api):
 
 
 @pytest.mark.parametrize("content", [b'{"model": "\\ud800"}', b'{"prompt_tokens": NaN}'])
-async def test_what_no_text_can_hold_is_invalid(api, content):
+async def test_lone_surrogates_and_nan_are_invalid(api, content):
     headers = {"content-type": "application/json"}
     answer = await api.post("/v1/transfers", content=content, headers=headers)
     problem(answer, 422, "invalid-argument")
 
 
-async def test_a_name_that_no_text_can_hold_is_ignored_as_other_unknown_ones(api):
+async def test_a_name_with_a_lone_surrogate_is_ignored_like_other_unknown_ones(api):
     headers = {"content-type": "application/json"}
     answer = await api.post("/v1/transfers", content=b'{"\\ud800": 1}', headers=headers)
     problem(answer, 503, "no-capacity")
 
 
-async def test_number_beyond_all_sense_is_invalid(api):
+async def test_number_out_of_range_is_invalid(api):
     answer = await api.post("/v1/transfers", json={"prompt_tokens": 10**30})
     assert problem(answer, 422, "invalid-argument")["field"] == "prompt_tokens"
 
@@ -105,7 +105,7 @@ async def test_every_kvxfer_error_keeps_its_code(
     assert answer.headers.get("retry-after") == retry_after
 
 
-async def test_details_of_an_error_never_replace_what_the_standard_defines(
+async def test_details_of_an_error_never_replace_members_of_the_standard(
     api, registry, monkeypatch
 ):
     async def fail() -> None:
@@ -115,7 +115,7 @@ async def test_details_of_an_error_never_replace_what_the_standard_defines(
     assert problem(await api.get("/readyz"), 409, "stale-epoch")["epoch"] == 3
 
 
-async def test_defect_is_a_problem_too_and_tells_nothing_of_the_inside(
+async def test_defect_is_a_problem_that_reveals_nothing_internal(
     api, registry, monkeypatch, caplog
 ):
     async def fail() -> None:
@@ -136,7 +136,7 @@ def test_short_cluster_key_is_refused():
 
 @pytest.mark.parametrize("name", ["transfer_seconds", "keepalive_seconds", "retry_after_seconds"])
 @pytest.mark.parametrize("value", [0, -1])
-def test_duration_that_is_none_is_refused_by_name(name, value):
+def test_duration_that_is_not_positive_is_refused_by_name(name, value):
     with pytest.raises(InvalidArgument, match=f"{name} is {value}"):
         Settings(cluster_key=bytes(16), **{name: value})
 

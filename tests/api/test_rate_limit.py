@@ -27,7 +27,7 @@ def test_refused_request_costs_nothing(clock):
         assert limiter.wait_seconds("a") == pytest.approx(0.1)
 
 
-def test_who_comes_when_told_to_is_admitted(clock):
+def test_caller_that_retries_when_told_to_is_admitted(clock):
     limiter = RateLimiter(7, 2, clock)
     admitted = 0
     for _ in range(1000):

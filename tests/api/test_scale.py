@@ -54,7 +54,7 @@ async def test_measurements_of_a_heartbeat_are_listed_and_checked(api):
     assert answer["field"] == "load.itl_p90"
 
 
-async def test_backend_that_is_away_is_a_problem_document(api, monkeypatch):
+async def test_unavailable_backend_is_a_problem_document(api, monkeypatch):
     async def away(self: Autoscaler) -> None:
         raise ScalingFailed("Kubernetes did not read deployments.apps llm/prefill: HTTP 403")
 

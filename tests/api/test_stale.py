@@ -1,5 +1,5 @@
-"""The API while its registry is away, and workers that come back to one that forgot them: Redis is
-killed and paused."""
+"""The API while its registry is unavailable, and workers that come back to a registry that forgot
+them: Redis is killed and paused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def redis() -> Iterator[RedisServer]:
 def control_plane(
     redis: RedisServer, *, lease: float = 60.0, retry_after: int = 2, patience: float = 3.0
 ) -> RunningControlPlane:
-    """`patience`: seconds for an answer of Redis."""
+    """Returns a control plane that waits `patience` seconds for an answer of Redis."""
     registry = RedisRegistry(redis.url, LeasePolicy(lease), timeout=patience)
     return RunningControlPlane(registry=registry, retry_after_seconds=retry_after)
 
@@ -54,7 +54,7 @@ async def is_current(api: httpx2.AsyncClient) -> bool:
 
 
 async def is_stale(api: httpx2.AsyncClient, seconds: float) -> bool:
-    """Whether Redis has been silent for so long."""
+    """True if Redis has been silent for `seconds`."""
     return float((await api.get("/v1/instances")).headers.get(HEADER, 0)) >= seconds
 
 
@@ -100,7 +100,7 @@ async def test_reads_are_marked_stale_and_writes_say_when_to_retry(api, redis):
     assert (await api.get("/v1/instances")).json() == {"instances": [], "stale_seconds": None}
 
 
-async def test_workers_register_again_where_redis_lost_its_data(redis):
+async def test_workers_register_again_after_redis_lost_its_data(redis):
     with control_plane(redis, lease=0.6) as server:
         async with ControlPlaneClient(server.url) as client:
             epochs: list[int] = []
@@ -114,7 +114,7 @@ async def test_workers_register_again_where_redis_lost_its_data(redis):
                 await eventually(is_back)
 
 
-async def test_worker_does_not_wait_past_its_heartbeat_and_says_what_is_away(redis, caplog):
+async def test_worker_does_not_wait_past_its_heartbeat_and_logs_what_is_unavailable(redis, caplog):
     with control_plane(redis, lease=3.0, retry_after=1) as server:
         async with (
             ControlPlaneClient(server.url) as client,
@@ -126,7 +126,7 @@ async def test_worker_does_not_wait_past_its_heartbeat_and_says_what_is_away(red
 
 
 class Noted(httpx2.AsyncHTTPTransport):
-    """Over TCP; notes when each request began, the status of its answer, and what it says."""
+    """A TCP transport that notes when each request began, and the status and text of its answer."""
 
     def __init__(self, answers: list[tuple[float, int, str]]) -> None:
         super().__init__(limits=httpx2.Limits(max_connections=None))
@@ -140,7 +140,7 @@ class Noted(httpx2.AsyncHTTPTransport):
         return response
 
 
-async def test_a_fleet_is_there_again_within_one_heartbeat_of_a_redis_that_lost_its_data(redis):
+async def test_a_fleet_registers_again_within_one_heartbeat_after_redis_lost_its_data(redis):
     names = [f"w{number:03}" for number in range(200)]
     answers: list[tuple[float, int, str]] = []
     with control_plane(redis, lease=12.0, patience=10.0) as server:
@@ -149,7 +149,7 @@ async def test_a_fleet_is_there_again_within_one_heartbeat_of_a_redis_that_lost_
             httpx2.AsyncClient(base_url=server.url, timeout=PATIENCE, trust_env=False) as api,
             contextlib.AsyncExitStack() as fleet,
         ):
-            # Each has some of the workers: a pool of connections costs the square of their number.
+            # Workers share clients: a connection pool's cost grows with the square of its size.
             clients = [
                 await fleet.enter_async_context(
                     ControlPlaneClient(server.url, transport=Noted(answers))
@@ -175,13 +175,13 @@ async def test_a_fleet_is_there_again_within_one_heartbeat_of_a_redis_that_lost_
             assert {i.instance_id: i.epoch for i in told} == {
                 m.instance_id: m.epoch for m in members
             }
-            # Each was refused once, by its first heartbeat, and registered at once.
+            # Each worker was refused once, at its first heartbeat, and registered at once.
             said = Counter(status for _, status, _ in answers)
             assert (said[201], said[409]) == (2 * len(names), len(names))
             assert not [text for began, status, text in answers if began > back and status == 503]
 
 
-async def test_worker_keeps_its_epoch_where_redis_was_only_away(redis):
+async def test_worker_keeps_its_epoch_if_redis_was_only_unavailable(redis):
     with control_plane(redis, lease=2.0) as server:
         async with (
             ControlPlaneClient(server.url) as client,
@@ -202,7 +202,7 @@ async def test_worker_keeps_its_epoch_where_redis_was_only_away(redis):
                 assert epochs == [before.epoch]
 
 
-async def test_registry_that_was_never_there_makes_the_control_plane_unready(redis):
+async def test_control_plane_is_not_ready_until_it_has_reached_redis(redis):
     redis.kill()
     with control_plane(redis) as server:
         async with httpx2.AsyncClient(

@@ -23,7 +23,7 @@ def test_file_names_callers_scopes_and_tokens():
 @pytest.mark.parametrize(
     "token", ["", "0123456789abcde", TOKEN + "0", TOKEN.upper(), "\ud800", "é" * 16]
 )
-def test_token_that_is_not_there_has_no_caller(token):
+def test_unknown_token_has_no_caller(token):
     assert parse_tokens(f"node-5 worker {TOKEN}".encode()).caller(token) is None
 
 

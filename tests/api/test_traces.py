@@ -1,4 +1,4 @@
-"""Spans that come in by OTLP and go out as the trace of a request; what is kept is bounded."""
+"""Spans arrive by OTLP and are read as the trace of a request; the number kept is bounded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
 def exported(
     request_id: str = "r", trace_id: str = TRACE, names: Iterable[str] = ("request",)
 ) -> bytes:
-    """Spans as another vendor's exporter sends them."""
+    """Returns spans as another vendor's exporter sends them."""
     request = ExportTraceServiceRequest()
     resource = request.resource_spans.add()
     resource.resource.attributes.add(key="service.name").value.string_value = "their-router"
@@ -43,12 +43,12 @@ def exported(
 
 
 def zipped(content: bytes) -> bytes:
-    """Always the same bytes: they are part of a test's name."""
+    """Compresses to the same bytes each time: they are part of a test's name."""
     return gzip.compress(content, mtime=0)
 
 
 @pytest.mark.parametrize("encoding", ["identity", "gzip"])
-async def test_what_an_exporter_sends_is_the_trace_of_a_request(api, encoding):
+async def test_exported_spans_are_the_trace_of_a_request(api, encoding):
     body = exported("chat-1", names=("request", "x" * 1000))
     body = zipped(body) if encoding == "gzip" else body
     answer = await api.post(
@@ -76,7 +76,7 @@ async def test_what_an_exporter_sends_is_the_trace_of_a_request(api, encoding):
         assert second["name"] == "x" * 256
 
 
-async def test_the_control_plane_adds_its_own_spans_where_a_caller_records_the_trace(api):
+async def test_the_control_plane_adds_its_own_spans_if_the_caller_records_the_trace(api):
     await join(api, "p")
     await join(api, "d", "decode")
     await api.post("/v1/transfers", json={}, headers={"traceparent": PARENT})
@@ -98,7 +98,7 @@ async def test_the_control_plane_adds_its_own_spans_where_a_caller_records_the_t
         "",
     ],
 )
-async def test_nothing_is_kept_of_a_request_whose_trace_nobody_records(api, traceparent):
+async def test_no_span_is_kept_if_the_caller_does_not_record_the_trace(api, traceparent):
     await api.post("/v1/transfers", json={}, headers={"traceparent": traceparent})
     problem(await api.get(f"/v1/traces/{TRACE}"), 404, "unknown-trace")
 
@@ -116,7 +116,7 @@ async def test_nothing_is_kept_of_a_request_whose_trace_nobody_records(api, trac
         (exported(trace_id="00"), PROTOBUF, "ids of 1 and 8 bytes"),
     ],
 )
-async def test_what_is_no_export_is_refused_by_name(api, body, headers, says):
+async def test_an_invalid_export_is_refused_with_the_reason(api, body, headers, says):
     answer = await api.post("/v1/traces", content=body, headers=headers)
     assert says in problem(answer, 422, "invalid-argument")["detail"]
 
@@ -158,7 +158,7 @@ def test_a_trace_without_end_takes_no_more_than_its_share():
     assert len(store) == 5
 
 
-def test_spans_that_are_sent_again_are_there_once():
+def test_spans_that_are_sent_again_are_kept_once():
     store = TraceStore()
     for _ in range(3):
         store.add([span(1, 0), span(1, 1)])

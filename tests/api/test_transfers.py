@@ -144,7 +144,7 @@ async def test_prompt_that_fits_no_cache_is_refused_for_good(api):
         ({"request_id": "x" * 257}, "request_id"),
     ],
 )
-async def test_request_that_cannot_be_meant_names_the_member(api, body, field):
+async def test_invalid_request_names_the_member(api, body, field):
     answer = await api.post("/v1/transfers", json=body)
     assert problem(answer, 422, "invalid-argument")["field"] == field
 
@@ -178,7 +178,7 @@ async def test_open_transfers_are_listed_without_tickets(api):
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "instance_id=a/b"])
-async def test_list_that_cannot_be_meant_is_refused(api, query):
+async def test_invalid_query_of_a_list_is_refused(api, query):
     problem(await api.get(f"/v1/transfers?{query}"), 422, "invalid-argument")
 
 
@@ -187,14 +187,14 @@ WHOLE = {"prompt_tokens": 1024}
 
 @pytest.fixture
 async def full(api):
-    """A pair that one request fills; its transfer."""
+    """A transfer that fills the only pair."""
     await join(api, "p")
     await join(api, "d", "decode")
     return (await api.post("/v1/transfers", json=WHOLE)).json()
 
 
 async def waiting_at(api, app, **members):
-    """A request that the control plane keeps waiting."""
+    """Starts a request and returns its task once the control plane keeps it waiting."""
     there = app.state.control_plane.admission.waiting["other"]
     body = {**WHOLE, "wait_seconds": 20, **members}
     task = asyncio.create_task(api.post("/v1/transfers", json=body))
@@ -202,7 +202,7 @@ async def waiting_at(api, app, **members):
     return task
 
 
-async def test_request_that_waits_is_answered_with_the_pair_that_is_given_back(api, app, full):
+async def test_waiting_request_gets_the_pair_that_is_given_back(api, app, full):
     waiting = await waiting_at(api, app, tenant="acme", priority=2)
     metrics = (await api.get("/metrics")).text
     assert 'kvxfer_transfers_waiting{tenant="other"} 1.0' in metrics
@@ -226,7 +226,7 @@ async def test_control_plane_that_stops_ends_the_waits(api, app, full):
     problem(await waiting, 503, "control-plane-unavailable")
 
 
-async def test_wait_in_vain_says_why_and_when_to_come_again(api, full):
+async def test_wait_that_ends_without_a_pair_says_why_and_when_to_retry(api, full):
     answer = await api.post("/v1/transfers", json={**WHOLE, "wait_seconds": 0.1})
     body = problem(answer, 503, "no-capacity")
     assert "within the 0.1 s that the request waits" in body["detail"]
@@ -234,7 +234,7 @@ async def test_wait_in_vain_says_why_and_when_to_come_again(api, full):
     assert answer.headers["retry-after"] == "2"
 
 
-async def test_request_that_cannot_wait_does_not_pass_those_that_do(api, app, full):
+async def test_request_that_does_not_wait_does_not_overtake_waiting_ones(api, app, full):
     await waiting_at(api, app)
     answer = await api.post("/v1/transfers", json={"prompt_tokens": 16})
     problem(answer, 503, "no-capacity")

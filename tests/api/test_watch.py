@@ -1,4 +1,4 @@
-"""The watch as a browser's EventSource or curl sees it; its end also over a real connection."""
+"""The watch as a browser's EventSource or curl sees it, and its end over a real connection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def registry(either_registry: Registry) -> Registry:
 
 
 class Watch:
-    """An open watch: its events one by one."""
+    """An open watch, read event by event."""
 
     def __init__(self, response: httpx2.Response) -> None:
         self.response = response
@@ -77,7 +77,7 @@ async def test_watch_is_a_snapshot_then_changes(api, registry, clock):
         assert ids == sorted(set(ids))
 
 
-async def test_watch_goes_on_after_the_last_event_seen(api):
+async def test_watch_resumes_after_the_last_event_seen(api):
     await join(api, "p1")
     async with api.stream("GET", "/v1/instances/watch") as response:
         _, seen, _ = await Watch(response).next()
@@ -90,7 +90,7 @@ async def test_watch_goes_on_after_the_last_event_seen(api):
     assert names == ["p2", "p3"]
 
 
-async def test_watch_that_cannot_go_on_begins_with_a_snapshot(api):
+async def test_watch_that_cannot_resume_begins_with_a_snapshot(api):
     await join(api, "p")
     headers = {"Last-Event-ID": "7"}
     async with api.stream("GET", "/v1/instances/watch", headers=headers) as response:
@@ -98,12 +98,12 @@ async def test_watch_that_cannot_go_on_begins_with_a_snapshot(api):
     assert (name, len(data["instances"])) == ("snapshot", 1)
 
 
-async def test_last_event_id_that_is_no_number_is_refused(api):
+async def test_last_event_id_that_is_not_a_number_is_refused(api):
     answer = await api.get("/v1/instances/watch", headers={"Last-Event-ID": "x"})
     assert problem(answer, 422, "invalid-argument")["errors"][0]["location"] == "header"
 
 
-async def test_reader_that_goes_away_is_no_watcher_any_more(api):
+async def test_reader_that_disconnects_is_no_longer_counted(api):
     async with api.stream("GET", "/v1/instances/watch") as response:
         watch = Watch(response)
         await watch.next()
@@ -135,7 +135,7 @@ only_embedded = pytest.mark.parametrize("either_registry", ["embedded"], indirec
 
 
 @only_embedded
-async def test_watch_tells_within_a_sweep_of_a_lease_that_ended_though_nobody_asked(api, clock):
+async def test_watch_reports_an_expired_lease_within_a_sweep_even_if_nobody_calls(api, clock):
     async with api.stream("GET", "/v1/instances/watch") as response:
         watch = Watch(response)
         await watch.next()

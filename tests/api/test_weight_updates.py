@@ -1,4 +1,4 @@
-"""`/v1/weights/updates`: a training job tells of an update, and instances ask what was decided."""
+"""`/v1/weights/updates`: a training job announces an update, and instances ask for the decision."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def app(either_registry, clock) -> FastAPI:
 
 @pytest.fixture
 async def api(app):
-    """With two instances that serve version 6."""
+    """A client of a control plane with two instances that serve version 6."""
     async with calling(app) as client:
         for name, role in (("p", "prefill"), ("d", "decode")):
             await join(client, name, role, identity=serving(6))
@@ -71,7 +71,7 @@ async def test_an_update_from_its_announcement_to_its_end(api, clock):
         {"instance_id": name, "state": "committed", "version": 7, "pause_seconds": 0.2}
         for name in "pd"
     ]
-    for _ in range(2):  # sent again it changes nothing, and nothing is counted twice
+    for _ in range(2):  # a repeated report changes nothing and is not counted
         answer = await api.patch(f"{UPDATES}/u", json={"state": "committed", "instances": served})
     assert answer.json()["state"] == "committed"
     assert (await api.get(f"{UPDATES}/u")).json() == answer.json()
@@ -87,7 +87,7 @@ async def test_an_update_from_its_announcement_to_its_end(api, clock):
     assert now["kvxfer_weight_update_pause_seconds_sum", ()] == pytest.approx(0.4)
 
 
-async def test_what_is_refused_is_named(api):
+async def test_refusals_name_their_reason(api):
     old = problem(await api.post(UPDATES, json={**BODY, "version": 6}), 409, "old-version")
     assert (old["version"], old["served"]) == (6, 6)
     named = {**BODY, "instances": ["x"]}
@@ -121,12 +121,12 @@ async def test_what_is_refused_is_named(api):
         ({"instances": ["a b"]}, "instances.0"),
     ],
 )
-async def test_what_cannot_be_announced_is_named(api, change, field):
+async def test_invalid_announcement_names_the_member(api, change, field):
     answer = await api.post(UPDATES, json={**BODY, **change})
     assert problem(answer, 422, "invalid-argument")["field"] == field
 
 
-async def test_an_instance_that_lost_its_coordinator_hears_what_holds(api, clock):
+async def test_an_instance_that_lost_its_coordinator_gets_the_decision(api, clock):
     await api.post(UPDATES, json=BODY)
     asked = await api.post(f"{UPDATES}/u/decision", json={"decision": "abort"})
     assert asked.json()["decision"] == "abort"

@@ -23,7 +23,7 @@ async def answer_once(end: SocketChannel, answer: m.Answer) -> m.Request | None:
     return request
 
 
-async def test_a_request_arrives_as_it_was_sent_and_so_does_its_answer(
+async def test_a_request_and_its_answer_arrive_as_they_were_sent(
     ends: tuple[SocketChannel, SocketChannel],
 ) -> None:
     sender, receiver = ends
@@ -53,7 +53,7 @@ async def test_a_receiver_that_ends_is_reported_with_what_it_was_doing(
         await sender.call(m.TcpListen(), m.TcpPort)
 
 
-async def test_a_sender_that_ends_is_the_end_of_requests(
+async def test_requests_end_with_the_sender(
     ends: tuple[SocketChannel, SocketChannel],
 ) -> None:
     sender, receiver = ends

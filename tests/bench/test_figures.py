@@ -6,7 +6,7 @@ from kvxfer.bench.figures import connect_figure, latency_figure, throughput_figu
 MIB = 1 << 20
 
 
-def test_throughput_is_the_median_round_and_the_ratio_is_that_of_rounds_not_of_medians() -> None:
+def test_throughput_is_the_median_round_and_the_ratio_is_the_median_of_ratios() -> None:
     figure = throughput_figure(
         CASES["tcp"],
         1024,
@@ -22,7 +22,7 @@ def test_throughput_is_the_median_round_and_the_ratio_is_that_of_rounds_not_of_m
 
 
 @pytest.mark.parametrize(("engine_ns", "met"), [(1999, True), (2000, True), (2001, False)])
-def test_a_target_is_met_from_its_ratio_on(engine_ns: int, met: bool) -> None:
+def test_a_target_is_met_at_its_ratio(engine_ns: int, met: bool) -> None:
     figure = throughput_figure(CASES["tcp"], 1024, MIB, [[engine_ns]], [[1000]])
     assert (figure.target.bound, figure.met) == (0.5, met)
 

@@ -62,7 +62,7 @@ def run(name: str, *arguments: str, key: str = KEY, host: Host | None = None) ->
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[tuple[Process, str]]:
-    """The server, and what to give to --to."""
+    """Starts a server; yields it with its address for --to."""
     with run("server", "--serve", "--port", "0", *arguments) as server:
         line = server.ready(lambda: "--to " in server.output and server.output)
         assert "on the other host, with the same cluster key: kvxfer bench --to " in line
@@ -125,7 +125,7 @@ def test_memory_of_gpus_is_measured(sends: int | None, receives: int | None) -> 
     assert report["verified_bytes"] == 2 * (2 + 1) * 2 * MIB
 
 
-def test_a_gpu_that_is_not_there_is_named() -> None:
+def test_the_error_names_a_gpu_that_does_not_exist() -> None:
     with run("server", "--serve", "--port", "0", "--gpu", "77") as server:
         server.ready(lambda: server.exit_code is not None)
         assert server.exit_code == 1
@@ -150,7 +150,7 @@ def test_another_key_is_refused_and_the_server_goes_on() -> None:
         assert measured(address, "--fabrics", "tcp")["verified_bytes"]
 
 
-def test_nobody_at_the_address_is_named_with_the_remedy() -> None:
+def test_the_error_names_an_address_without_a_server_and_the_remedy() -> None:
     with serving() as (server, address):
         server.kill()
         with run("client", "--to", address, *SMALL) as client:
@@ -190,19 +190,21 @@ async def test_a_second_client_is_told_who_is_being_served() -> None:
         assert (await measure(address)).verified_bytes
 
 
-async def test_what_no_server_knows_ends_one_client_only() -> None:
+async def test_a_request_that_no_server_knows_ends_one_client_only() -> None:
     with serving() as (_, address):
         async with Engine(cluster_key=KEY, name="the odd one") as engine:
             server = Server.parse(address, 1)
             peer = await engine.connect(server.engine_address("0" * 32), START_SECONDS)
             channel = PeerChannel(peer, address)
-            with pytest.raises(BenchError, match="nothing that a server of this version knows"):
+            with pytest.raises(
+                BenchError, match="a server of this version does not know this request"
+            ):
                 await channel.call(m.ReadPages(SETTINGS.draw(64 << 10), 1, 0), m.Durations)
-            # It is still connected, and has had its last answer.
+            # The first client is still connected, but has had its last answer.
             assert (await measure(address)).verified_bytes
 
 
-def test_a_client_that_is_killed_leaves_the_server_to_the_next() -> None:
+def test_the_server_serves_the_next_client_after_one_is_killed() -> None:
     with serving() as (server, address):
         endless = ("--fabrics", "tcp", "--rounds", "100000")
         with run("client", "--to", address, *SMALL, *endless) as client:
@@ -219,7 +221,7 @@ def test_a_server_that_is_killed_ends_the_client_with_an_error() -> None:
             server.ready(lambda: "has come" in server.output)
             server.kill()
             client.ends(START_SECONDS, code=1)
-            # It is seen while it is asked, written to, or connected to by the next engine.
+            # The client may notice it in a call, in a write, or when the next engine connects.
             [line] = client.output.splitlines()
             assert line.startswith("error ["), line
             assert f"the server at {address}" in line or "peer 'bench on" in line, line
@@ -242,7 +244,7 @@ async def test_two_hosts_with_a_cable_between_them() -> None:
         assert report["verified_bytes"] == 2 * (2 + 1) * 2 * MIB
 
 
-# Two devices of scripts/rxe-machine are the ends of one cable: both go down together.
+# Two devices of scripts/rxe-machine are the ends of one cable, so both go down together.
 @pytest.mark.skipif(
     "verbs" not in FABRICS or len(rdma_devices()) < 3, reason="needs three Soft-RoCE devices"
 )
@@ -266,7 +268,7 @@ def test_a_nic_that_goes_down_is_seen_and_every_byte_still_arrives() -> None:
 
 
 def put_back(number: int, count: int) -> None:
-    """Brings an interface of scripts/rxe-machine up as it was."""
+    """Brings an interface of scripts/rxe-machine up, as it was before."""
     script = ROOT / "scripts/rxe/guest-interface"
     batch = subprocess.run([script, str(number), str(count)], check=True, stdout=subprocess.PIPE)
     subprocess.run(["ip", "-batch", "-"], input=batch.stdout, check=True)
@@ -286,7 +288,7 @@ def test_a_server_is_an_address_with_or_without_a_port(text: str, server: str) -
 
 
 @pytest.mark.parametrize("text", ["", ":81", "127.0.0.1:x", "127.0.0.1:70000"])  # text
-def test_an_address_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_address_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="write it as HOST or HOST:PORT"):
         Server.parse(text, 7480)
 

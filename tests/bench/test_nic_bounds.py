@@ -11,7 +11,7 @@ from kvxfer.cli import app
 pytestmark = pytest.mark.native
 
 
-def test_the_wire_takes_its_headers() -> None:
+def test_headers_take_their_part_of_the_wire() -> None:
     cx7 = NICS["cx7"]
     assert cx7.wire_gbits(4096) == pytest.approx(400 * 4096 / (4096 + 82 + 20))
     assert cx7.wire_gbits(8192) == pytest.approx(400 * 8192 / (8192 + 2 * 82 + 20))
@@ -38,7 +38,7 @@ def test_the_command_measures_the_processor_and_shows_the_rest(name: str) -> Non
         assert text in shown
 
 
-def test_a_nic_that_is_not_known_is_refused_by_name() -> None:
+def test_the_error_names_an_unknown_nic() -> None:
     result = CliRunner().invoke(app, ["bench", "--nic", "cx8"])
     assert result.exit_code != 0
     assert "'cx8' is not known; choose from cx7, efa-p5en" in str(result.exception)

@@ -28,7 +28,7 @@ RUNS_TARGETS = OVERHEAD["runs of 16"]
 
 
 def breaks(pages: PageLists) -> list[int]:
-    """Where a page does not follow the one before it on both sides."""
+    """Returns the positions of pages that do not follow the one before on both sides."""
     follows = (np.diff(pages.src) == 1) & (np.diff(pages.dst) == 1)
     return [int(i) + 1 for i in np.flatnonzero(~follows)]
 
@@ -45,7 +45,7 @@ def test_pages_come_in_runs_of_just_that_length(case: NullCase, run: int) -> Non
         assert 0 <= side.min() <= side.max() < 2 * PAGES
 
 
-def test_figures_are_per_page_and_the_median_until_complete_is_judged() -> None:
+def test_figures_are_per_page_and_the_median_until_completion_is_judged() -> None:
     targets = (replace(RUNS_TARGETS[0], bound=50.0), replace(RUNS_TARGETS[1], bound=3.0))
     figure = overhead_figure("each", 10, 5, [100, 300, 200], [400, 900, 500], [30], targets)
     assert (figure.call_p50, figure.call_min) == (20.0, 10.0)

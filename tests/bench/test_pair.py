@@ -1,4 +1,5 @@
-"""The checks after a real transfer, with the receiver in this process so that it can be spoilt."""
+"""The checks after a real transfer, with the receiver in this process so that tests can damage
+it."""
 
 import asyncio
 import mmap
@@ -26,7 +27,7 @@ DRAW = PageDraw(9, 4096, 1 << 20, POOL_BYTES, requests=2)
 
 @pytest.fixture
 async def spoilable() -> AsyncIterator[tuple[Pair, Destination]]:
-    """A connected pair, and the pool that its receiver checks."""
+    """A connected pair, and the destination that its receiver checks."""
     ours, theirs = socket.socketpair()
     channel, receiver = await SocketChannel.over(ours), await SocketChannel.over(theirs)
     destination = Destination(POOL_BYTES)

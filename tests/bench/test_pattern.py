@@ -17,13 +17,13 @@ def source() -> NDArray[np.uint8]:
 
 
 def delivered(source: NDArray[np.uint8], pages: PageLists) -> NDArray[np.uint8]:
-    """A destination pool after a faultless transfer."""
+    """Returns a destination pool after a faultless transfer."""
     pool = np.zeros(POOL_BYTES, np.uint8)
     pool.reshape(-1, pages.page_bytes)[pages.dst] = source.reshape(-1, pages.page_bytes)[pages.src]
     return pool
 
 
-def test_every_word_of_a_filled_pool_is_another_and_none_is_zero(
+def test_all_words_of_a_filled_pool_differ_and_none_is_zero(
     source: NDArray[np.uint8],
 ) -> None:
     words = source.view(np.uint64)

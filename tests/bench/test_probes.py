@@ -1,4 +1,4 @@
-"""The probes move what they say they move. Their speed is not tested."""
+"""Tests that the probes move what they report. Their speed is not tested."""
 
 import mmap
 import os
@@ -70,7 +70,7 @@ def test_process_vm_readv_moves_exactly_the_pages_over_several_batches(
     check_exactly(pool, pages)
 
 
-def test_a_process_that_is_not_there_is_an_os_error(
+def test_a_process_that_does_not_exist_is_an_os_error(
     source: NDArray[np.uint8], pages: PageLists
 ) -> None:
     child = os.fork()
@@ -92,7 +92,7 @@ def test_a_process_that_is_not_there_is_an_os_error(
         ([0], [0], 0, ValueError),
     ],
 )
-def test_pages_that_cannot_be_meant_are_refused(
+def test_invalid_pages_are_refused(
     source: NDArray[np.uint8],
     src: list[int],
     dst: list[int],

@@ -68,7 +68,7 @@ def test_every_case_has_every_figure(run: tuple[Report, list[str]]) -> None:
     assert report.registration.nbytes == SETTINGS.registration_bytes
 
 
-def test_progress_is_told_as_often_as_was_announced(run: tuple[Report, list[str]]) -> None:
+def test_progress_is_reported_as_often_as_announced(run: tuple[Report, list[str]]) -> None:
     assert len(run[1]) == SETTINGS.steps
 
 

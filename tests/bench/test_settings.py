@@ -42,6 +42,6 @@ def test_cases_come_in_the_order_they_were_named_each_once() -> None:
 
 
 @pytest.mark.parametrize("names", [["tpc"], [], ["tcp", "verbs"]])
-def test_a_fabric_that_is_none_is_refused_with_the_choice(names: list[str]) -> None:
+def test_the_error_for_an_unknown_fabric_lists_the_choice(names: list[str]) -> None:
     with pytest.raises(InvalidArgument, match="choose from tcp, local, local-cma"):
         cases_by_name(names)

@@ -50,7 +50,7 @@ def test_a_bound_shows_its_direction_and_unit() -> None:
     assert str(replace(IDLE, unit="", direction=Direction.AT_LEAST)) == "≥ 0.50"
 
 
-def test_a_name_means_one_target() -> None:
+def test_each_target_has_its_own_name() -> None:
     assert len({target.name for target in TARGETS}) == len(TARGETS)
 
 

@@ -67,14 +67,14 @@ def run_demo(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def processes_below(pid: int) -> dict[int, str]:
-    """Process id and command line of the running children of a process."""
+    """Returns the process ids and command lines of the running children of a process."""
     found = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(status.read_text().rpartition(")")[2].split()[1])
             line = (status.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
         if parent == pid and line:
             found[int(status.parent.name)] = line
     return found
@@ -98,7 +98,7 @@ class RunningDemo:
         wait_until(self._prompts_are_under_way, _START_SECONDS)
 
     def _prompts_are_under_way(self) -> bool:
-        """A worker with an established TCP connection of its HTTP port has got a request."""
+        """True if all children run and are connected: a connected worker has got a request."""
         assert self.process.poll() is None
         self.children = processes_below(self.process.pid)
         return len(self.children) == 3 and len(_connections(self.process.pid)) >= 3
@@ -107,13 +107,13 @@ class RunningDemo:
         return next(pid for pid, line in self.children.items() if name in line)
 
     def end(self) -> tuple[int, str]:
-        """Its exit code and what it wrote to stderr."""
+        """Waits for the end; returns the exit code and the text of stderr."""
         _, errors = self.process.communicate(timeout=60)
         return self.process.returncode, " ".join(errors.split())
 
 
 def _connections(pid: int) -> list[str]:
-    """The established TCP connections of a process."""
+    """Returns the established TCP connections of a process."""
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -202,7 +202,7 @@ def test_a_killed_process_is_named_and_nothing_is_left_behind(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_demo_that_is_stopped_takes_its_processes_along(
+def test_a_demo_that_is_stopped_ends_its_processes(
     number: signal.Signals, running_demo: RunningDemo
 ) -> None:
     os.kill(running_demo.process.pid, number)

@@ -54,7 +54,7 @@ def client(server: RunningControlPlane) -> Iterator[SyncControlPlaneClient]:
 
 @pytest.fixture
 def redis() -> Iterator[RedisServer]:
-    """One that the test may stop."""
+    """A Redis that the test may stop."""
     with RedisServer() as running:
         yield running
 
@@ -73,7 +73,7 @@ def kvxfer(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 
 @contextlib.contextmanager
 def nobody_listens() -> Iterator[str]:
-    """An address that no other process is given meanwhile."""
+    """Yields an address on which nothing listens, reserved until the block ends."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{bound.getsockname()[1]}"
@@ -86,7 +86,7 @@ def shown(url: str, *arguments: str) -> str:
 
 
 def rows(table: str) -> list[list[str]]:
-    """The words of each line below the header."""
+    """Returns the words of each line below the header."""
     return [line.split() for line in table.splitlines()[1:]]
 
 
@@ -144,7 +144,7 @@ def test_weight_updates_as_a_table_and_as_json(server, client):
     assert (a[-1], b[-1]) == ("6", "?")
 
 
-def test_what_is_listed_says_how_stale_it_is(redis):
+def test_lists_say_how_stale_they_are(redis):
     registry = RedisRegistry(redis.url, LeasePolicy(600), timeout=PATIENCE)
     with RunningControlPlane(registry=registry) as server:
         with SyncControlPlaneClient(server.url) as client:
@@ -176,7 +176,7 @@ def test_instances_are_waited_for(server, client):
     assert (ended.returncode, ended.stderr) == (1, told)
 
 
-def test_what_is_stale_is_not_waited_for(redis):
+def test_a_stale_count_does_not_end_the_wait(redis):
     registry = RedisRegistry(redis.url, LeasePolicy(600), timeout=PATIENCE)
     with RunningControlPlane(registry=registry) as server:
         with SyncControlPlaneClient(server.url) as client:
@@ -190,7 +190,7 @@ def test_what_is_stale_is_not_waited_for(redis):
     assert "the last count was 1, and stale: the control plane cannot" in ended.stderr
 
 
-def test_a_control_plane_that_is_not_there_yet_is_waited_for():
+def test_a_control_plane_that_does_not_answer_yet_is_waited_for():
     arguments = ("instances", "--until-count", "0", "--deadline", "1")
     with nobody_listens() as address:
         ended = kvxfer(*arguments, KVXFER_CONTROL_PLANE=f"http://{address}")
@@ -220,7 +220,7 @@ def test_drain_without_waiting(server, client):
 def living(
     url: str, load: Callable[[], Load], token: str | None = None
 ) -> Iterator[threading.Thread]:
-    """A worker with its own event loop, which leaves when it is told to and has nothing left."""
+    """Runs a worker on a separate event loop; it leaves when it is drained and idle."""
     registered = threading.Event()
 
     async def live() -> None:
@@ -239,7 +239,7 @@ def living(
 
 
 def asked(url: str, route: str) -> int:
-    """How many times the control plane has answered a GET of a route."""
+    """Returns the number of GETs of a route that the control plane has answered."""
     text = httpx2.get(f"{url}/metrics", trust_env=False).text
     name = "kvxfer_http_request_seconds_count"
     found = re.search(
@@ -249,13 +249,13 @@ def asked(url: str, route: str) -> int:
 
 
 def drain_is_answered(url: str) -> None:
-    """The fleet hears of a drain before its caller does."""
+    """Waits for the answer to a drain: the watch shows a drain before its caller has the answer."""
     answered = re.compile(r'kvxfer_http_requests_total{.*/drain",status="202"} 1')
     wait_until(lambda: answered.search(httpx2.get(f"{url}/metrics").text))
 
 
 def until(client: SyncControlPlaneClient, seen: Callable[[Instance], bool]) -> Instance:
-    """The worker as the watch tells it, once it is as wanted."""
+    """Follows the watch until the worker is as wanted, and returns the worker."""
     with contextlib.closing(client.watch()) as watch:
         for item in watch:
             for instance in item.instances if isinstance(item, Snapshot) else (item.instance,):
@@ -280,7 +280,7 @@ def test_drain_waits_until_the_worker_has_left():
         assert json.loads(out)["left"] is True
 
 
-def test_drain_by_a_workers_token_shows_the_secret_of_the_worker_beside_it(tmp_path, monkeypatch):
+def test_drain_with_a_workers_token_sends_the_secret_from_the_runtime_folder(tmp_path, monkeypatch):
     tokens = tmp_path / "tokens"
     tokens.write_text("w worker token-of-a-worker\nops admin token-of-operators\n")
     monkeypatch.setenv("KVXFER_RUNTIME_DIR", str(tmp_path / "here"))
@@ -300,14 +300,17 @@ def test_drain_by_a_workers_token_shows_the_secret_of_the_worker_beside_it(tmp_p
 
         refused = drain("token-of-a-worker", "elsewhere")
         assert refused.returncode == 1
-        assert "[forbidden] only a call with the secret of its lease" in refused.stderr
+        assert (
+            "[forbidden] a call that acts as instance 'p' needs the secret of its lease"
+            in refused.stderr
+        )
         assert drain("token-of-operators", "elsewhere").returncode == 0
         accepted = drain("token-of-a-worker", "here")
         assert accepted.returncode == 0, accepted.stderr
         load = Load()
 
 
-def test_undrain_waits_for_the_workers_word():
+def test_undrain_waits_until_the_worker_is_ready():
     load = Load(running=1)
     with (
         RunningControlPlane(lease_seconds=4.5) as server,
@@ -346,7 +349,7 @@ def test_drain_until_idle_does_not_wait_for_the_worker_to_leave(server, client):
         until(client, lambda p: p.state is InstanceState.DRAINING)
         client.heartbeat("p", lease.epoch, load=Load(waiting=1))
         before = asked(server.url, "/v1/instances/{instance_id}")
-        # By the second answer it has seen that load.
+        # After the second answer, the command has seen that load.
         wait_until(lambda: asked(server.url, "/v1/instances/{instance_id}") >= before + 2)
         assert draining.poll() is None
         client.heartbeat("p", lease.epoch, load=Load())
@@ -355,16 +358,16 @@ def test_drain_until_idle_does_not_wait_for_the_worker_to_leave(server, client):
     assert client.instance("p").state is InstanceState.DRAINING
 
 
-def test_drain_until_idle_believes_no_load_of_before(server, client):
+def test_drain_until_idle_ignores_the_load_from_before_the_drain(server, client):
     """A request that arrived since the last heartbeat is in no figure yet."""
     client.register(worker("p"), state=READY)
     with started(server.url, "drain", "p", "--until", "idle", "--deadline", "0", grace=1) as late:
         _, said = late.communicate(timeout=60)
     assert late.returncode == 1
-    assert "[deadline-exceeded] instance 'p' is still there" in said
+    assert "[deadline-exceeded] instance 'p' has not left" in said
 
 
-def test_drain_goes_on_with_a_worker_that_redis_forgot(redis):
+def test_drain_continues_with_a_worker_that_redis_forgot(redis):
     load = Load(running=1)
     registry = RedisRegistry(redis.url, LeasePolicy(4.5))
     with (
@@ -377,7 +380,7 @@ def test_drain_goes_on_with_a_worker_that_redis_forgot(redis):
             drain_is_answered(server.url)
             redis.kill()
             redis.start()
-            # By itself it drains without a deadline: that one is told to it again.
+            # The worker registers again as draining; the command sends the deadline again.
             again = until(client, lambda p: p.epoch > first.epoch and p.drain_deadline is not None)
             assert again.state is InstanceState.DRAINING
             assert draining.poll() is None
@@ -406,7 +409,7 @@ def test_drain_does_not_take_a_worker_that_redis_forgot_for_one_that_has_left(re
 def started(
     url: str, *arguments: str, grace: float = 15.0, **variables: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """A command under way."""
+    """Runs a command; it is killed when the block ends."""
     code = (
         f"import kvxfer.cli.drain as d, sys; d._GRACE_SECONDS = {grace}; sys.argv[0] = 'kvxfer'\n"
         "from kvxfer.cli import main; main()"
@@ -429,7 +432,7 @@ def test_worker_that_does_not_leave_is_an_error(server, client):
     with started(server.url, "drain", "p", "--deadline", "0", grace=0.1) as draining:
         _, said = draining.communicate(timeout=60)
     assert draining.returncode == 1
-    assert "[deadline-exceeded] instance 'p' is still there" in said
+    assert "[deadline-exceeded] instance 'p' has not left" in said
 
 
 COMMANDS = [

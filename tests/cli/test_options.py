@@ -22,9 +22,9 @@ class Kitchen:
     max_pots: Annotated[int, Meta(ge=1, le=8)] = 4
     """Pots at once."""
     wait_seconds: Seconds = 2.0
-    """A guest waits so long."""
+    """Seconds that a guest waits."""
     recipe: Path | None = None
-    """What is cooked."""
+    """The dish to cook."""
     salt: bool = False
     """Whether it is salted."""
 
@@ -35,7 +35,7 @@ class Kitchen:
 @dataclass(frozen=True, slots=True)
 class Table:
     seat: Annotated[str, typer.Option("--chair", envvar="TEST_CHAIR")]
-    """Who sits there."""
+    """The seat at the table."""
 
 
 @pytest.fixture
@@ -82,10 +82,10 @@ def test_help_says_what_the_settings_say(app: typer.Typer) -> None:
         words[1]: " ".join(words[2:-1]) for line in told.splitlines() if (words := line.split())[2:]
     }
     assert lines["--max-pots"] == "<int range> [1<=x<=8] Pots at once. [default: 4]"
-    assert lines["--wait-seconds"] == "<float> A guest waits so long. [default: 2.0]"
-    assert lines["--recipe"] == "<path> What is cooked. [default: (soup)]"
+    assert lines["--wait-seconds"] == "<float> Seconds that a guest waits. [default: 2.0]"
+    assert lines["--recipe"] == "<path> The dish to cook. [default: (soup)]"
     assert lines["--salt"] == "<bool> Whether it is salted."
-    assert lines["*"].startswith("--chair <str> Who sits there.")
+    assert lines["*"].startswith("--chair <str> The seat at the table.")
     assert "--key" not in told
     assert "--no-salt" not in told
 
@@ -98,7 +98,7 @@ def test_help_says_what_the_settings_say(app: typer.Typer) -> None:
         (["ann", "--chair", "1", "--wait-seconds", "0"], 1, InvalidArgument),
     ],
 )
-def test_what_is_missing_or_beyond_the_bounds_is_refused(
+def test_missing_options_and_values_out_of_bounds_are_refused(
     app: typer.Typer, made: list[object], words: list[str], exit_code: int, error: type
 ) -> None:
     refused = CliRunner().invoke(app, words)

@@ -17,7 +17,7 @@ ROUTER = kvxfer("router", "--port", "0")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_serves_until_it_is_stopped(number: signal.Signals) -> None:
+def test_the_router_serves_until_it_is_stopped(number: signal.Signals) -> None:
     with RunningControlPlane() as control_plane:
         command = [*ROUTER, "--control-plane", control_plane.url, "--json"]
         with Server("router", *command, environment=clean_environment()) as router:
@@ -36,7 +36,7 @@ def test_it_serves_until_it_is_stopped(number: signal.Signals) -> None:
         (["--control-plane", "nowhere"], "the control plane's URL is 'nowhere'"),
     ],
 )
-def test_what_cannot_be_meant_is_one_line(options: list[str], error: str, tmp_path: Path) -> None:
+def test_an_invalid_option_is_one_line(options: list[str], error: str, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("alice 0123456789abcdef0123\nbob secret\n")
     ended = subprocess.run(

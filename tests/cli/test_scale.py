@@ -122,7 +122,7 @@ def test_one_of_two_replicas_leads_and_the_other_takes_over(tmp_path: Path, empt
         wait_until(lambda: leads(follower))
 
 
-def test_serve_brings_its_own_workers_up_by_the_policy(tmp_path: Path):
+def test_serve_starts_the_workers_that_the_policy_wants(tmp_path: Path):
     (tmp_path / "tokens").write_text("".join(f"{n} {n} token-of-the-{n}\n" for n in WHO))
     for name in WHO:
         (tmp_path / name).write_text(f"token-of-the-{name}\n")

@@ -39,7 +39,7 @@ WORKER = {
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs to its end, as one that refuses to start does."""
+    """Runs a control plane that must not start, to its end."""
     return subprocess.run(
         kvxfer("serve", *arguments),
         env=clean_environment(**variables),
@@ -83,7 +83,7 @@ def test_json_names_the_url_in_one_line_once_connections_are_accepted():
         assert answer.status_code == 200
 
 
-def test_people_get_a_sentence():
+def test_without_json_the_url_is_in_a_sentence():
     with serving("--port", "0") as process:
         line = first_line(process)
     assert line.startswith("kvxfer control plane at http://127.0.0.1:")
@@ -149,7 +149,7 @@ def test_missing_key_is_one_clear_error(arguments, variables, words):
 @pytest.mark.parametrize(
     ("option", "value"), [("--lease-seconds", "0"), ("--transfer-seconds", "-1")]
 )
-def test_time_that_is_none_is_refused_by_name(option, value):
+def test_time_that_is_not_positive_is_refused_by_name(option, value):
     ended = run("--port", "0", option, value, KVXFER_CLUSTER_KEY=CLUSTER_KEY.decode())
     assert ended.returncode == 1
     assert option.removeprefix("--").replace("-", "_") in ended.stderr
@@ -173,7 +173,7 @@ def test_address_that_others_reach_needs_tokens():
     assert "--allow-anonymous" in error
 
 
-def test_address_that_others_reach_is_warned_of_where_it_is_wanted_without_tokens():
+def test_address_that_others_reach_is_warned_of_if_anonymous_calls_are_allowed():
     arguments = ("--host", "0.0.0.0", "--allow-anonymous", "--port", "0", "--json")
     with serving(*arguments) as process:
         assert json.loads(first_line(process))["url"].startswith("http://0.0.0.0:")
@@ -192,7 +192,7 @@ def tokens_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_tokens_file_is_asked_and_may_change(tokens_file: Path):
+def test_tokens_file_is_obeyed_and_may_change(tokens_file: Path):
     arguments = ("--host", "0.0.0.0", "--port", "0", "--json", "--tokens-file", str(tokens_file))
     with serving(*arguments) as process:
         url = json.loads(first_line(process))["url"].replace("0.0.0.0", "127.0.0.1")
@@ -231,7 +231,7 @@ def test_logs_have_each_request_and_no_secret(tokens_file: Path, log_format: str
                 assert client.post("/v1/instances", json=body).status_code == 201
             opened = client.post("/v1/transfers", json={}, headers={"X-Request-ID": "mine"})
             ticket = opened.json()["ticket"]
-            # Where a secret has no business to be, and would be quoted.
+            # Secrets in wrong places, which an error could quote.
             client.get(f"/v1/instances/{ticket[:64]}")
             client.post("/v1/transfers", json={"ticket": ticket})
             client.get("/v1/instances", headers={"Authorization": "Bearer wrong-but-secret-too"})

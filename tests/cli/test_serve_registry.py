@@ -27,7 +27,7 @@ pytestmark = pytest.mark.native
         ("redis+sentinel://s1", "names no service"),
     ],
 )
-def test_url_that_is_no_registry_is_one_clear_error(url, words):
+def test_invalid_url_of_a_registry_is_one_clear_error(url, words):
     ended = run("--port", "0", "--registry", url, KVXFER_CLUSTER_KEY=CLUSTER_KEY.decode())
     assert ended.returncode == 1
     assert "[invalid-argument]" in ended.stderr
@@ -50,9 +50,9 @@ def test_registry_from_the_environment_that_does_not_answer_is_warned_of_once():
     assert "secret" not in line
 
 
-def test_replica_that_is_killed_at_work_leaves_no_reservation_half_made(empty_redis):
+def test_replica_that_is_killed_under_load_leaves_no_partial_reservation(empty_redis):
     options = ("--port", "0", "--json", "--registry", empty_redis.url)
-    # Nothing ends by itself.
+    # No lease and no transfer expires.
     options = (*options, "--lease-seconds", "600", "--transfer-seconds", "600")
     with serving(*options) as dying, serving(*options) as living:
         doomed, url = (json.loads(first_line(p))["url"] for p in (dying, living))

@@ -75,7 +75,7 @@ def test_a_trace_as_json_and_its_picture(tmp_path):
         (("--plot", "course.txt"), "write a name that ends in .png, .svg, .pdf"),
     ],
 )
-def test_what_is_wrong_is_one_line(arguments, words):
+def test_an_error_is_one_line(arguments, words):
     ended = simulate("--instances", "6", *arguments)
     assert ended.returncode == 1
     assert "[invalid-argument]" in ended.stderr

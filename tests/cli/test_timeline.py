@@ -1,4 +1,4 @@
-"""How a trace is drawn: the order of the spans, the place of the bars, which spans are merged."""
+"""The drawing of a trace: the order of the spans, the place of the bars, merged spans."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_many_spans_of_one_name_are_one_line_unless_all_are_asked_for() -> None:
     ]
 
 
-def test_what_failed_says_how_and_a_span_without_its_caller_is_there() -> None:
+def test_a_failed_span_shows_its_error_even_without_its_caller() -> None:
     _, orphan, why = drawn(span(5, 4, "kv.receive", 0, 1, error="transfer t-1: lost"))
     assert orphan.split()[0] == "kv.receive"
     assert why.strip() == "kv.receive: transfer t-1: lost"

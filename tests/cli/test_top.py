@@ -56,7 +56,7 @@ def test_a_frame_without_a_terminal(busy):
         assert "stale" not in text
 
 
-def test_json_is_what_the_route_says(busy):
+def test_json_is_the_answer_of_the_route(busy):
     told = json.loads(shown(busy.url, "top", "--json", "--zone", "z"))
     assert (told["total"], told["matching"]) == (2, 1)
     assert [row["instance_id"] for row in told["instances"]] == ["p"]
@@ -75,7 +75,7 @@ def test_without_a_control_plane_there_is_one_error():
     assert line.startswith("error [control-plane-unavailable] no control plane answers at")
 
 
-def test_a_token_that_may_not_look_is_named(tmp_path: Path):
+def test_a_token_without_the_scope_is_refused(tmp_path: Path):
     tokens = tmp_path / "tokens"
     tokens.write_text("node worker token-of-the-node\n")
     with RunningControlPlane(tokens=watch_tokens(tokens)) as server:
@@ -113,7 +113,7 @@ def test_on_a_terminal_it_follows_the_fleet_and_says_when_it_cannot(busy):
 
 
 def drawn_until(master: int, words: str | None) -> str:
-    """What is drawn until these words are; until the end without them."""
+    """Returns the output until `words` appear, or to its end if `words` is None."""
     text = ""
 
     def drawn() -> bool:

@@ -1,4 +1,4 @@
-"""How long commands wait, on virtual time."""
+"""The waits of commands, on virtual time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.virtual_time import VirtualClock
 
 
 class Traced:
-    """A control plane to which spans come at some times: their numbers, and which is their root."""
+    """A control plane whose spans, named by numbers, arrive at given times; one is the root."""
 
     def __init__(self, clock: VirtualClock, arrivals: dict[float, int], root: int = 1) -> None:
         self._clock = clock
@@ -50,9 +50,9 @@ class Traced:
     ("arrivals", "seconds"),
     [
         ({0.0: 1}, 3.0),
-        ({0.0: 1, 2.0: 2}, 5.0),  # a late one begins the quiet time again
+        ({0.0: 1, 2.0: 2}, 5.0),  # a late span begins the quiet time again
         ({1.0: 2, 2.0: 1}, 5.0),
-        ({0.0: 2}, 10.0),  # its root never comes
+        ({0.0: 2}, 10.0),  # the root never comes
     ],
 )
 def test_a_trace_is_whole_when_nothing_was_added_for_three_seconds(
@@ -65,7 +65,7 @@ def test_a_trace_is_whole_when_nothing_was_added_for_three_seconds(
     assert len(found.spans) == len(arrivals)
 
 
-def test_a_trace_that_does_not_come_is_unknown_when_its_time_is_over() -> None:
+def test_a_trace_that_does_not_arrive_in_time_is_unknown() -> None:
     clock = VirtualClock()
     client: Any = Traced(clock, {60.0: 1})
     with pytest.raises(UnknownTrace):
@@ -87,11 +87,11 @@ class Counted:
 
     def ask(self, _: object) -> Answer[Any]:
         if self.passed < self._away_until:
-            raise ControlPlaneUnavailable("it is away")
+            raise ControlPlaneUnavailable("it is unavailable")
         return Answer(("one",) * int(self.passed), None)
 
 
-def test_instances_are_waited_for_until_there_are_so_many() -> None:
+def test_instances_are_waited_for_until_the_count_is_reached() -> None:
     clock = VirtualClock()
     client: Any = Counted(clock, away_until=2.5)
     assert len(_until(client, calls.instances(), 3, 10.0, clock).value) == 3
@@ -99,7 +99,7 @@ def test_instances_are_waited_for_until_there_are_so_many() -> None:
 
 
 @pytest.mark.parametrize(
-    ("away_until", "said"), [(0.0, "the last count was 4"), (9.0, "it is away")]
+    ("away_until", "said"), [(0.0, "the last count was 4"), (9.0, "it is unavailable")]
 )
 def test_instances_are_not_waited_for_beyond_the_deadline(away_until: float, said: str) -> None:
     clock = VirtualClock()

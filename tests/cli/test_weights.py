@@ -55,7 +55,7 @@ def test_a_map_from_a_file_as_json(tmp_path):
     ("arguments", "words"),
     [
         ((), "no model is given; pass --model kimi-k2 or llama-3-8b, or --file"),
-        (("--model", "best", "--train", "1", "--infer", "1"), "'best' is no model known here"),
+        (("--model", "best", "--train", "1", "--infer", "1"), "'best' is not a known model"),
         (("--model", "kimi-k2"), "pass --train and --infer"),
         (("--file", "/nowhere.json"), "the weight map /nowhere.json cannot be read"),
         (("--file", "/nowhere.json", "--train", "1"), "leave the options out"),
@@ -64,7 +64,7 @@ def test_a_map_from_a_file_as_json(tmp_path):
         ((*SMALL, "--burst-bytes", "1"), "burst_bytes is 1; use slice_bytes or more"),
     ],
 )
-def test_what_is_wrong_is_one_line(arguments, words):
+def test_an_error_is_one_line(arguments, words):
     ended = plan(*arguments)
     assert ended.returncode == 1
     assert "[invalid-argument]" in ended.stderr

@@ -49,7 +49,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def started(*arguments: str | Path) -> Server:
-    """A kvxfer command that is ready; it ends with its block."""
+    """Starts a kvxfer command and returns it when it is ready; it ends with its block."""
     command = kvxfer(*arguments, "--json")
     server = Server(str(arguments[0]), *command, environment=environment())
     try:
@@ -67,7 +67,7 @@ def control_plane() -> Iterator[str]:
 
 
 def refused(*arguments: str | Path, **variables: str) -> str:
-    """The error of a worker that must not start, on one line."""
+    """Returns the error of a worker that must not start, on one line."""
     result = subprocess.run(
         kvxfer("worker", *arguments),
         env=environment(**variables),
@@ -116,11 +116,11 @@ def test_a_worker_is_in_the_fleet_until_it_is_stopped(
         health = httpx2.get(f"{said['http_address']}/healthz").json()
         assert (health["status"], health["free_blocks"]) == ("ok", 40)
         worker.stop(number)
-        # It has said goodbye: its lease of 6 s, renewed every 2, would still hold.
+        # The worker has deregistered: its lease of 6 s, renewed every 2 s, would still hold.
         assert said["instance_id"] not in instances(control_plane)
 
 
-def test_a_drained_worker_that_is_stopped_while_it_leaves_ends_well(
+def test_a_drained_worker_that_is_stopped_while_it_leaves_exits_with_0(
     control_plane: str, model: Path
 ) -> None:
     with started(
@@ -218,7 +218,7 @@ def test_an_unknown_fabric_is_refused(model: Path) -> None:
         (["--engine-option", "nics=a", "--engine-option", "nics=b"], "is 'nics=b'; write it as"),
     ],
 )
-def test_an_option_of_the_engine_that_cannot_be_meant_is_refused(
+def test_an_invalid_option_of_the_engine_is_refused(
     options: list[str], says: str, model: Path
 ) -> None:
     error = refused("--role", "prefill", "--model", model, *options)

@@ -1,4 +1,4 @@
-"""A client that knows several replicas asks another where one does not answer."""
+"""A client with the addresses of several replicas asks another if one does not answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def stops(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture
 async def client(network):
-    """Of two addresses, where the second is of a control plane, and the first is asked first."""
+    """A client of two addresses that asks the first one next; only the second answers."""
     async with network.control_plane(lease_seconds=600):
         network.apps["other"] = network.apps["control-plane"]
         async with ControlPlaneClient(URLS, transport=network.transport(), deadline=2) as client:
@@ -51,10 +51,10 @@ async def test_a_call_that_one_replica_does_not_answer_goes_to_the_other(
     assert client.url == "http://other"
     for _ in range(10):
         await client.heartbeat("p", lease.epoch)
-    assert clock.monotonic() - came <= 1.2, "the one that is dead is asked no more"
+    assert clock.monotonic() - came <= 1.2, "the dead one is not asked again"
 
 
-async def test_a_call_that_is_not_repeatable_leaves_the_next_one_to_the_other(network, client):
+async def test_after_a_call_that_cannot_be_repeated_the_next_one_goes_to_the_other(network, client):
     for name, role in (("p", "prefill"), ("d", "decode")):
         await client.register(worker(name, role), state=InstanceState.READY)
     network.apps["one"] = hangs
@@ -64,7 +64,7 @@ async def test_a_call_that_is_not_repeatable_leaves_the_next_one_to_the_other(ne
     assert (await client.open_transfer()).prefill.instance_id == "p"
 
 
-async def test_a_watch_goes_on_at_the_other(network, client):
+async def test_a_watch_resumes_at_the_other(network, client):
     network.apps["one"] = network.apps["other"]
     watch = client.watch()
     assert isinstance(await anext(watch), Snapshot)
@@ -76,13 +76,13 @@ async def test_a_watch_goes_on_at_the_other(network, client):
     await watch.aclose()
 
 
-async def test_where_none_answers_the_last_one_that_was_asked_is_named(client, network):
+async def test_if_none_answers_the_last_one_that_was_asked_is_named(client, network):
     del network.apps["other"]
     with pytest.raises(ControlPlaneUnavailable, match="no control plane answers at http://o"):
         await client.instances()
 
 
-def test_the_sync_client_changes_over_too():
+def test_the_sync_client_changes_to_the_other_too():
     asked = []
 
     def handler(request: httpx2.Request) -> httpx2.Response:
@@ -106,6 +106,6 @@ def test_addresses_are_those_given_or_of_the_environment(monkeypatch):
 
 
 @pytest.mark.parametrize("urls", ["one:8080", "http://one,", "http://one,other", "http://a:x"])
-def test_an_address_that_is_none_is_named(urls):
+def test_an_invalid_address_is_named(urls):
     with pytest.raises(InvalidArgument, match="the control plane's URL is"):
         Addresses(urls)

@@ -31,7 +31,7 @@ READY = InstanceState.READY
 
 @pytest.fixture
 async def client(network):
-    """Of a control plane where no lease ends."""
+    """A client of a control plane where no lease ends."""
     async with network.control_plane(lease_seconds=600), network.client() as client:
         yield client
 
@@ -46,7 +46,7 @@ def answering(status: int, content: bytes = b"", **headers: str) -> ControlPlane
 # --- instances -------------------------------------------------------------------------------
 
 
-async def test_registered_instance_comes_back_as_it_was(client):
+async def test_instance_is_read_as_it_was_registered(client):
     spec = worker("p", labels={"zone": "\u2028"}, fabrics=("tcp",))
     lease = await client.register(spec, state=READY)
     instance = await client.instance("p")
@@ -167,7 +167,7 @@ async def test_watch_is_a_snapshot_then_changes(client):
     await watch.aclose()
 
 
-async def test_watch_goes_on_after_an_id(client):
+async def test_watch_resumes_after_an_id(client):
     first = await client.register(worker("p1"))
     await client.register(worker("p2"))
     watch = client.watch(first.epoch)
@@ -195,8 +195,8 @@ async def test_watch_survives_a_restart_of_the_control_plane(network, clock):
             await watch.aclose()
 
 
-async def test_a_watch_that_falls_silent_is_begun_anew(network, clock):
-    """The control plane says something every 15 s; after 45 s of silence it is gone."""
+async def test_a_watch_that_falls_silent_is_opened_again(network, clock):
+    """The control plane sends something every 15 s; after 45 s of silence it is gone."""
     silent = asyncio.Event()
 
     async def frozen(scope, receive, send):
@@ -237,7 +237,7 @@ async def test_watch_that_is_refused_raises_the_error(client):
         await anext(client.watch(-1))
 
 
-# --- what operators ask for ------------------------------------------------------------------
+# --- requests of operators -------------------------------------------------------------------
 
 
 async def test_operators_calls(client):
@@ -286,7 +286,7 @@ async def test_method_keeps_its_name_and_arguments():
 # --- the control plane itself ----------------------------------------------------------------
 
 
-async def test_ready_returns_where_the_control_plane_serves(client):
+async def test_ready_returns_if_the_control_plane_serves(client):
     await client.ready()
 
 
@@ -317,7 +317,7 @@ async def test_control_plane_that_does_not_answer_is_unavailable(network, clock)
     ("status", "error"),
     [(500, ControlPlaneError), (404, ControlPlaneError), (502, ControlPlaneUnavailable)],
 )
-async def test_error_of_somebody_else_is_told_by_its_status(status, error):
+async def test_error_of_another_server_is_reported_by_its_status(status, error):
     async with answering(status, b"<html>") as client:
         with pytest.raises(error, match=f"HTTP {status} without a problem document") as raised:
             await client.instances()
@@ -325,7 +325,7 @@ async def test_error_of_somebody_else_is_told_by_its_status(status, error):
 
 
 @pytest.mark.parametrize("content", [b"<html>", b"{}", b'{"instances": 3}', b"\xff"])
-async def test_answer_that_is_none_is_an_error(content):
+async def test_invalid_answer_is_an_error(content):
     async with answering(200, content) as client:
         with pytest.raises(ControlPlaneError, match="is it a kvxfer control plane"):
             await client.instances()
@@ -345,7 +345,7 @@ async def test_error_has_the_request_id_that_the_logs_have(client):
     assert re.fullmatch(r"[0-9a-f]{16}-\d+", error.value.request_id)
 
 
-async def test_defect_of_the_control_plane_is_told_with_its_request_id():
+async def test_defect_of_the_control_plane_is_reported_with_its_request_id():
     problem = b'{"code": "internal-error", "detail": "its log says why"}'
     headers = {"X-Request-ID": "r-1"}
     async with answering(500, problem, **headers) as client:
@@ -361,7 +361,7 @@ async def test_members_that_a_later_control_plane_adds_are_ignored(client):
 
 
 @pytest.mark.parametrize("url", ["localhost:8080", "ftp://h", "http://[::1"])  # text
-def test_url_that_is_none_is_refused(url):
+def test_invalid_url_is_refused(url):
     with pytest.raises(InvalidArgument, match="write it as http://HOST:PORT"):
         ControlPlaneClient(url)
 

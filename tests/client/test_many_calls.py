@@ -16,7 +16,7 @@ from verify.control_plane import worker
 
 
 class Slow(httpx2.AsyncBaseTransport):
-    """Answers when it is let, and knows how many wait for that."""
+    """A transport that answers when `let` is set, and counts the waiting requests."""
 
     def __init__(self) -> None:
         self.let = asyncio.Event()
@@ -30,7 +30,7 @@ class Slow(httpx2.AsyncBaseTransport):
         return httpx2.Response(200, json={"instances": []})
 
 
-async def test_calls_take_turns(clock: VirtualClock) -> None:
+async def test_calls_beyond_32_take_turns(clock: VirtualClock) -> None:
     slow = Slow()
     async with ControlPlaneClient("http://h:1", transport=slow, clock=clock) as client:
         calls = [asyncio.create_task(client.instances()) for _ in range(400)]
@@ -59,7 +59,7 @@ async def test_a_call_whose_turn_does_not_come_in_time_was_not_carried_out(
         assert await client.instances() == ()
 
 
-async def test_calls_that_the_control_plane_keeps_waiting_hold_up_no_other(
+async def test_calls_that_the_control_plane_keeps_waiting_do_not_delay_others(
     network: Network, clock: VirtualClock
 ) -> None:
     async with network.control_plane(lease_seconds=600), network.client(deadline=60) as client:

@@ -1,4 +1,4 @@
-"""A newer control plane says words that this client does not know."""
+"""A newer control plane sends words that this client does not know."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_unknown_word_is_read_as_unknown():
     assert b'"state":"unknown"' in msgspec.json.encode(lease)
 
 
-def test_words_are_known_wherever_it_is_no_answer_that_is_read():
+def test_unknown_words_are_refused_outside_of_answers():
     assert lenient(LEASE, Lease).state.known
     with pytest.raises(msgspec.ValidationError, match="'suspended'"):
         msgspec.json.decode(NEWER, type=Lease)
@@ -44,7 +44,7 @@ def test_words_are_known_wherever_it_is_no_answer_that_is_read():
         Role("encode")
 
 
-async def test_worker_stays_in_the_fleet():
+async def test_unknown_words_do_not_take_a_worker_out_of_the_fleet():
     beats = 0
 
     def answer(request: httpx2.Request) -> httpx2.Response:
@@ -62,7 +62,7 @@ async def test_worker_stays_in_the_fleet():
     assert not roles
 
 
-def test_watch_goes_on():
+def test_unknown_words_do_not_end_a_watch():
     instance = Instance.of(
         worker("p"), epoch=1, state=InstanceState.READY, registered_at=0.0, heartbeat_at=0.0
     )
@@ -72,7 +72,7 @@ def test_watch_goes_on():
     assert not item.instances[0].state.known
 
 
-def test_decision_that_is_not_known_is_refused():
+def test_unknown_decision_is_refused():
     call = calls.decide_weight_update("u", Decision.ABORT)
     with pytest.raises(msgspec.ValidationError):
         call.read(b'{"update_id": "u", "version": 1, "decision": "later"}')

@@ -1,4 +1,4 @@
-"""Lists that come in pages are whole for the caller, and pages that did not change are not sent."""
+"""Lists in pages are whole for the caller, and pages that did not change are not sent."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_a_list_is_whole_and_as_stale_as_its_stalest_page(server):
     assert answer.stale_seconds == 2.5
 
 
-async def test_a_list_that_breaks_off_is_no_list(pages, server):
+async def test_a_list_that_breaks_off_is_an_error(pages, server):
     server.broken = True
     with pytest.raises(ControlPlaneUnavailable):
         await pages(calls.instances())

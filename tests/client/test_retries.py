@@ -1,4 +1,4 @@
-"""When a call is sent again, when it is not, and how long that may take."""
+"""Calls that are sent again, calls that are not, and how long that may take."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ def problem(status: int, code: str, headers: Any = None, **members: Any) -> http
 
 
 def again(answer: httpx2.Response) -> httpx2.Response:
-    """A copy: a response belongs to the one client that reads it, sync or async."""
+    """Returns a copy: a response belongs to the one client that reads it, sync or async."""
     headers = {n: v for n, v in answer.headers.items() if n == "retry-after"}
     return httpx2.Response(answer.status_code, headers=headers, content=answer.content)
 
 
 class Server:
-    """Gives its answers in turn, the last one for ever. Records each caller and the time."""
+    """A server that gives its answers in turn, the last one for ever, and records each request and
+    its time."""
 
     def __init__(self, clock: Clock, *answers: httpx2.Response | Exception) -> None:
         self.answers = list(answers)
@@ -61,7 +62,7 @@ class Server:
 
     @property
     def pauses(self) -> list[float]:
-        """Between one request and the next."""
+        """The seconds between one request and the next."""
         return [later - sooner for sooner, later in itertools.pairwise(self._times)]
 
 
@@ -106,7 +107,7 @@ def ask(request, clock: VirtualClock) -> Caller:
     ],
     ids=repr,
 )
-async def test_trouble_that_passes_is_waited_out(ask, serving, trouble):
+async def test_temporary_trouble_is_waited_out(ask, serving, trouble):
     server = serving(trouble, trouble, OK)
     assert await ask(server, LISTED) == ()
     assert len(server.requests) == 3
@@ -124,7 +125,9 @@ async def test_trouble_that_passes_is_waited_out(ask, serving, trouble):
     ],
     ids=lambda value: getattr(value, "code", None),
 )
-async def test_answer_that_will_be_the_same_is_raised_at_once(ask, serving, clock, trouble, error):
+async def test_answer_that_would_be_the_same_again_is_raised_at_once(
+    ask, serving, clock, trouble, error
+):
     server = serving(trouble, OK)
     asked = clock.monotonic()
     with pytest.raises(error):
@@ -167,11 +170,11 @@ async def test_deadline_is_not_passed(ask, serving, clock):
     with pytest.raises(ControlPlaneUnavailable, match="refused"):
         await ask(server, LISTED, deadline=8.0)
     assert len(server.requests) > 3
-    # A pause is 2 s at most; the one that is not begun would have ended too late.
+    # A pause is 2 s at most; the next one would have ended too late.
     assert 6.0 <= clock.monotonic() - asked < 8.0
 
 
-async def test_the_last_answer_outlives_an_attempt_that_the_deadline_cut_short(ask, serving):
+async def test_the_last_answer_is_raised_if_the_deadline_cuts_the_next_attempt_short(ask, serving):
     said = problem(503, "control-plane-unavailable", {"Retry-After": "2"})
     server = serving(said, said, httpx2.ReadTimeout("slow"))
     with pytest.raises(ControlPlaneUnavailable, match="it said so") as raised:
@@ -180,7 +183,7 @@ async def test_the_last_answer_outlives_an_attempt_that_the_deadline_cut_short(a
     assert not raised.value.hurried
 
 
-async def test_silence_that_was_long_enough_is_the_error(ask, serving):
+async def test_an_attempt_that_times_out_in_full_is_the_error(ask, serving):
     said = problem(503, "control-plane-unavailable")
     server = serving(said, httpx2.ReadTimeout("slow"))
     with pytest.raises(ControlPlaneUnavailable, match="no control plane answers") as raised:
@@ -197,7 +200,7 @@ async def test_deadline_of_zero_is_one_attempt(ask, serving, clock):
     assert clock.monotonic() == asked
 
 
-async def test_nobody_comes_before_retry_after(ask, serving):
+async def test_no_call_is_repeated_before_retry_after(ask, serving):
     server = serving(problem(503, "control-plane-unavailable", {"Retry-After": "7"}), OK)
     assert await ask(server, LISTED) == ()
     [pause] = server.pauses
@@ -213,7 +216,7 @@ async def test_retry_after_beyond_the_deadline_is_not_waited_for(ask, serving, c
     assert clock.monotonic() == asked
 
 
-async def test_fraction_of_a_second_counts_where_it_is_told(ask, serving):
+async def test_retry_after_in_the_body_counts_with_its_fraction_of_a_second(ask, serving):
     fast = problem(429, "rate-limited", {"Retry-After": "1"}, retry_after_seconds=0.25)
     server = serving(fast, OK)
     assert await ask(server, LISTED) == ()
@@ -258,7 +261,7 @@ async def test_limited_client_gets_every_answer_as_soon_as_it_may(network, clock
 
 
 class Gate:
-    """Takes one token."""
+    """A server that accepts one token."""
 
     def __init__(self, token: str) -> None:
         self.token, self.asked = token, 0

@@ -35,7 +35,7 @@ def certificates(tmp_path: Path) -> Certificates:
 
 @pytest.fixture
 def others(tmp_path: Path) -> Certificates:
-    """Of another CA."""
+    """The certificates of another CA."""
     return make_certificates(tmp_path / "theirs")
 
 
@@ -48,7 +48,7 @@ def server(certificates: Certificates) -> Iterator[RunningControlPlane]:
 
 @pytest.fixture
 def strict_server(certificates: Certificates) -> Iterator[RunningControlPlane]:
-    """It asks for client certificates."""
+    """A control plane that asks for client certificates."""
     tls = ServerTls(certificates.server_cert, certificates.server_key, certificates.ca_file)
     with RunningControlPlane(tls=tls) as running:
         yield running
@@ -91,7 +91,7 @@ def test_control_plane_under_another_name_is_not_trusted(server, certificates):
         call(server.url.replace("127.0.0.1", "localhost"), trusting(certificates))
 
 
-def test_distrust_is_no_reason_to_try_again(server, others):
+def test_an_untrusted_certificate_is_not_retried(server, others):
     client = SyncControlPlaneClient(server.url, credentials=trusting(others), deadline=600)
     with client, pytest.raises(UntrustedCertificate):
         client.instances()
@@ -102,11 +102,11 @@ def test_plain_http_to_a_tls_port_is_an_error(server):
         call(server.url.replace("https", "http"), Credentials())
 
 
-def test_mutual_tls_serves_who_has_a_certificate(strict_server, certificates):
+def test_mutual_tls_serves_clients_with_a_certificate(strict_server, certificates):
     call(strict_server.url, known(certificates))
 
 
-def test_mutual_tls_refuses_who_has_none(strict_server, certificates):
+def test_mutual_tls_refuses_clients_without_a_certificate(strict_server, certificates):
     with pytest.raises(ControlPlaneError, match="KVXFER_CERT_FILE"):
         call(strict_server.url, trusting(certificates))
 
@@ -155,7 +155,7 @@ def test_certificate_is_exchanged_without_a_restart(server, certificates):
     call(server.url, trusting(certificates))
 
 
-def test_certificate_whose_key_is_another_one_changes_nothing(certificates, others, caplog):
+def test_certificate_that_does_not_match_its_key_changes_nothing(certificates, others, caplog):
     tls = ServerTls(certificates.server_cert, certificates.server_key)
     with RunningControlPlane(tls=tls) as server:
         before = served_serial(server.port)

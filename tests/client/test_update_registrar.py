@@ -1,4 +1,4 @@
-"""The control plane as registrar of weight updates: what it is told, and which decision holds."""
+"""The control plane as registrar of weight updates: what it is sent, and which decision holds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def client(network):
 
 @pytest.fixture
 def registrar(network, monkeypatch):
-    """It makes clients of the network's control plane, which need not be there."""
+    """A registrar that uses the network's control plane, which need not run."""
 
     @contextlib.asynccontextmanager
     async def made(*_: object, **__: object):
@@ -48,7 +48,7 @@ def ended(state: str = "committed", **more: object) -> UpdateReport:
     return UpdateReport("1-u", 1, "committed", 42, instances=(instance,))
 
 
-async def test_an_update_is_told_until_all_serve_it(client, there, registrar):
+async def test_an_update_is_reported_until_all_serve_it(client, there, registrar):
     async with registrar.announce("1-u", 1, ["a"]) as announced:
         announced.staged("a", DIGEST)
         assert await announced.decide()
@@ -64,7 +64,7 @@ async def test_an_update_is_told_until_all_serve_it(client, there, registrar):
     )
 
 
-async def test_an_instance_that_failed_is_told_with_the_reason(client, there, registrar):
+async def test_a_failed_instance_is_reported_with_the_reason(client, there, registrar):
     async with registrar.announce("1-u", 1, ["a"]) as announced:
         assert await announced.decide()
         await announced.ended(ended("failed", error="out of memory"))
@@ -74,7 +74,7 @@ async def test_an_instance_that_failed_is_told_with_the_reason(client, there, re
     assert part.error.message == "out of memory"
 
 
-async def test_what_aborts_it_is_told(client, there, registrar):
+async def test_the_reason_of_an_abort_is_reported(client, there, registrar):
     with pytest.raises(PeerLost):
         async with registrar.announce("1-u", 1, ["a"]):
             raise PeerLost("training rank 1 was lost")

@@ -1,4 +1,4 @@
-"""The coordinator's report of an update: what it tells, and that nothing waits for it."""
+"""The coordinator's report of an update: what it contains, and that no step waits for it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ COMMIT, ABORT = Decision.COMMIT, Decision.ABORT
 
 @pytest.fixture
 async def client(network):
-    """Of a control plane that need not be there."""
+    """A client of a control plane that need not run."""
     async with network.client(deadline=0) as client:
         yield client
 
 
 @pytest.fixture
 async def there(network, client):
-    """The control plane, where no worker leaves, with one instance."""
+    """A control plane with one instance, where no lease ends."""
     async with network.control_plane(lease_seconds=600):
         await client.register(worker("a"))
         yield
@@ -54,7 +54,7 @@ async def only(client: ControlPlaneClient) -> WeightUpdate:
     return update
 
 
-async def test_an_update_is_told_from_begin_to_end(client, there):
+async def test_an_update_is_reported_from_begin_to_end(client, there):
     async with report(client, update_id="u", instances=["a"]) as update:
         assert (await only(client)).state is UpdateState.STAGING
         update.progress(PartReport(instance_id="a", state=PartState.STAGED), sent_bytes=7)
@@ -80,7 +80,7 @@ async def test_the_lease_is_kept_as_long_as_the_report_lasts(client, there):
     assert told.error == UpdateError(code="peer-lost", message="b")
 
 
-async def test_what_the_block_raises_is_why_it_is_aborted(client, there):
+async def test_the_error_of_the_block_is_the_reason_of_the_abort(client, there):
     with pytest.raises(DigestMismatch):
         async with report(client):
             raise DigestMismatch("rank 1 of 'a'")
@@ -91,7 +91,7 @@ async def test_what_the_block_raises_is_why_it_is_aborted(client, there):
     )
 
 
-async def test_an_update_that_was_decided_is_not_aborted_by_leaving_it(client, there):
+async def test_an_update_that_was_decided_is_not_aborted_by_an_error(client, there):
     with pytest.raises(DigestMismatch):
         async with report(client) as update:
             await update.decide(COMMIT)
@@ -99,7 +99,7 @@ async def test_an_update_that_was_decided_is_not_aborted_by_leaving_it(client, t
     assert (await only(client)).state is UpdateState.COMMITTING
 
 
-async def test_the_coordinator_hears_that_others_decided(client, there):
+async def test_the_coordinator_learns_that_others_decided(client, there):
     async with report(client, update_id="u") as update:
         assert update.decision is None
         await client.decide_weight_update("u", ABORT)
@@ -125,7 +125,7 @@ async def serve_version(client: ControlPlaneClient, version: int) -> None:
     await client.register(worker("b", identity=ModelIdentity(weights_version=version)))
 
 
-async def test_without_the_control_plane_the_update_goes_on(client):
+async def test_without_the_control_plane_the_update_continues(client):
     begun = asyncio.get_running_loop().time()
     async with report(client, patience=2.0) as update:
         update.progress(PartReport(instance_id="a", state=PartState.STAGED))
@@ -150,7 +150,7 @@ async def test_a_control_plane_that_never_answers_costs_no_more_than_the_patienc
             assert clock.monotonic() - begun <= 2.0
 
 
-async def test_where_it_is_required_there_is_no_update_without_it(client, network):
+async def test_if_it_is_required_there_is_no_update_without_the_control_plane(client, network):
     with pytest.raises(ControlPlaneUnavailable):
         async with report(client, required=True):
             raise AssertionError
@@ -163,11 +163,11 @@ async def test_where_it_is_required_there_is_no_update_without_it(client, networ
     await begun.end("aborted")
 
 
-async def test_a_control_plane_that_comes_back_hears_of_the_update(client, network):
+async def test_a_control_plane_that_comes_back_gets_the_report(client, network):
     async with report(client, update_id="u") as update:
         update.progress(PartReport(instance_id="a", state=PartState.STAGED))
         await passes(5)
-        # Twice: the second one has begun anew and knows nothing of the update.
+        # The second control plane is new and does not know the update.
         for _ in range(2):
             async with network.control_plane(lease_seconds=600):
                 await client.register(worker("a"))
@@ -178,7 +178,7 @@ async def test_a_control_plane_that_comes_back_hears_of_the_update(client, netwo
             await passes(5)
 
 
-async def test_a_decision_that_is_known_holds_without_the_control_plane(network, client):
+async def test_a_known_decision_holds_without_the_control_plane(network, client):
     async with contextlib.AsyncExitStack() as control_plane:
         await control_plane.enter_async_context(network.control_plane(lease_seconds=600))
         await client.register(worker("a"))

@@ -40,7 +40,7 @@ def agent_of(
         role=role,
         instance_id=role.value,
         model="tiny",
-        http_address="http://127.0.0.1:9",  # nothing listens: it stays joining
+        http_address="http://127.0.0.1:9",  # nothing listens there, so the agent stays joining
         control_plane=url,
         cluster_key=CLUSTER_KEY,
         lease_seconds=lease_seconds,

@@ -16,8 +16,8 @@ __all__ = ["causes_are_waited_for", "engines"]
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options of each engine that a connector makes from now on. The engines are real, but for
-    their NICs, which this host need not have."""
+    """The options of each engine that a connector makes from now on. The engines are real, but
+    without their NICs, which this host may lack."""
     made: list[dict[str, Any]] = []
 
     class Recorded(Engine):

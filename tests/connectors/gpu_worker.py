@@ -1,4 +1,4 @@
-"""The worker side of the vLLM connector whose cache is memory of a GPU: `python -m
+"""The worker side of the vLLM connector with its cache in GPU memory: `python -m
 tests.connectors.gpu_worker CASE ROUNDS`."""
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ _NON_BLOCKING: Final = 1
 
 
 def tensor_at(address: int, nbytes: int) -> torch.Tensor:
-    """As torch sees memory of a GPU that it cannot name: nothing of it is touched."""
+    """Returns GPU memory as a tensor on a device that torch cannot name; the bytes are not
+    touched."""
     memory = (ctypes.c_int8 * nbytes).from_address(address)
     return torch.frombuffer(memory, dtype=torch.int8)
 
 
 class Side:
-    """A worker, its cache, and the stream that its forwards lie on."""
+    """A worker, its cache, and the stream of its forwards."""
 
     def __init__(
         self, stack: ExitStack, role: Role, url: str, told_stream: int | None, lease: float
@@ -72,7 +73,7 @@ class Side:
         graph: bool = False,
         finished: tuple[str, ...] = (),
     ) -> None:
-        """One step of the engine; vLLM does not call save_layer() in a CUDA graph."""
+        """Runs one step of the engine; vLLM does not call save_layer() in a CUDA graph."""
         self.worker.begin_step(plan or StepPlan())
         for layer in LAYERS:
             compute(layer)
@@ -93,8 +94,8 @@ class Side:
 def sides(
     *, blind: Role | None = None, lease: float = 10 * PATIENCE
 ) -> Iterator[tuple[Side, Side]]:
-    """`blind`: the role whose worker is told another stream than that of its forwards. `lease`: how
-    long either side waits."""
+    """The two sides. The worker of the role `blind` is told another stream than that of its
+    forwards. `lease` is the seconds that either side waits."""
     with ExitStack() as stack:
         url = stack.enter_context(RunningControlPlane()).url
         idle = int(good(driver.cuStreamCreate(_NON_BLOCKING)))
@@ -106,7 +107,7 @@ def sides(
 
 
 class Pinned:
-    """Host memory that streams copy from while the processor goes on."""
+    """Host memory that streams copy from while the processor continues."""
 
     def __init__(self, nbytes: int) -> None:
         self.address = int(good(driver.cuMemHostAlloc(nbytes, 0)))
@@ -118,7 +119,7 @@ class Pinned:
 
 @contextmanager
 def held(stream: Any) -> Iterator[None]:
-    """A stream that waits, as for another rank's kernel."""
+    """Makes a stream wait, as for the kernel of another rank."""
     word = ctypes.c_uint64.from_address(int(good(driver.cuMemHostAlloc(8, 0))))
     word.value = 0
     good(driver.cuStreamWaitValue64(stream, ctypes.addressof(word), 1, 0))
@@ -132,8 +133,8 @@ def held(stream: Any) -> Iterator[None]:
 def wrong_rounds(
     prefill: Side, decode: Side, rounds: int, rng: random.Random, slow: Side | None = None
 ) -> int:
-    """In how many rounds decode got other bytes than the kernels of prefill had computed. `slow`:
-    the side whose stream does not get on before the transfer has ended."""
+    """Returns the number of rounds in which decode got other bytes than prefill's kernels computed.
+    `slow` is the side whose stream is held until the transfer has ended."""
     ours, theirs = (3, 9, 1, 10), (8, 2, 5, 7)
     pinned = Pinned(len(LAYERS) * len(ours) * BLOCK_BYTES)
     wrong = 0
@@ -184,13 +185,13 @@ def wrong_rounds(
 
 
 def in_order(rounds: int) -> None:
-    """Blocks leave once the stream has computed them, and arrive after decode's kernels before."""
+    """Blocks leave once the stream has computed them, and arrive after decode's earlier kernels."""
     with sides() as (prefill, decode):
         assert wrong_rounds(prefill, decode, rounds, random.Random(1)) == 0
 
 
 def blind(_rounds: int) -> None:
-    """What in_order() sees of a worker that does not follow the forward's stream."""
+    """A worker that does not follow the forward's stream gets wrong bytes in every round."""
     for role in (Role.PREFILL, Role.DECODE):
         with sides(blind=role) as (prefill, decode):
             slow = prefill if role is Role.PREFILL else decode
@@ -198,7 +199,7 @@ def blind(_rounds: int) -> None:
 
 
 def stuck(_rounds: int) -> None:
-    """Where decode's stream does not get to the blocks, the request fails with the lease."""
+    """If decode's stream does not reach the blocks, the request fails with the lease."""
     with sides(lease=1.0) as (prefill, decode), held(decode.stream):
         of = params(prefill.agent, decode.agent)
         decode.step(offered(of, (8, 2)), graph=True)
@@ -209,7 +210,7 @@ def stuck(_rounds: int) -> None:
 
 
 def aborted(_rounds: int) -> None:
-    """A request that ends while its blocks wait for the stream: prefill hears of it at once."""
+    """If a request ends while its blocks wait for the stream, prefill learns of it at once."""
     with sides() as (prefill, decode), held(decode.stream):
         of = params(prefill.agent, decode.agent)
         decode.step(offered(of, (8, 2)), graph=True)
@@ -222,8 +223,8 @@ def aborted(_rounds: int) -> None:
 
 
 def collected(_rounds: int) -> None:
-    """What is left of engines, and of the words that streams counted up, is collected while a
-    stream waits for this interpreter."""
+    """Engines, and the words that streams counted up, are collected while a stream waits for this
+    interpreter."""
     gc.disable()
     with sides() as (prefill, decode):
         assert wrong_rounds(prefill, decode, 1, random.Random(1)) == 0
@@ -231,7 +232,7 @@ def collected(_rounds: int) -> None:
     stream = good(driver.cuStreamCreate(_NON_BLOCKING))
     with held(stream):
         gc.collect()
-        # Nor does a call of CUDA wait.
+        # A CUDA call does not wait either.
         good(driver.cuStreamQuery(good(driver.cuStreamCreate(_NON_BLOCKING))))
 
 

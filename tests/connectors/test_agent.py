@@ -59,7 +59,7 @@ def test_two_ranks_are_one_instance_of_one_epoch() -> None:
             role=Role.PREFILL,
             instance_id="prefill",
             model="tiny",
-            http_address="http://127.0.0.1:9",  # nothing listens: it stays joining
+            http_address="http://127.0.0.1:9",  # nothing listens there, so the agent stays joining
             control_plane=control_plane.url,
             cluster_key=CLUSTER_KEY,
             options={"peer_timeout": PATIENCE},
@@ -104,7 +104,7 @@ def cache_of(engine: Engine) -> KvCache:
     return KvCache.register(engine, LAYOUT, 4, [[plane]])
 
 
-def test_transfers_are_traced_by_what_their_tickets_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfers_are_traced_if_their_tickets_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with RunningControlPlane() as control_plane:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", control_plane.url)
         agent = Agent(settings_of(control_plane))
@@ -132,7 +132,7 @@ def test_transfers_are_traced_by_what_their_tickets_say(monkeypatch: pytest.Monk
     assert span["attributes"]["error.type"] == "connect-failed"
 
 
-def test_variables_that_are_meant_for_others_do_not_keep_a_server_from_starting(
+def test_variables_of_other_programs_do_not_prevent_a_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")  # text
@@ -146,7 +146,7 @@ def test_variables_that_are_meant_for_others_do_not_keep_a_server_from_starting(
     assert "transfers are not traced: OTEL_EXPORTER_OTLP_PROTOCOL is 'grpc'" in caplog.text
 
 
-def test_its_heartbeats_are_no_lines_of_the_log_of_the_engine(
+def test_heartbeats_are_not_logged_by_the_engine(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -160,13 +160,13 @@ def test_its_heartbeats_are_no_lines_of_the_log_of_the_engine(
     assert not [record for record in caplog.records if record.name == "httpx2"]
 
 
-def test_new_weights_are_a_new_epoch_and_another_identity() -> None:
+def test_new_weights_give_a_new_epoch_and_another_identity() -> None:
     with RunningControlPlane() as control_plane:
         agent = Agent(settings_of(control_plane))
         try:
             agent.join([agent.start(cache_of, MODEL)])
             agent.cached(CacheChanges(added={1: None, 2: None}))
-            with pytest.raises(InvalidArgument, match="version 3 comes after 3; pass a greater"):
+            with pytest.raises(InvalidArgument, match="version 3 is not above 3; pass a greater"):
                 agent.run(agent.take_weights(3), PATIENCE)
             before = agent.endpoint.epoch
             agent.run(agent.take_weights(4), PATIENCE)
@@ -181,7 +181,7 @@ def test_new_weights_are_a_new_epoch_and_another_identity() -> None:
 
 @contextlib.contextmanager
 def api(port: int = 0) -> Iterator[int]:
-    """Of an engine that is well."""
+    """An HTTP API of a healthy engine."""
 
     class Well(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -202,7 +202,7 @@ def api(port: int = 0) -> Iterator[int]:
 
 
 def test_an_instance_is_ready_while_its_api_answers(caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM's engine stays when its API server is killed."""
+    """vLLM's engine keeps running when its API server is killed."""
     with RunningControlPlane() as control_plane, contextlib.ExitStack() as stack:
 
         def state() -> str:
@@ -218,8 +218,9 @@ def test_an_instance_is_ready_while_its_api_answers(caplog: pytest.LogCaptureFix
             wait_until(lambda: state() == "ready")
             before = agent.endpoint.epoch
         wait_until(lambda: state() == "joining")
-        wait_until(lambda: agent.endpoint.epoch > before)  # tickets from before are void
-        assert f"nothing listens at {url} any more: instance decode gets no" in caplog.text
+        wait_until(lambda: agent.endpoint.epoch > before)  # earlier tickets are void
+        told = f"nothing listens at {url} any more: instance decode gets no"
+        wait_until(lambda: told in caplog.text)  # logged once the change of state is answered
         with api(port):
             wait_until(lambda: state() == "ready")
 
@@ -236,7 +237,7 @@ def test_an_instance_that_sleeps_is_not_ready() -> None:
         try:
             make_cache = partial(KvCache.register, layout=LAYOUT, num_blocks=4, arrays=[[memory]])
             agent.join([agent.start(make_cache, MODEL)])
-            # The control plane would say so itself, but no API answers here.
+            # The control plane would report it ready itself, but no API answers here.
             agent.run(agent._registration.advance(InstanceState.READY), PATIENCE)
             before = instance()
             assert before["state"] == "ready"
@@ -246,7 +247,7 @@ def test_an_instance_that_sleeps_is_not_ready() -> None:
             assert (instance()["state"], instance()["epoch"] > before["epoch"]) == ("joining", True)
             with pytest.raises(UnknownRegion):
                 plane.region.write(b"x")
-            agent.run(agent.suspend(), PATIENCE)  # once more changes nothing
+            agent.run(agent.suspend(), PATIENCE)  # a second call changes nothing
             agent.run(agent.resume(), PATIENCE)
             assert instance()["state"] == "ready"
             assert plane.region.descriptor != descriptor, "it was not registered again"
@@ -268,7 +269,7 @@ def test_an_agent_that_gives_up_its_transfers_leaves_the_fleet() -> None:
             agent.close()
 
 
-def test_the_load_is_what_the_scheduler_has_told() -> None:
+def test_the_load_is_what_the_scheduler_reported() -> None:
     with RunningControlPlane(lease_seconds=3) as control_plane:
         agent = Agent(settings_of(control_plane))
         try:
@@ -278,7 +279,7 @@ def test_the_load_is_what_the_scheduler_has_told() -> None:
             def told() -> bool:
                 found = httpx2.get(control_plane.url + "/v1/instances").json()["instances"]
                 if not found:
-                    return False  # a machine that stalls loses its lease, and takes another
+                    return False  # after a stall, the lease has ended, and another follows
                 load = found[0]["load"]
                 names = ("running", "waiting", "free_blocks", "cached_blocks")
                 same = [load[name] for name in names] == [32, 5, 1, 7]
@@ -319,7 +320,7 @@ def test_each_rank_opens_the_nics_of_its_gpu(
     assert second.startswith("NICs for GPU 4 (0000:9d:00.0): mlx5_4; ")
 
 
-def test_a_gpu_is_known_by_where_it_sits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_identified_by_its_pci_address(monkeypatch: pytest.MonkeyPatch) -> None:
     places = [
         SimpleNamespace(pci_domain_id=0, pci_bus_id=0x9D, pci_device_id=0),
         SimpleNamespace(pci_domain_id=0x10000, pci_bus_id=0x1B, pci_device_id=4),

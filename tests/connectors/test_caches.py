@@ -75,7 +75,7 @@ def test_the_order_within_a_head_has_the_name_of_its_kernel(
     assert packing_name(isa, cache_dtype) == name
 
 
-def test_fp8_caches_are_named_by_what_they_hold() -> None:
+def test_fp8_caches_have_the_name_of_their_format() -> None:
     tensors = caches(9, 4, 32, 128, dtype=torch.uint8)
     assert layout_of(tensors, 32, cache_dtype="fp8_e5m2").dtype == "float8_e5m2"
     assert layout_of(tensors, 32, cache_dtype="fp8").dtype == "float8_e4m3fn"
@@ -104,13 +104,15 @@ def test_mla_has_one_latent_vector_per_token(shape: tuple[int, ...]) -> None:
         ({"layer": LayerCache(torch.zeros(9, 4, 32, 256)[..., ::2], 4)}, "do not lie together"),
     ],
 )
-def test_what_cannot_be_mapped_is_refused(tensors: dict[str, LayerCache], named: str) -> None:
+def test_caches_that_cannot_be_mapped_are_refused(
+    tensors: dict[str, LayerCache], named: str
+) -> None:
     with pytest.raises(InvalidArgument, match=named):
         layout_of(tensors, 32)
 
 
 def test_layers_may_have_larger_blocks_than_the_layout() -> None:
-    """As Gemma 4's, whose pages are of one size."""
+    """Gemma 4 has such layers, with pages of one size."""
     large = LayerCache(torch.zeros(9, 2, 64, 64), 2, block_size=64)
     small = LayerCache(torch.zeros(9, 2, 32, 128), 2, block_size=32)
     tensors = {"layers.0.attn": large, "layers.1.attn": small}
@@ -188,8 +190,9 @@ async def test_an_allocation_with_all_layers_is_registered_once() -> None:
 def views(
     order: tuple[int, ...], heads: int | None = 4, packing: str = ""
 ) -> dict[str, LayerCache]:
-    """Two layers of 5 blocks, 2 of so many heads, 8 tokens and 64 of content; `order`: these five
-    dimensions from the outermost to the innermost in memory."""
+    """Two layers of 5 blocks, 2 heads, 8 tokens and 64 of content, as a rank of a model with
+    `heads` has them; `order` has these five dimensions from the outermost to the innermost in
+    memory."""
     sizes = (2, 5, 2, 8, 64)
     memory = torch.zeros([sizes[dim] for dim in order], dtype=torch.bfloat16)
     logical = memory.permute([order.index(dim) for dim in range(5)])
@@ -228,8 +231,8 @@ def test_a_layout_that_scatters_blocks_is_refused(order: tuple[int, ...]) -> Non
         layout_of(views(order, heads=2), 8, opaque=False)
 
 
-def test_layers_may_keep_different_things() -> None:
-    """A draft model with heads, and the indexer of sparse MLA, whose dtype is its own."""
+def test_layers_may_have_different_shapes() -> None:
+    """A draft model with heads, and the indexer of sparse MLA, which has another dtype."""
     tensors = {
         "model.layers.0.attn": LayerCache(
             torch.zeros(5, 1, 8, 576, dtype=torch.bfloat16), 1, mla=True
@@ -250,7 +253,7 @@ def test_layers_may_keep_different_things() -> None:
     kept = [cache.tensor[0].nbytes for cache in tensors.values()]
     assert [layout.of_layer(layer).block_bytes for layer in range(4)] == kept
     assert layout.stack_bytes == sum(kept)
-    # The dtype of fp8 caches is that of what has one byte.
+    # The dtype of an fp8 cache applies to layers with elements of one byte.
     mixed = layout_of(tensors, 8, opaque=False, cache_dtype="fp8", tp_size=2)
     assert [mixed.of_layer(layer).dtype for layer in (0, 1)] == ["bfloat16", "float8_e4m3fn"]
 
@@ -260,7 +263,7 @@ def whole(tensors: dict[str, LayerCache], **more: Any) -> KvLayout:
     return layout_of(as_whole_blocks(tensors, layout), 8, opaque=False, tp_size=2)
 
 
-async def test_all_layers_of_a_block_are_one_write_where_they_lie_side_by_side() -> None:
+async def test_all_layers_of_a_block_are_one_write_if_they_are_contiguous() -> None:
     tensors = views((1, 0, 2, 3, 4))
     layout = whole(tensors)
     assert (layout.num_layers, layout.part_bytes) == (1, 2 * 2048)
@@ -274,7 +277,7 @@ async def test_all_layers_of_a_block_are_one_write_where_they_lie_side_by_side()
             assert plane.region.address + plane.offset == tensors["layers.0"].tensor.data_ptr()
 
 
-def test_whole_blocks_are_moved_between_equal_ones_only() -> None:
+def test_whole_blocks_are_moved_between_equal_layouts_only() -> None:
     layout = whole(views((1, 0, 2, 3, 4)))
     other = whole(views((1, 0, 3, 2, 4)))
     with pytest.raises(LayoutMismatch, match=r"packing is 'whole .*' at prefill and 'whole"):
@@ -296,24 +299,24 @@ def test_heads_are_those_of_the_model_or_its_draft() -> None:
     assert heads_in_all(1, [4, 2], 4) is None, "one of 4, or one of 2 that is there twice"
 
 
-def test_blocks_with_slots_instead_of_heads_are_moved_as_they_are() -> None:
+def test_blocks_with_slots_instead_of_heads_are_moved_unchanged() -> None:
     def layout(order: tuple[int, ...], tp_size: int = 2) -> KvLayout:
         return layout_of(views(order, None, "B12X"), 8, opaque=False, tp_size=tp_size)
 
     hnd, nhd = layout((0, 1, 2, 3, 4)), layout((0, 1, 3, 2, 4))
     assert (hnd.kv, hnd.heads_per_rank, hnd.part_bytes) == ("opaque", 1, 2048)
     assert hnd.packings is None, "blocks of other sizes do not fit"
-    # Nor do blocks in another order, or of another number of ranks.
+    # Blocks in another order, or with another number of ranks, do not fit either.
     assert (hnd.packing, nhd.packing) == ("B12X HND", "B12X NHD")
     assert hnd.num_kv_heads != layout((0, 1, 2, 3, 4), tp_size=1).num_kv_heads
 
 
-def test_forms_of_their_own_have_names() -> None:
+def test_special_forms_have_names() -> None:
     assert [form_name(dtype) for dtype in ("auto", "bfloat16", "fp8", "fp8_e5m2")] == [""] * 4
     assert form_name("int8_per_token_head") == "int8_per_token_head"
 
 
-def test_memory_that_cannot_be_moved_or_goes_away_is_refused_by_name() -> None:
+def test_memory_that_cannot_be_moved_or_is_taken_away_is_refused() -> None:
     def require(*, cuda: bool, sleeps: bool, backend: str = "cumem") -> None:
         model = SimpleNamespace(enable_sleep_mode=sleeps, sleep_mode_backend=backend)
         config: Any = SimpleNamespace(model_config=model)

@@ -1,4 +1,4 @@
-"""The transfer engine's thread of a worker that OpenMP has bound to cores."""
+"""The transfer engine's thread in a worker that OpenMP has bound to cores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.native
 
-# As libgomp does it to the worker that vLLM starts.
+# libgomp binds the worker that vLLM starts in this way.
 _WORKER = """
 import os, threading
 from kvxfer.connectors.cores import leave_openmp_cores
@@ -31,7 +31,7 @@ print(*sorted(found[0]))
 
 
 @pytest.mark.parametrize("binding", ["OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", ""])
-def test_threads_leave_the_cores_of_openmp_and_no_others(binding: str) -> None:
+def test_threads_leave_only_the_cores_of_openmp(binding: str) -> None:
     allowed = sorted(os.sched_getaffinity(0))
     environment = {"PATH": os.environ["PATH"], **({binding: "true"} if binding else {})}
     found = subprocess.run(

@@ -1,4 +1,4 @@
-"""How long a vLLM worker waits in steps that compute nothing."""
+"""The waits of a vLLM worker in steps that compute nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_spin_of_the_queue_is_read(
 
 
 @pytest.mark.parametrize("text", ["2", "-1", "nan", "2ms"])
-def test_a_spin_that_is_none_is_refused_by_name(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_spin_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ValueError, match=f"{VARIABLE} is '{text}'; use seconds from 0 to 1"):
         spin_seconds()

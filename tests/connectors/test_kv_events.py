@@ -1,4 +1,4 @@
-"""What vLLM's KV events say of its prefix cache, as kvxfer's hashes."""
+"""The changes of vLLM's prefix cache, from its KV events to kvxfer's hashes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AllBlocksCleared:
 
 
 def stored(prompt: list[int], size: int, blocks: range | None = None, **more: Any) -> BlockStored:
-    """Some of a prompt's whole blocks; block 0 of it is named (0, size)."""
+    """Returns an event for some of a prompt's whole blocks; its block 0 is named (0, size)."""
     blocks = range(len(prompt) // size) if blocks is None else blocks
     names = [(number, tuple(prompt[: (number + 1) * size])) for number in blocks]
     first = blocks.start
@@ -68,12 +68,12 @@ def test_a_prompt_has_its_hashes_for_any_size_of_blocks_and_in_any_pieces(
     assert tuple(added) == prompt_hashes(prompt[: whole * size], "llama")
 
 
-def test_what_is_evicted_is_gone_and_comes_back_when_it_is_stored_again() -> None:
+def test_an_evicted_hash_comes_back_when_its_block_is_stored_again() -> None:
     prompt = list(range(256))
     one, two, three, four = prompt_hashes(prompt, "llama")
     prefixes = EventPrefixes("llama")
     prefixes.take([stored(prompt, 32)])
-    # The block that holds the last token of the third hash, and one that holds none.
+    # One block holds the last token of the third hash, the other the last token of none.
     gone = prefixes.take([removed(prompt, 32, 5), removed(prompt, 32, 6)])
     assert gone == CacheChanges(removed={three: None})
     assert prefixes.take([removed(prompt, 32, 5)]) == CacheChanges()
@@ -87,7 +87,7 @@ def test_what_is_evicted_is_gone_and_comes_back_when_it_is_stored_again() -> Non
     assert again == CacheChanges(added={one: None, two: None})
 
 
-def test_an_adapter_has_hashes_of_its_own_name() -> None:
+def test_an_adapter_has_hashes_under_its_name() -> None:
     prompt = list(range(64))
     event = stored(prompt, 64, lora_name="poet", extra_keys=[("poet",)])
     assert tuple(EventPrefixes("llama").take([event]).added) == prompt_hashes(prompt, "poet")
@@ -102,14 +102,16 @@ def test_an_adapter_has_hashes_of_its_own_name() -> None:
         {"kv_cache_spec_kind": "sliding_window"},
     ],
 )
-def test_what_more_than_tokens_decides_on_or_is_elsewhere_is_not_told(more: dict[str, Any]) -> None:
+def test_blocks_that_depend_on_more_than_tokens_or_are_elsewhere_are_not_reported(
+    more: dict[str, Any],
+) -> None:
     prompt = list(range(128))
     prefixes = EventPrefixes("llama")
     assert prefixes.take([stored(prompt, 64, range(1), **more)]) == CacheChanges()
     assert prefixes.take([stored(prompt, 64, range(1, 2))]) == CacheChanges(), "its parent is not"
 
 
-def test_a_block_of_another_group_or_medium_that_goes_takes_nothing_with_it() -> None:
+def test_the_removal_of_a_block_of_another_group_or_medium_changes_nothing() -> None:
     prompt = list(range(64))
     prefixes = EventPrefixes("llama")
     prefixes.take([stored(prompt, 64)])

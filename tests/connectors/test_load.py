@@ -1,4 +1,4 @@
-"""What a vLLM instance says of its load: by its scheduler, and by its API."""
+"""The load of a vLLM instance, from its scheduler and from its API."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_requests_are_counted_from_their_arrival_to_their_end() -> None:
     counter.arrived("b", 20)
     assert not counter.told
     free[0] = 3
-    # The prompt of one in two chunks; the other waits.
+    # This is the first of two chunks of a's prompt; b waits.
     told = counter.step([scheduled("a", 0, 60)], ())
     assert told == Counted(1, 1, 3, 8, requests=2, prompt_tokens=120, output_tokens=0)
     told = counter.step([scheduled("a", 60, 40), scheduled("b", 0, 20)], ())
@@ -48,7 +48,7 @@ def test_requests_are_counted_from_their_arrival_to_their_end() -> None:
     assert counter.told
 
 
-def test_a_request_that_ends_before_its_prompt_is_computed_is_no_load() -> None:
+def test_a_request_that_ends_before_its_prompt_is_computed_does_not_count() -> None:
     counter = RequestCounter()
     for name in ("refused", "left", "computed"):
         counter.arrived(name, 100)
@@ -69,7 +69,7 @@ def test_a_request_that_ends_before_its_prompt_is_computed_is_no_load() -> None:
         ({0.1: 0, 0.2: 0, float("inf"): 5}, 0.2),  # beyond the last bound
     ],
 )
-def test_a_quantile_is_that_of_prometheus(
+def test_quantiles_are_computed_as_prometheus_does(
     histogram: dict[float, float], expected: float | None
 ) -> None:
     found = quantile(0.9, histogram)
@@ -77,7 +77,7 @@ def test_a_quantile_is_that_of_prometheus(
 
 
 class Api:
-    """vLLM's API as far as it is watched."""
+    """vLLM's HTTP API, as far as it is watched."""
 
     def __init__(self) -> None:
         self.observed: dict[str, list[float]] = {
@@ -127,7 +127,7 @@ async def test_latencies_are_those_of_the_last_minute(api: Api, watch: ApiWatch)
     assert watch.ttft_p90 is None, "that was more than a minute ago"
 
 
-async def test_names_come_and_go_and_a_key_that_is_missing_is_told_once(
+async def test_models_come_and_go_and_a_missing_key_is_logged_once(
     api: Api, watch: ApiWatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     await watch.look()
@@ -158,7 +158,7 @@ def away(request: httpx2.Request) -> httpx2.Response:
     raise httpx2.ConnectError("All connection attempts failed", request=request)
 
 
-async def test_an_api_that_does_not_answer_for_a_minute_is_told_once(
+async def test_an_api_that_does_not_answer_for_a_minute_is_logged_once(
     watch: ApiWatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch._http = httpx2.AsyncClient(base_url="http://w", transport=httpx2.MockTransport(away))
@@ -171,7 +171,7 @@ async def test_an_api_that_does_not_answer_for_a_minute_is_told_once(
     running.cancel()
 
 
-async def test_each_reason_why_an_instance_is_not_ready_is_told_once(
+async def test_each_reason_why_an_instance_is_not_ready_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers: list[Callable[[httpx2.Request], httpx2.Response]] = [away]

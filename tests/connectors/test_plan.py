@@ -10,7 +10,7 @@ from kvxfer.errors import InvalidArgument
 ADDRESS = "kvx://127.0.0.1:1/0"
 
 
-def test_what_the_router_sends_is_read() -> None:
+def test_the_parameters_of_the_router_are_read() -> None:
     params = {"ticket": "t", "prefill_engine_address": ADDRESS}
     assert TransferParams.of(params) == TransferParams("t", ADDRESS)
     params["prefill_rank_addresses"] = [ADDRESS, "b"]  # type: ignore[assignment]
@@ -31,6 +31,6 @@ def test_without_a_ticket_a_request_is_an_ordinary_one(params: dict[str, Any] | 
         ({"handshake": "brokered"}, "'brokered'; this connector speaks the direct one"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(wrong: dict[str, Any], named: str) -> None:
+def test_invalid_parameters_are_refused(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidArgument, match=named):
         TransferParams.of({"ticket": "t", "prefill_engine_address": ADDRESS, **wrong})

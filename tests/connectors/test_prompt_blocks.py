@@ -1,4 +1,4 @@
-"""Which blocks of a prompt travel, with a sliding window, with a state, and without."""
+"""The blocks of a prompt that are moved, with a sliding window, with a state, and without."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_decode_computes_the_last_token_itself(prompt: int, count: int) -> None:
 @pytest.mark.parametrize(
     ("prompt", "moved", "count"), [(1, 0, 1), (3, 0, 1), (4, 1, 1), (19, 16, 1), (20, 17, 2)]
 )
-def test_decode_computes_what_modules_of_a_draft_model_have_guessed(
+def test_decode_computes_the_tokens_guessed_by_modules_of_a_draft_model(
     prompt: int, moved: int, count: int
 ) -> None:
     blocks = PromptBlocks(16, last_tokens=3)
@@ -65,7 +65,7 @@ def test_each_step_sends_the_blocks_of_each_group() -> None:
     side = TransferScheduler(BLOCKS, lambda params: Role.PREFILL, 10.0)
     side.arrived("r", PARAMS, 60, b"digest")
     assert side.sent_tokens("r") is None
-    # The first two blocks are in the prefix cache; of the window only the second is left.
+    # The first two blocks are in the prefix cache; only the second is left of the window.
     [send] = side.step([Scheduled("r", ([7, 8], [NULL_BLOCK, 6]), 32, 0)], ()).sends
     assert (send.until, send.block_ids) == (2, ((7, 8), (NULL_BLOCK, NULL_BLOCK)))
     [send] = side.step([Scheduled("r", ([9], [1]), 32, 16)], ()).sends
@@ -81,7 +81,7 @@ def test_each_step_sends_the_blocks_of_each_group() -> None:
 LARGE = PromptBlocks(16, (BlockGroup(), BlockGroup(window=20, entries=2), BlockGroup(entries=3)))
 
 
-def test_a_large_block_stands_in_the_last_of_its_entries() -> None:
+def test_a_large_block_is_in_the_last_of_its_entries() -> None:
     rows = [[7, 8, 9, 4], [5, 6], [1, 2]]
     none = NULL_BLOCK
     # 59 tokens: four blocks of 16, two of 32, two of 48.
@@ -91,7 +91,7 @@ def test_a_large_block_stands_in_the_last_of_its_entries() -> None:
         (none, none, none, 6, none, none),
         (none, none, 1, none, none, 2),
     )
-    # 32 tokens; the 13th is the first one in the window of the 33rd.
+    # 32 tokens are moved; the 13th is the first one in the window of the 33rd.
     assert LARGE.table(rows, 33) == ((7, 8, none), (none, 5, none), (none, none, 1))
     assert LARGE.table([[7, 8, 9], [5, 6], [1]], 60) == (
         (7, 8, 9, none),
@@ -101,7 +101,7 @@ def test_a_large_block_stands_in_the_last_of_its_entries() -> None:
 
 
 def test_a_large_block_is_complete_with_the_last_of_its_entries() -> None:
-    """The entries that a step completes are those of whole blocks of every size."""
+    """A step completes only entries that end a block of every size."""
     side = TransferScheduler(LARGE, lambda params: Role.PREFILL, 10.0)
     side.arrived("r", PARAMS, 60, b"digest")
     ends = []
@@ -113,7 +113,7 @@ def test_a_large_block_is_complete_with_the_last_of_its_entries() -> None:
     assert (ends, send.num_blocks) == ([2, 3, 6], 6)
 
 
-def test_decode_offers_what_it_has_not_of_each_group() -> None:
+def test_decode_offers_the_missing_blocks_of_each_group() -> None:
     side = TransferScheduler(BLOCKS, lambda params: Role.DECODE, 10.0)
     side.arrived("r", PARAMS, 60, b"digest")
     assert side.external_tokens("r", 16) == 43
@@ -123,11 +123,11 @@ def test_decode_offers_what_it_has_not_of_each_group() -> None:
 
 
 @pytest.mark.parametrize("single", [True, False])
-def test_of_a_state_the_block_of_the_last_moved_token_travels(single: bool) -> None:
+def test_the_block_with_the_state_after_the_last_moved_token_is_sent(single: bool) -> None:
     blocks = PromptBlocks(16, (BlockGroup(), BlockGroup(state=True, single=single)))
     assert blocks.exact
     assert not BLOCKS.exact
-    # vLLM has one block of a request and more to speculate with, or one in each place.
+    # vLLM has one block for a request, and more to speculate with; or one in each place.
     for prompt, whole in ((60, [5, 6, 1, 2]), (50, [5, 6, 1, 2]), (49, [5, 6, 1]), (48, [5, 6, 1])):
         states = [9, 8] if single else whole
         last = 9 if single else whole[-1]

@@ -1,4 +1,4 @@
-"""The prompts that prefill keeps to be fetched, and what it tells the proxy."""
+"""The prompts that prefill keeps for decode to fetch, and its reply to the proxy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEYS = TicketKeys([b"a cluster key of enough bytes"])
 ADDRESSES = ("kvx://10.0.0.7:4000/aa", "kvx://10.0.0.7:4001/bb")
 DIGEST = b"the prompt's digest"
 BLOCK = 16
-# As vLLM's proxies ask for it: with what the reply will say as nulls.
+# vLLM's proxies ask for it so: with nulls where the reply has values.
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
 
 
@@ -43,12 +43,12 @@ def test_the_reply_lets_any_decode_worker_fetch_this_prompt() -> None:
     assert ticket.bearer
     assert (ticket.prefill_id, ticket.prefill_epoch) == ("prefill-0", 7)
     assert (ticket.request_id, ticket.prompt_digest) == ("r", DIGEST)
-    # Decode may have it kept for longer than the lease, up to ten leases.
+    # Decode may ask to keep it beyond the lease, for up to ten leases.
     assert ticket.expires_at == clock.unix() + 300
-    # Decode reads the reply as it reads what the control plane says.
+    # Decode reads the reply like the control plane's answer.
     params = TransferParams.of(reply)
     assert params == TransferParams(reply["ticket"], ADDRESSES[0], ADDRESSES)
-    # All of the prompt, without the block that a later token began.
+    # All of the prompt, without the block that a later token has begun.
     assert send == Send("r", params, DIGEST, 3, ((5, 3, 8),), 3)
     assert (reply["do_remote_prefill"], reply["do_remote_decode"]) == (True, False)
     assert (reply["remote_host"], reply["remote_port"]) == ("10.0.0.7", 4000)
@@ -77,7 +77,7 @@ def test_the_samples_of_one_request_are_kept_once_and_have_one_reply(one_by_one:
     assert kept.finished("2_r-1f", [[7, 3, 8]], computed=True) == (None, reply)
 
 
-def test_what_samples_have_in_common_is_forgotten_with_their_lease() -> None:
+def test_the_shared_state_of_samples_is_dropped_with_their_lease() -> None:
     clock = VirtualClock()
     kept = kept_prompts(clock)
     for name, remembered in (("0_a", 1), ("0_b", 2), ("0_c", 2)):
@@ -88,7 +88,7 @@ def test_what_samples_have_in_common_is_forgotten_with_their_lease() -> None:
 
 
 @pytest.mark.parametrize("other", [("1_r-2f", DIGEST), ("1_r-1f", b"other")])
-def test_other_requests_have_tickets_of_their_own(other: tuple[str, bytes]) -> None:
+def test_other_requests_have_other_tickets(other: tuple[str, bytes]) -> None:
     kept = kept_prompts()
     kept.arrived("0_r-1f", 33, DIGEST)
     kept.arrived(other[0], 33, other[1])

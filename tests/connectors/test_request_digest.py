@@ -1,4 +1,4 @@
-"""What names a request of vLLM to both sides."""
+"""The digest that names a request of vLLM on both sides."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ def request(*images: str, tokens: tuple[int, ...] = (1, 2), adapter: str = "") -
     )
 
 
-def test_tokens_and_images_name_it_and_not_what_a_server_calls_an_adapter() -> None:
+def test_tokens_and_images_are_in_the_digest_and_the_name_of_an_adapter_is_not() -> None:
     assert digest_of(request(adapter="blue")) == digest_of(request(adapter="v2/blue"))
     others = [request(), request(tokens=(2, 1)), request("cat"), request("cat", "dog")]
     assert len({digest_of(each) for each in others}) == len(others)

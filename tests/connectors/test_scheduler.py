@@ -37,8 +37,8 @@ def scheduler(
         (18, [(0, 18)], [2]),
         (100, [(0, 40), (40, 40), (80, 20)], [2, 5, 7]),
         (100, [(0, 10), (10, 90)], [0, 7]),  # a chunk smaller than a block
-        (100, [(96, 4)], [7]),  # a hit in prefill's prefix cache: its blocks travel too
-        (20, [(0, 20), (20, 1), (21, 1)], [2]),  # tokens after the prompt stay
+        (100, [(96, 4)], [7]),  # a hit in prefill's prefix cache: its blocks are sent, too
+        (20, [(0, 20), (20, 1), (21, 1)], [2]),  # tokens after the prompt are not sent
     ],
 )
 def test_each_step_sends_the_blocks_that_it_completes(
@@ -67,34 +67,34 @@ def test_decode_offers_exactly_the_blocks_that_are_missing(
     prompt: int, computed: int, first: int, offered: list[int]
 ) -> None:
     side = scheduler(Role.DECODE, prompt)
-    for _ in range(2):  # vLLM may ask again
+    for _ in range(2):  # vLLM may ask twice
         assert side.external_tokens("r", computed) == prompt - 1 - computed
     side.allocated("r", [[7, 8, 9, 10]], prompt - 1 - computed)
-    side.allocated("r", [[7, 8, 9, 10]], 0)  # and tells twice
+    side.allocated("r", [[7, 8, 9, 10]], 0)  # vLLM reports allocations twice
     plan = side.step([Scheduled("r", (), prompt, 1)], ())
     assert plan.receives == [Receive("r", PARAMS, DIGEST, first, (tuple(offered),))]
     assert (plan.sends, side.step((), ())) == ([], StepPlan())
 
 
 @pytest.mark.parametrize(("prompt", "computed"), [(33, 32), (32, 31), (1, 0)])
-def test_decode_lets_prefill_go_where_only_the_last_token_is_missing(
+def test_decode_releases_prefill_if_only_the_last_token_is_missing(
     prompt: int, computed: int
 ) -> None:
     side = scheduler(Role.DECODE, prompt)
     assert side.external_tokens("r", computed) == 0
     side.allocated("r", [[7, 8, 9]], 0)
-    assert side.step((), ()).releases == [(PARAMS, "decode has no need of it")]
+    assert side.step((), ()).releases == [(PARAMS, "decode does not need it")]
     assert not side.finished("r", "stopped")
     assert side.step((), ()) == StepPlan()
 
 
-def test_prefill_hears_of_a_decode_request_that_never_got_blocks() -> None:
+def test_a_decode_request_that_never_got_blocks_releases_prefill() -> None:
     side = scheduler(Role.DECODE, 33)
     assert not side.finished("r", "aborted")
     assert side.step((), ()).releases == [(PARAMS, "aborted")]
 
 
-def test_prefill_hears_again_and_again_of_a_decode_request_that_waits_for_blocks() -> None:
+def test_a_decode_request_that_waits_for_blocks_is_reported_to_prefill_repeatedly() -> None:
     clock = VirtualClock()
     side = scheduler(Role.DECODE, 33, clock)
     side.arrived("second", PARAMS, 33, DIGEST)
@@ -108,7 +108,7 @@ def test_prefill_hears_again_and_again_of_a_decode_request_that_waits_for_blocks
     assert side.step((), ()).waiting == []
 
 
-def test_prefill_hears_nothing_of_a_request_that_has_blocks_at_once_or_is_not_of_decode() -> None:
+def test_a_request_that_has_blocks_at_once_or_is_not_of_decode_is_not_reported_to_prefill() -> None:
     side = scheduler(Role.DECODE, 33)
     side.allocated("r", [[7, 8, 9]], 32)
     assert side.step((), ()).waiting == []
@@ -149,7 +149,7 @@ def test_prefill_sends_once_for_requests_with_the_same_ticket() -> None:
 
 
 @pytest.mark.parametrize("side", [Role.PREFILL, Role.DECODE])
-def test_a_sample_that_arrives_after_the_end_of_the_first_one_has_no_transfer(side: Role) -> None:
+def test_a_sample_that_arrives_after_the_end_of_the_first_has_no_transfer(side: Role) -> None:
     clock = VirtualClock()
     samples = scheduler(side, 33, clock)
     samples.arrived("0_s", TransferParams("of samples", "kvx://127.0.0.1:1/0"), 33, DIGEST)
@@ -205,13 +205,13 @@ def test_a_computed_prompt_is_sent_even_if_its_request_is_aborted() -> None:
     assert side.step((), ()).cancels == {}
 
 
-def test_decode_hears_of_a_prefill_request_that_never_ran() -> None:
+def test_a_prefill_request_that_never_ran_ends_decode() -> None:
     side = scheduler(Role.PREFILL, 33)
     assert not side.finished("r", "aborted")
     assert side.step((), ()).unserved == [(PARAMS, "aborted")]
 
 
-def test_a_preempted_prefill_is_given_up_and_then_an_ordinary_request() -> None:
+def test_a_preempted_prefill_ends_its_transfer_and_becomes_an_ordinary_request() -> None:
     side = scheduler(Role.PREFILL, 33)
     side.step([Scheduled("r", [[1]], 0, 16)], ())
     plan = side.step((), {"r", "another"})
@@ -220,7 +220,7 @@ def test_a_preempted_prefill_is_given_up_and_then_an_ordinary_request() -> None:
     assert not side.finished("r", "stopped")
 
 
-def test_requests_without_a_ticket_or_with_that_of_others_are_ordinary() -> None:
+def test_requests_without_a_ticket_or_with_one_for_other_workers_are_ordinary() -> None:
     nobody = TransferScheduler(PromptBlocks(BLOCK), lambda params: Role.DECODE, LEASE_SECONDS)
     for side in (scheduler(None, 33), nobody):
         assert side.external_tokens("r", 0) == 0

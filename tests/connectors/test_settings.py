@@ -24,7 +24,7 @@ def read(extra: dict[str, Any], role: str = "kv_producer") -> ConnectorSettings:
     return ConnectorSettings.read(extra, role=role, engine_id="engine", model="m")
 
 
-def test_what_is_not_set_has_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_have_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVXFER_HTTP_ADDRESS", HTTP + "/")
     settings = read({})
     assert (settings.role, settings.instance_id) == (Role.PREFILL, "engine")
@@ -37,10 +37,10 @@ def test_what_is_not_set_has_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("host", "address"), [("10.0.0.7", "http://10.0.0.7:81"), ("fd00::7", "http://[fd00::7]:81")]
 )
-def test_a_port_alone_is_one_of_the_host(
+def test_a_port_alone_is_on_the_host(
     monkeypatch: pytest.MonkeyPatch, host: str, address: str
 ) -> None:
-    """Kubernetes tells a pod its address without brackets."""
+    """Kubernetes gives a pod its address without brackets."""
     assert read({"host": host, "http_port": 81}).http_address == address
     listens = {"host": "::", "advertise": host}
     assert read({**listens, "http_port": 81}).http_address == address
@@ -71,11 +71,11 @@ def test_every_option_of_the_engine_can_be_set() -> None:
     settings = read({"http_address": HTTP, "host": "10.0.0.7", **values})
     assert settings.options == {"host": "10.0.0.7", **values}
     assert (settings.host, settings.peer_timeout) == ("10.0.0.7", 5.0)
-    others = dict.fromkeys(OPERATOR_OPTIONS)  # null is as if it were left out
+    others = dict.fromkeys(OPERATOR_OPTIONS)  # null is the same as leaving it out
     assert read({"http_address": HTTP, **others}).options == {"host": "127.0.0.1"}
 
 
-def test_each_role_of_vllm_has_its_own() -> None:
+def test_each_role_of_vllm_maps_to_a_role() -> None:
     roles = ("kv_producer", "kv_consumer", "kv_both")
     assert [read({"http_address": HTTP}, role).role for role in roles] == [
         Role.PREFILL,
@@ -99,11 +99,11 @@ def test_each_role_of_vllm_has_its_own() -> None:
         ({"http_address": HTTP, "nics": "mlx5_0"}, "nics is 'mlx5_0'; pass a list, each item text"),
         ({"http_address": HTTP, "lanes": -1}, "extra_config.lanes is refused: lanes is -1; pass"),
         ({"http_address": HTTP, "fabrics": ["rdma"]}, "fabrics is ['rdma']; choose from local"),
-        ({"http_address": HTTP, "port": 5}, "port is no setting"),  # each rank's is its own
+        ({"http_address": HTTP, "port": 5}, "port is no setting"),  # each rank has another port
         ({"http_address": HTTP, "checksums": "yes"}, "checksums is 'yes'; pass true or false"),
         ({"http_address": HTTP, "cluster_key_file": "/nowhere"}, "/nowhere cannot be read"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(extra: dict[str, Any], named: str) -> None:
+def test_invalid_settings_are_refused(extra: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidArgument, match=re.escape(named)):
         read(extra)

@@ -36,11 +36,11 @@ def test_what_vllm_allocates_for_its_cache_is_shared(engine: Engine) -> None:
     assert not cache.any()
     view = cache[4096:8192].view(torch.bfloat16).view(2, 1024)
     del cache
-    view[1] = 1.0  # the view keeps the memory
+    view[1] = 1.0  # the view keeps the memory alive
     assert shareable(engine, view)
 
 
-def test_everything_else_is_left_to_torch(engine: Engine) -> None:
+def test_other_allocations_are_left_to_torch(engine: Engine) -> None:
     with SharedCache(LOG):
         others = [
             torch.zeros(4096, dtype=torch.int8),
@@ -50,11 +50,11 @@ def test_everything_else_is_left_to_torch(engine: Engine) -> None:
         ]
         assert torch.zeros(0, dtype=torch.int8, device=CPU).numel() == 0
         assert torch.zeros(16, dtype=torch.int8, device=torch.device("meta")).is_meta
-    others.append(torch.zeros(4096, dtype=torch.int8, device=CPU))  # it was left
+    others.append(torch.zeros(4096, dtype=torch.int8, device=CPU))  # after the hook has ended
     assert not any(shareable(engine, tensor) for tensor in others)
 
 
-def test_without_shared_memory_it_is_torchs_and_that_is_said(
+def test_without_shared_memory_torch_allocates_and_a_warning_is_logged(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(nbytes: int) -> None:
@@ -64,4 +64,4 @@ def test_without_shared_memory_it_is_torchs_and_that_is_said(
     with SharedCache(LOG):
         cache = torch.zeros(4096, dtype=torch.int8, device=CPU)
     assert not shareable(engine, cache)
-    assert "cannot map, and read more slowly: cannot allocate 4096 bytes" in caplog.text
+    assert "the KV cache, and read it more slowly: cannot allocate 4096 bytes" in caplog.text

@@ -1,4 +1,4 @@
-"""vLLM's control path of weight updates over workers that fail, and what an operator sets."""
+"""vLLM's control path of weight updates over workers that fail, and its settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEY = "k" * 32
 
 
 class Worker:
-    """What vLLM's worker and kvxfer's engine in it make of calls."""
+    """The behaviour of vLLM's worker, and of kvxfer's engine in it, in an update."""
 
     def __init__(self) -> None:
         self.active = False
@@ -44,8 +44,9 @@ class Worker:
 
 
 class Instance:
-    """All workers take each call, and agree on how it ended. As in vLLM, their answers are read
-    up to the first error. Fails before its `dies_at`-th call, as for a trainer that is gone."""
+    """An instance whose workers all take each call, and agree on how it ended. As in vLLM, their
+    answers are read up to the first error. It fails before its `dies_at`-th call, as if the trainer
+    had ended."""
 
     def __init__(self, workers: int) -> None:
         self.workers = [Worker() for _ in range(workers)]
@@ -53,7 +54,7 @@ class Instance:
         self.said = ""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Not a step of an update."""
+        """Does nothing, as it is not a step of an update."""
 
     def start_weight_update(self) -> None:
         self._all("start")
@@ -89,7 +90,7 @@ class Instance:
 
 
 def update(instance: Instance, version: int, staged: list[bool]) -> bool:
-    """Whether it was committed; as the coordinator does it."""
+    """Updates as the coordinator does; True if the update was committed."""
     update_id = f"u{version}"
     for worker, has in zip(instance.workers, staged, strict=True):
         worker.staged = update_id if has else "another"
@@ -116,7 +117,8 @@ def test_all_workers_apply_or_none_and_each_update_gets_through() -> None:
             try:
                 committed = update(instance, version, staged)
             except ConnectionError:
-                # It is not known how far it got; a commit is one call to all.
+                # The trainer does not know how far the update got; a commit is one call to all
+                # workers.
                 committed = instance.workers[0].serves == f"u{version}"
             else:
                 assert committed == all(staged)
@@ -135,7 +137,7 @@ def config(own: Any = None, connector: Any = None) -> SimpleNamespace:
     return SimpleNamespace(additional_config=own and {"kvxfer": own}, kv_transfer_config=kv)
 
 
-def test_settings_are_its_own_before_those_of_the_connector(
+def test_settings_override_those_of_the_connector(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setenv("KVXFER_CLUSTER_KEY", KEY)

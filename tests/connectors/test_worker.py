@@ -1,4 +1,4 @@
-"""The worker side of the vLLM connector: two of them with real engines, driven step by step."""
+"""The worker side of the vLLM connector: two workers with real engines, driven step by step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.native
 
 @dataclass
 class Side:
-    """A worker, the memory of its cache, and what it has told so far."""
+    """A worker, the memory of its cache, and its reports so far."""
 
     agent: Agent
     worker: TransferWorker
@@ -39,7 +39,7 @@ class Side:
     outcomes: list[str] = field(default_factory=list)
 
     def step(self, plan: StepPlan | None = None, finished: tuple[str, ...] = ()) -> None:
-        """One step of the engine, with a forward where something is sent."""
+        """Runs one step of the engine, with a forward if something is sent."""
         plan = plan or StepPlan()
         self.worker.begin_step(plan)
         if plan.sends:
@@ -118,18 +118,18 @@ def test_a_prompt_arrives_chunk_by_chunk(sides: tuple[Side, Side], decode_first:
         assert not theirs[untouched].any()
 
 
-def test_a_layer_leaves_when_it_is_computed_and_not_before(sides: tuple[Side, Side]) -> None:
+def test_a_layer_is_sent_when_it_is_computed_and_not_before(sides: tuple[Side, Side]) -> None:
     prefill, decode = sides
     of = params(prefill.agent, decode.agent)
     computed = [plane[[3, 9, 1, 10]].copy() for plane in prefill.memory]
     for plane in prefill.memory:
-        plane[:] = 0xEE  # what is not computed yet
+        plane[:] = 0xEE  # not computed yet
     decode.step(offered(of, (8, 2, 5, 7)))
     prefill.worker.begin_step(sent(of, (3, 9, 1, 10), 4))
     for layer, name in enumerate(LAYERS):
         prefill.memory[layer][[3, 9, 1, 10]] = computed[layer]
         prefill.worker.save_layer(name)
-        # Nothing of a later layer has come.
+        # Nothing of a later layer has arrived.
         wait_until(
             lambda layer=layer: (decode.memory[layer][[8, 2, 5, 7]] == computed[layer]).all()
         )
@@ -141,14 +141,14 @@ def test_a_layer_leaves_when_it_is_computed_and_not_before(sides: tuple[Side, Si
     prefill.steps_until(lambda: prefill.told.sent)
 
 
-def test_what_a_forward_did_not_compute_never_leaves(sides: tuple[Side, Side]) -> None:
+def test_what_a_forward_did_not_compute_is_never_sent(sides: tuple[Side, Side]) -> None:
     prefill, decode = sides
     of = params(prefill.agent, decode.agent)
     decode.step(offered(of, (8, 2, 5, 7)))
     prefill.worker.begin_step(sent(of, (3, 9, 1, 10), 4))
     prefill.worker.save_layer(LAYERS[0])
     wait_until(lambda: decode.memory[0][[8, 2, 5, 7]].any())
-    # The next step begins although this one has not ended; another request is in it.
+    # The next step begins before this one has ended, with another request.
     other = params(prefill.agent, decode.agent)
     prefill.step(StepPlan(sends=[Send("q", other, DIGEST, 1, ((4,),), 1)]))
     decode.step(StepPlan(receives=[Receive("e", other, DIGEST, 0, ((6,),))]))
@@ -159,12 +159,12 @@ def test_what_a_forward_did_not_compute_never_leaves(sides: tuple[Side, Side]) -
     prefill.steps_until(lambda: prefill.told.sent == {"p", "q"})
 
 
-def test_an_idle_step_waits_until_a_transfer_ends_and_only_where_there_is_one(
+def test_an_idle_step_waits_until_a_transfer_ends_if_there_is_one(
     sides: tuple[Side, Side],
 ) -> None:
     prefill, decode = sides
     for_ever = StepPlan(idle_seconds=threading.TIMEOUT_MAX)
-    decode.step(for_ever)  # nothing is under way: it returns
+    decode.step(for_ever)  # returns, as no transfer is under way
     of = params(prefill.agent, decode.agent)
     decode.step(offered(of, (8, 2, 5, 7)))
     waiting = threading.Thread(target=decode.step, args=(for_ever,), daemon=True)
@@ -177,7 +177,7 @@ def test_an_idle_step_waits_until_a_transfer_ends_and_only_where_there_is_one(
 
 
 @pytest.mark.parametrize("layer_groups", [(0, 1, 0)])
-def test_of_each_group_the_blocks_arrive_that_decode_has_room_for(
+def test_the_blocks_of_each_group_that_decode_has_room_for_arrive(
     sides: tuple[Side, Side],
 ) -> None:
     prefill, decode = sides
@@ -201,7 +201,7 @@ def test_of_each_group_the_blocks_arrive_that_decode_has_room_for(
 def test_a_kept_prompt_is_fetched_once_it_is_asked_for(sides: tuple[Side, Side]) -> None:
     prefill, decode = sides
     of = params(prefill.agent, decode.agent, bearer=True)
-    # The request has ended: all of it in one step, in which nothing is computed.
+    # The request has ended, so all of it is sent in one step, in which nothing is computed.
     prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
     assert not prefill.told.sent
     decode.step(offered(of, (8, 2, 5), first=1))
@@ -262,7 +262,7 @@ def test_a_prompt_that_decode_has_released_is_not_kept_later(sides: tuple[Side, 
     prefill.steps_until(lambda: prefill.told.sent == {"p"})
 
 
-def test_the_ticket_of_another_prompt_is_refused_and_stays_good_for_its_own(
+def test_the_ticket_of_another_prompt_is_refused_and_stays_valid(
     sides: tuple[Side, Side],
 ) -> None:
     prefill, decode = sides
@@ -278,9 +278,7 @@ def test_the_ticket_of_another_prompt_is_refused_and_stays_good_for_its_own(
 
 
 @pytest.mark.parametrize("end", ["abort", "preemption", "never ran"])
-def test_when_prefill_gives_up_decode_hears_of_it_at_once(
-    sides: tuple[Side, Side], end: str
-) -> None:
+def test_when_prefill_gives_up_decode_fails_at_once(sides: tuple[Side, Side], end: str) -> None:
     prefill, decode = sides
     of = params(prefill.agent, decode.agent)
     decode.step(offered(of, (4, 5, 6, 7)))
@@ -299,7 +297,7 @@ def test_when_prefill_gives_up_decode_hears_of_it_at_once(
     assert decode.told.failed == {"d"}
 
 
-def test_an_aborted_decode_request_is_told_once_and_blames_no_block(
+def test_an_aborted_decode_request_is_reported_once_and_fails_no_block(
     sides: tuple[Side, Side],
 ) -> None:
     prefill, decode = sides
@@ -313,7 +311,7 @@ def test_an_aborted_decode_request_is_told_once_and_blames_no_block(
     prefill.steps_until(lambda: prefill.told.sent)
 
 
-def test_a_ticket_that_is_too_late_fails_on_both_sides(sides: tuple[Side, Side]) -> None:
+def test_an_expired_ticket_fails_on_both_sides(sides: tuple[Side, Side]) -> None:
     prefill, decode = sides
     of = params(prefill.agent, decode.agent, seconds=-60.0)
     decode.step(offered(of, (4, 5, 6, 7)))
@@ -332,7 +330,7 @@ def test_another_prompt_under_the_same_ticket_fails(sides: tuple[Side, Side]) ->
     assert decode.told.failed == {"d"}
 
 
-def test_a_lost_prefill_worker_fails_what_it_has_not_sent(sides: tuple[Side, Side]) -> None:
+def test_a_lost_prefill_worker_fails_blocks_that_it_has_not_sent(sides: tuple[Side, Side]) -> None:
     prefill, decode = sides
     of = params(prefill.agent, decode.agent)
     decode.step(offered(of, (4, 5, 6, 7)))
@@ -344,15 +342,15 @@ def test_a_lost_prefill_worker_fails_what_it_has_not_sent(sides: tuple[Side, Sid
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """What a loop that hangs waits for, at most until the test has ended; the engine does not wait
-    for it as long as otherwise."""
+    """An event that a hanging loop waits for, until the test has ended at most. The engine's wait
+    for its loop is shortened."""
     monkeypatch.setattr("kvxfer.connectors.vllm.worker.LOOP_SECONDS", 0.5)
     gate = threading.Event()
     yield gate
     gate.set()
 
 
-def test_a_defect_where_writes_are_submitted_costs_the_transfers_alone(
+def test_a_defect_in_submitting_writes_costs_only_the_transfers(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = sides
@@ -369,7 +367,7 @@ def test_a_defect_where_writes_are_submitted_costs_the_transfers_alone(
 
 @pytest.mark.parametrize("how", ["stopped", "hung"])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_an_agent_that_ends_costs_its_transfers_and_not_its_engine(
+def test_an_agent_that_ends_costs_only_its_transfers(
     sides: tuple[Side, Side],
     gate: threading.Event,
     side: str,
@@ -403,7 +401,7 @@ def test_an_agent_that_ends_costs_its_transfers_and_not_its_engine(
     wait_until(lambda: victim.agent.lost)
     assert EngineClosed.code in victim.outcomes
     assert "have ended" in caplog.text or "has ended" in caplog.text
-    # Whatever comes later fails at once, and nothing raises.
+    # Later requests fail at once, and nothing raises.
     victim.step(StepPlan(sends=[Send("r", of, DIGEST, 4, ((1,),), 1)]), finished=("r",))
     victim.step(StepPlan(receives=[Receive("s", of, DIGEST, 0, ((0, 1, 2, 3),))]))
     assert "r" in victim.told.sent

@@ -18,7 +18,7 @@ _HANDLE_BYTES: Final = 64
 
 
 def good(answer: tuple[Any, ...]) -> Any:
-    """What a call returned beside CUDA_SUCCESS."""
+    """Returns the values of a call that returned CUDA_SUCCESS."""
     error, *values = answer
     assert error == driver.CUresult.CUDA_SUCCESS, driver.cuGetErrorName(error)
     return values[0] if len(values) == 1 else values
@@ -40,7 +40,7 @@ def first_byte(address: Any) -> int:
 
 
 def memory() -> None:
-    """Bytes go to the device, over it and back; an address says what it is."""
+    """Copies bytes to the device, within it and back; an address says what memory it is."""
     first, second = (good(driver.cuMemAlloc(BYTES)) for _ in range(2))
     fill(first, 7)
     good(driver.cuMemcpyDtoD(second, first, BYTES))
@@ -55,7 +55,7 @@ def memory() -> None:
 
 
 def order() -> None:
-    """A stream waits for a word, another one for its event."""
+    """Makes a stream wait for a word, and another one for its event."""
     first, second = (good(driver.cuStreamCreate(1)) for _ in range(2))
     event = good(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
     host = good(driver.cuMemHostAlloc(16, 0))
@@ -75,7 +75,7 @@ def order() -> None:
 
 
 def graph() -> None:
-    """What was captured runs when it is launched."""
+    """Checks that captured work runs only when it is launched."""
     stream = good(driver.cuStreamCreate(1))
     address = good(driver.cuMemAlloc(BYTES))
     fill(address, 1)
@@ -92,7 +92,7 @@ def graph() -> None:
 
 
 def share() -> None:
-    """Another process opens a handle of the memory, and writes into it."""
+    """Lets another process open a handle of the memory and write into it."""
     address = good(driver.cuMemAlloc(BYTES))
     fill(address, 3)
     handle = ctypes.string_at(good(driver.cuIpcGetMemHandle(address)).getPtr(), _HANDLE_BYTES)
@@ -103,7 +103,7 @@ def share() -> None:
 
 
 def importer() -> None:
-    """The other process of `share`."""
+    """Runs as the other process of `share`."""
     handle = driver.CUipcMemHandle()
     ctypes.memmove(handle.getPtr(), sys.stdin.buffer.read(), _HANDLE_BYTES)
     lazy = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS

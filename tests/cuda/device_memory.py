@@ -19,14 +19,14 @@ def free(address: int) -> None:
 
 
 def create(nbytes: int) -> int:
-    """Memory of cuMemCreate that other processes may map, of GPU 0; for good."""
+    """Returns memory of cuMemCreate on GPU 0 that other processes may map. It is never freed."""
     address = int(good(driver.cuMemAddressReserve(nbytes, 0, 0, 0)))
     bring(address, nbytes)
     return address
 
 
 def bring(address: int, nbytes: int) -> None:
-    """Such memory comes to a reserved address."""
+    """Maps such memory at a reserved address."""
     location = driver.CUmemLocation()
     location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     location.id = 0
@@ -46,7 +46,7 @@ def bring(address: int, nbytes: int) -> None:
 
 
 def take_away(address: int, nbytes: int) -> None:
-    """It leaves the address, which stays reserved."""
+    """Unmaps the memory; the address stays reserved."""
     good(driver.cuMemUnmap(address, nbytes))
 
 
@@ -61,20 +61,20 @@ def read(address: int, nbytes: int) -> bytes:
 
 
 def is_known(address: int) -> bool:
-    """Whether it is memory that CUDA knows."""
+    """True if the address is memory that CUDA knows."""
     kind = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
     error, _ = driver.cuPointerGetAttribute(kind, address)
     return bool(error == driver.CUresult.CUDA_SUCCESS)
 
 
 def corrupt_peers() -> None:
-    """From now on kernels read wrong bytes from memory of another GPU, on the double."""
+    """Makes the double's kernels read wrong bytes from memory of another GPU from now on."""
     library: Any = ctypes.CDLL("libcuda.so.1")
     library.cuda_double_peers_corrupt(ctypes.c_bool(True))
 
 
 def live() -> int | None:
-    """Allocations and mappings that the double counts; None of a real driver."""
+    """Returns the allocations and mappings that the double counts; None with a real driver."""
     library: Any = ctypes.CDLL("libcuda.so.1")
     if not hasattr(library, "cuda_double_live"):
         return None

@@ -1,8 +1,8 @@
 """Triton's kernels on a stream of the double: interpreted, in the stream's order, with pauses.
 
-For processes that run_on_driver() has started, with TRITON_INTERPRET=1. What a kernel is given of
-device memory is an address that the processor cannot touch; the double says where the bytes are
-while the stream runs it, and so only then.
+It is for processes that run_on_driver() has started, with TRITON_INTERPRET=1. The processor cannot
+access the address of device memory that a kernel gets; the double gives the place of the bytes, but
+only while the stream runs the kernel.
 
     stream = int(good(driver.cuStreamCreate(1)))
     plane = device_tensor(address, (blocks, 16, 2, 64), torch.float32)
@@ -40,15 +40,15 @@ _errors: Final[list[BaseException]] = []
 
 
 def device_tensor(address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Device memory as a tensor for kernels and views alone: what reads its items faults."""
+    """Returns device memory as a tensor for kernels and views alone: reading its items faults."""
     memory = (ctypes.c_int8 * (math.prod(shape) * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
 
 
 @contextlib.contextmanager
 def kernels_on(stream: int) -> Iterator[None]:
-    """What this thread launches meanwhile is queued on the stream. Tensors of host memory that a
-    kernel is given stay as they are until it has run."""
+    """Queues the kernels that this thread launches in the block on the stream. The caller must not
+    change host tensors that a kernel was given before it has run."""
     before = getattr(_stream_of_thread, "stream", None)
     _stream_of_thread.stream = stream
     try:
@@ -58,7 +58,7 @@ def kernels_on(stream: int) -> Iterator[None]:
 
 
 def synchronize(stream: int) -> None:
-    """Waits for the stream; raises what a kernel has raised, and the driver's errors."""
+    """Waits for the stream; raises the first error of a kernel, or the driver's error."""
     (error,) = driver.cuStreamSynchronize(stream)
     if _errors:
         raise _errors[0]
@@ -93,7 +93,7 @@ def _launch(self: GridExecutor, *arguments: Any, **keywords: Any) -> None:
 
 @_KERNEL
 def _run_queued(number: int) -> bool:
-    """On the stream's thread. False is an illegal address: it poisons the context."""
+    """Runs a kernel on the stream's thread. False is an illegal address: it poisons the context."""
     try:
         _queued.pop(number)()
     except BaseException as error:
@@ -103,7 +103,7 @@ def _run_queued(number: int) -> bool:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same items where the stream that runs reaches them."""
+    """Returns the same items at an address that the running stream can access."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     items = 1 + sum((size - 1) * stride for size, stride in sizes)
     nbytes = items * tensor.dtype.itemsize

@@ -18,7 +18,7 @@ from tests.kernels.paged_planes import attention
 SHAPE: Final = (6, 4, 2, 16)  # blocks, tokens, heads, head_size
 TOKENS: Final = 24
 NBYTES: Final = TOKENS * 2 * 16 * 4
-GRANULE: Final = 2 << 20  # of cuMemCreate
+GRANULE: Final = 2 << 20  # the granularity of cuMemCreate
 
 
 def planes() -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,8 +35,8 @@ def new_tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def order() -> None:
-    """A kernel reads what those before it on the stream have written, and nothing runs before the
-    stream gets there."""
+    """Checks that a kernel reads what earlier kernels on the stream wrote, and that none runs
+    before its turn."""
     keys, values = planes()
     slots, blocks = torch.arange(TOKENS), torch.arange(6)
     queries = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(1))
@@ -58,7 +58,7 @@ def order() -> None:
 
 
 def unmapped() -> None:
-    """A kernel on memory that has gone poisons the context."""
+    """Checks that a kernel on unmapped memory poisons the context."""
     address = device_memory.create(GRANULE)
     keys, values = (device_tensor(address + at, SHAPE, torch.float32) for at in (0, NBYTES))
     stream = int(good(driver.cuStreamCreate(1)))

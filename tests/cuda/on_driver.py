@@ -1,4 +1,4 @@
-"""Programs that need a CUDA driver, each in a separate process: pytest's loads none."""
+"""Programs that need a CUDA driver, each in a separate process: that of pytest loads none."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ def run_on_driver(
     python: str = sys.executable,
     seconds: float = 8 * PATIENCE,
 ) -> None:
-    """Runs `python -m MODULE ARGUMENTS...`, which has to end with 0 in so many seconds: on the
-    driver of this machine where KVXFER_TEST_CUDA is set, else on the one in a folder, the double by
-    default. `python`: of another environment."""
+    """Runs `python -m MODULE ARGUMENTS...`, which must end with 0 within `seconds`.
+
+    The driver is the one in `libraries`: by default the double, or this machine's driver if
+    KVXFER_TEST_CUDA is set. `python` may be that of another environment.
+    """
     paths = [str(ROOT)] if python != sys.executable else [str(ROOT), *filter(None, sys.path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if libraries != DOUBLE or "KVXFER_TEST_CUDA" not in environment:

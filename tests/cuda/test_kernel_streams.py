@@ -11,7 +11,7 @@ from tests.cuda.on_driver import run_on_driver
 pytestmark = [
     pytest.mark.native,
     pytest.mark.skipif(
-        "KVXFER_TEST_CUDA" in os.environ, reason="a GPU runs kernels itself; this is the double's"
+        "KVXFER_TEST_CUDA" in os.environ, reason="a GPU runs kernels itself; this tests the double"
     ),
 ]
 

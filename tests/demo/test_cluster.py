@@ -11,7 +11,7 @@ from kvxfer.errors import PeerLost
 
 
 class Process:
-    """Stands for a child; it exits when told to."""
+    """A stand-in for a child; it exits when told to."""
 
     def __init__(self) -> None:
         self.exited = asyncio.Event()
@@ -29,7 +29,7 @@ async def forever() -> Any:
     await asyncio.get_running_loop().create_future()
 
 
-async def test_work_that_succeeds_is_what_comes_back() -> None:
+async def test_the_result_of_the_work_is_returned() -> None:
     async def work() -> int:
         return 7
 

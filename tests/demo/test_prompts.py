@@ -26,7 +26,7 @@ def test_pieces_are_all_of_the_text_and_about_equal(count: int) -> None:
     assert all(0.5 * size - 3 <= len(piece) <= 1.5 * size for piece in pieces)
 
 
-def test_pieces_begin_at_paragraphs_where_there_are_enough() -> None:
+def test_pieces_begin_at_paragraphs_if_there_are_enough() -> None:
     assert all(piece.startswith("Paragraph") for piece in split_text(PARAGRAPHS, 8))
 
 

@@ -28,7 +28,7 @@ def text_of(report: DemoReport) -> str:
     return printed.getvalue()
 
 
-def test_equal_tokens_leave_nothing_to_complain_about() -> None:
+def test_equal_tokens_are_no_difference() -> None:
     report = DemoReport("demo", [RUN, RUN])
     assert report.difference is None
     assert (report.equal_tokens, report.tokens) == (6, 6)

@@ -61,8 +61,8 @@ def problem(status: int, code: str, detail: str) -> httpx2.Response:
 
 
 class Network(httpx2.AsyncBaseTransport):
-    """A control plane and two workers; `prefill` and `decode` are their answers, or None for one
-    that comes only when the router has given up on it."""
+    """A control plane and two workers; `prefill` and `decode` are their answers, None if a worker
+    does not answer before the router cancels the request."""
 
     def __init__(self, prefill: httpx2.Response | None, decode: httpx2.Response | None) -> None:
         self.workers = {"prefill": prefill, "decode": decode}
@@ -94,7 +94,7 @@ async def route(network: Network) -> Any:
         return await router.complete([1, 2, 3], model="demo", max_tokens=1)
 
 
-async def test_both_workers_get_the_same_request_and_the_reservation_goes_back() -> None:
+async def test_both_workers_get_the_same_request_and_the_reservation_is_released() -> None:
     network = Network(httpx2.Response(200, json=PREFILL), httpx2.Response(200, json=DECODE))
     routed = await route(network)
     assert routed.decode.choices[0].token_ids == [97]
@@ -131,7 +131,7 @@ async def test_the_cause_is_raised_rather_than_its_echo() -> None:
         await route(Network(echo, echo))
 
 
-async def test_what_the_control_plane_refuses_is_raised_and_no_worker_is_asked() -> None:
+async def test_a_refusal_of_the_control_plane_is_raised_and_no_worker_is_asked() -> None:
     network = Network(None, None)
     network.opened = problem(503, "no-capacity", "no pair can take it")
     with pytest.raises(NoCapacity, match="no pair can take it"):
@@ -150,7 +150,7 @@ async def test_a_worker_that_does_not_answer_is_named() -> None:
         await route(Broken(None, None))
 
 
-async def test_an_answer_that_is_no_problem_document_is_an_error_all_the_same() -> None:
+async def test_an_answer_that_is_not_a_problem_document_is_an_error_too() -> None:
     with pytest.raises(WorkerError, match="the worker at http://decode answered HTTP 500"):
         await route(Network(None, httpx2.Response(500, text="Internal Server Error")))
     with pytest.raises(TransferError, match=r"odd \[unheard-of\]"):

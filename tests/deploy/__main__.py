@@ -1,4 +1,4 @@
-"""`python -m tests.deploy`: a table of the chart's value sets and what holds for each of them."""
+"""`python -m tests.deploy`: a table of the chart's value sets and the results of their checks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""For each alert, series on which it has to fire, and series like them on which it must not.
+"""Series for each alert: some on which it must fire, and similar ones on which it must not.
 
-Series are those of promtool's unit tests: a value a minute, `a+bxn` is a and then n more, each
-greater by b; `_` is none. All of them are looked at after AT minutes.
+They are series of promtool's unit tests: a value a minute; `a+bxn` is a and then n more, each
+greater by b; `_` is no value. Alerts are evaluated after AT minutes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Case(NamedTuple):
     bad: Series
     good: Series
     labels: str = ""
-    """Of the alert that fires."""
+    """The labels of the alert that fires."""
 
 
 _ALIVE: Final[Series] = {'kvxfer_build_info{component="control-plane",version="1"}': "1x40"}
@@ -50,7 +50,7 @@ CASES: Final = {
     ),
     "KvxferLeasesExpire": Case(
         bad={'kvxfer_leases_expired_total{instance="a"}': "7x30 7+1x10"},
-        # Replicas show the same count: it is not added up.
+        # All replicas show the same count, so counts are not added up.
         good={f'kvxfer_leases_expired_total{{instance="{i}"}}': "7x30 8x10" for i in "abcde"},
     ),
     "KvxferControlPlaneSlow": Case(
@@ -70,7 +70,7 @@ CASES: Final = {
         bad=_ALIVE
         | _ready("prefill", 3)
         | {'kvxfer_instances{role="decode",state="joining"}': "1x40"},
-        good=_ready("prefill", 3),  # that there is no control plane is another alert's business
+        good=_ready("prefill", 3),  # another alert reports the missing control plane
     ),
     "KvxferQueueGrows": Case(
         bad={f'kvxfer_router_waiting{{instance="{i}"}}': "0x30 8x10" for i in "ab"},

@@ -1,4 +1,4 @@
-"""The chart as Helm renders it: value sets, their objects, and what a check asks of them."""
+"""The chart as Helm renders it: value sets, their objects, and ways to find them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """One of a pod, with where it came from."""
+    """A container of a pod, with the name of the object that makes the pod."""
 
     owner: str
     component: str
@@ -55,7 +55,7 @@ class Rendered:
         return found
 
     def pods(self) -> Iterator[tuple[Object, Object]]:
-        """Each object that makes pods, with the template of them."""
+        """Yields each object that makes pods, with its pod template."""
         for one in self.objects:
             if one["kind"] == "Deployment":
                 yield one, one["spec"]["template"]
@@ -84,7 +84,7 @@ def render(
     release: str = RELEASE,
     cluster: helm_python.Config | None = None,
 ) -> Rendered:
-    """What `helm install` would send to the cluster. With a cluster `lookup` asks it."""
+    """Returns what `helm install` would send to the cluster. Helm's `lookup` reads `cluster`."""
     with helm_python.Chart.load(CHART) as chart:
         given = dict(values or {})
         how: dict[str, Any] = {"name": release, "namespace": NAMESPACE}
@@ -109,7 +109,7 @@ def value_set(path: Path) -> Object:
 
 
 def vllm_transfer(container: Container) -> Object:
-    """The --kv-transfer-config of a vLLM."""
+    """Returns the --kv-transfer-config of a vLLM container."""
     [text] = [a for a in container.arguments if a.startswith("--kv-transfer-config=")]
     transfer: Object = json.loads(text.partition("=")[2])
     return transfer

@@ -1,4 +1,4 @@
-"""What holds for every value set of the chart: each check yields what is wrong, in words."""
+"""Checks that hold for every value set of the chart: each yields what is wrong, in words."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def schemas(release: Rendered) -> Iterator[str]:
 
 def names(release: Rendered) -> Iterator[str]:
     found = Counter(_called(one) for one in release.objects)
-    yield from (f"{name} is there {times} times" for name, times in found.items() if times > 1)
+    yield from (f"{name} exists {times} times" for name, times in found.items() if times > 1)
     for one in release.objects:
         if len(one["metadata"]["name"]) > 63 or one["metadata"]["namespace"] != NAMESPACE:
             yield f"{_called(one)} is too long, or in another namespace"
@@ -41,7 +41,7 @@ def _selected(release: Rendered, wanted: Object) -> list[Object]:
 
 
 def selectors(release: Rendered) -> Iterator[str]:
-    """Each selector meets the pods that are meant, and ports are theirs."""
+    """Checks that each selector selects its pods, and that its ports exist there."""
     for one in release.of("Deployment", "Service", "PodDisruptionBudget"):
         wanted = one["spec"]["selector"]
         met = _selected(release, wanted.get("matchLabels", wanted))
@@ -52,7 +52,7 @@ def selectors(release: Rendered) -> Iterator[str]:
             named = {p["name"] for c in pod["spec"]["containers"] for p in c.get("ports", [])}
             missing = {port["targetPort"] for port in one["spec"]["ports"]} - named
             if missing:
-                yield f"{_called(one)} goes to ports {missing} that {_called(owner)} has not"
+                yield f"{_called(one)} goes to ports {missing} that {_called(owner)} does not have"
     for one in release.of("ServiceMonitor"):
         wanted = one["spec"]["selector"]["matchLabels"]
         met = [
@@ -77,7 +77,7 @@ def selectors(release: Rendered) -> Iterator[str]:
 
 
 def network(release: Rendered) -> Iterator[str]:
-    """Policies are about pods that are there, and let in those that have to come in."""
+    """Checks that policies select existing pods, and admit all callers that need them."""
     policies = release.of("NetworkPolicy")
     if not policies:
         return
@@ -85,7 +85,7 @@ def network(release: Rendered) -> Iterator[str]:
     for one in policies:
         subjects = _selected(release, one["spec"]["podSelector"]["matchLabels"])
         if not subjects:
-            yield f"{_called(one)} is about no pod"
+            yield f"{_called(one)} selects no pod"
         for rule in one["spec"]["ingress"]:
             peers = [
                 peer.get("podSelector", {}).get("matchLabels") for peer in rule.get("from", [])
@@ -116,7 +116,8 @@ def network(release: Rendered) -> Iterator[str]:
 
 
 def references(release: Rendered) -> Iterator[str]:
-    """Secrets, config maps and accounts are there, or named by the operator; files are mounted."""
+    """Checks that secrets, config maps and accounts exist or are named by the operator, and that
+    files are mounted."""
     given = str(release.values)
     for owner, pod in release.pods():
         for kind, name, keys in _referred(pod["spec"]):
@@ -139,7 +140,7 @@ def references(release: Rendered) -> Iterator[str]:
         files = _files(container)
         text = [*container.arguments, *(str(e) for e in container.environment.values())]
         for path in re.findall(r"/etc/kvxfer/[a-z./-]+", " ".join(text)):
-            # An operator's Redis URL may name a CA, which stands in a Secret and not here.
+            # A CA that an operator's Redis URL names is in a Secret, so it does not appear here.
             if path not in files:
                 yield f"{container.owner}: nothing is mounted at {path}"
     for container in release.containers():
@@ -166,7 +167,7 @@ def _referred(pod: Object) -> Iterator[tuple[str, str, set[str]]]:
 
 
 def _files(container: Container) -> set[str]:
-    """Where files of secrets and config maps are in a container; a folder's, where all are."""
+    """Returns the paths of secrets and config maps; all possible ones of a volume without items."""
     volumes = {volume["name"]: volume for volume in container.pod["spec"].get("volumes", [])}
     found = set()
     for mount in container.spec.get("volumeMounts", []):
@@ -180,14 +181,14 @@ def _files(container: Container) -> set[str]:
 
 
 def commands(release: Rendered) -> Iterator[str]:
-    """Command lines, environment and preStop are those that the programs take."""
+    """Checks that the programs take their command lines, environment and preStop."""
     for container in release.containers():
         for problem in programs.problems(container):
             yield f"{container.owner}: {problem}"
 
 
 def probes(release: Rendered) -> Iterator[str]:
-    """Each path is a route of the program, each port its own, and TLS where it is spoken."""
+    """Checks that each probe has a route and a port of its program, and its scheme."""
     for container in release.containers():
         kinds = [kind for kind in ("readinessProbe", "livenessProbe") if kind in container.spec]
         serves = "ports" in container.spec
@@ -199,21 +200,21 @@ def probes(release: Rendered) -> Iterator[str]:
             if get is None:
                 continue
             if get["path"] not in programs.routes(container):
-                yield f"{container.owner}: {get['path']} of its {kind} is no route"
+                yield f"{container.owner}: {get['path']} of its {kind} is not a route"
             tls = any(argument.startswith("--tls-cert") for argument in container.arguments)
             if get["port"] not in ports or (get.get("scheme") == "HTTPS") != tls:
-                yield f"{container.owner}: its {kind} asks another port or scheme"
+                yield f"{container.owner}: its {kind} uses another port or scheme"
 
 
 def rights(release: Rendered) -> Iterator[str]:
-    """No pod has more than it needs; only the autoscaler reaches the Kubernetes API."""
+    """Checks that no pod has more rights than it needs. Only the autoscaler calls Kubernetes."""
     for owner, pod in release.pods():
         spec = pod["spec"]
         calls = spec.get("serviceAccountName") is not None
         if not calls and spec.get("automountServiceAccountToken") is not False:
-            yield f"{_called(owner)} has a token of Kubernetes that it does not use"
+            yield f"{_called(owner)} has a Kubernetes token that it does not use"
         if spec.get("enableServiceLinks") is not False:
-            yield f"{_called(owner)} gets variables that are named like its own"
+            yield f"{_called(owner)} gets service variables that are named like its own"
         for container in spec["containers"]:
             security = container["securityContext"]
             added = security["capabilities"].get("add", [])
@@ -240,7 +241,7 @@ def rights(release: Rendered) -> Iterator[str]:
 
 
 def endings(release: Rendered) -> Iterator[str]:
-    """A pod that is told to stop is given the time that its programs take."""
+    """Checks that a pod gets the time that its programs take to stop."""
     for container in release.containers():
         grace = container.pod["spec"].get("terminationGracePeriodSeconds", 30)
         needed = programs.stop_seconds(container)
@@ -258,17 +259,17 @@ def endings(release: Rendered) -> Iterator[str]:
 
 
 def policies(release: Rendered) -> Iterator[str]:
-    """Scaling, pairing and the registry's URL are what the control plane reads."""
+    """Checks that the control plane can read scaling, pairing and the registry's URL."""
     yield from programs.policy_problems(release)
 
 
 def metrics(release: Rendered) -> Iterator[str]:
-    """What the dashboard and the alerts ask for is counted somewhere."""
+    """Checks that every metric of the dashboard and the alerts exists."""
     known = queries.metric_names()
     for where, expression in queries.expressions(release):
         for name in sorted(set(re.findall(r"\b(?:kvxfer|vllm:kvxfer)_[a-z0-9_]+", expression))):
             if name not in known:
-                yield f"{where}: nothing counts {name}"
+                yield f"{where}: there is no metric {name}"
 
 
 CHECKS: Final[dict[str, Check]] = {

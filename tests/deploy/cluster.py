@@ -1,4 +1,4 @@
-"""A cluster for Helm's `lookup`: an HTTP server that has what was applied to it."""
+"""A cluster for Helm's `lookup`: an HTTP server that returns the objects applied to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ clusters: [{{name: test, cluster: {{server: "{url}"}}}}]
 contexts: [{{name: test, context: {{cluster: test, user: test}}}}]
 users: [{{name: test, user: {{}}}}]
 """
-# Where the API has them, and what it calls them there.
+# The path of each kind's API, and the kind's name in paths.
 _KINDS: Final = {
     "Secret": ("/api/v1", "secrets"),
     "Deployment": ("/apis/apps/v1", "deployments"),
@@ -30,7 +30,7 @@ _KINDS: Final = {
 
 
 class Cluster:
-    """What was applied to it, by kind and name, and Helm's connection."""
+    """The objects applied to a cluster, by kind and name, and the connection for Helm."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str], Object] = {}
@@ -47,7 +47,7 @@ class Cluster:
                 self.wfile.write(text)
 
             def log_message(self, *_: object) -> None:
-                """Nothing: the test says what matters."""
+                """Logs nothing."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"

@@ -1,7 +1,7 @@
 """The chart's fleet as processes of this host: command lines, secrets and hooks as rendered.
 
-Addresses and the folder of secrets are replaced, nothing else. What Kubernetes does when a pod is
-replaced (a new pod, its Service, preStop, SIGTERM, its exit) is done by hand.
+Only addresses and the folder of secrets are replaced. The tests do what Kubernetes does when it
+replaces a pod: a new pod, its Service, preStop, SIGTERM, its exit.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Pod:
         return kept | {name: self.here(value) for name, value in given.items()}
 
     def here(self, text: str) -> str:
-        """A text of the chart with this host's addresses and folder."""
+        """Returns a text of the chart with this host's addresses and folder."""
         text = text.replace("/etc/kvxfer", str(self.folder)).replace("$(POD_IP)", "127.0.0.1")
         text = text.replace("$(NODE_NAME)", "node").replace("--host=::", "--host=127.0.0.1")
         text = text.replace("@kvxfer-registry:6379", f"@127.0.0.1:{self.redis_port}")
@@ -95,7 +95,7 @@ class Pod:
         return self.server
 
     def wait(self) -> None:
-        """Until its readiness probe is answered."""
+        """Waits until the readiness probe is answered."""
         self.started.serves(self.container.spec["readinessProbe"]["httpGet"]["path"])
 
     def hook(self) -> subprocess.CompletedProcess[str]:
@@ -105,7 +105,7 @@ class Pod:
         )
 
     def stop(self) -> None:
-        """SIGTERM, and its end with exit code 0 within the grace period."""
+        """Sends SIGTERM and waits for exit code 0 within the grace period."""
         seconds = self.container.pod["spec"]["terminationGracePeriodSeconds"]
         self.started.stop(seconds=seconds)
 
@@ -157,8 +157,8 @@ class Deployed(Fleet):
 
     @contextlib.contextmanager
     def under_load(self, **more: Any) -> Iterator[list[int]]:
-        """The status codes of requests that follow each other; at the end, some after the last of
-        what the block does."""
+        """Sends one request after another and yields their status codes; at least three of the
+        requests are answered after the block's end."""
         answers: list[int] = []
         enough = threading.Event()
 
@@ -201,7 +201,7 @@ def _on_free_ports() -> Rendered:
 
 
 def _with_port(release: Rendered, workload: str, port: int) -> list[Any]:
-    """A second pod of a workload has its own address in a cluster; here it has a port."""
+    """Returns the objects with `port` for a workload: its pods share the address of this host."""
     objects = copy.deepcopy(release.objects)
     for one in objects:
         if (one["kind"], one["metadata"]["name"]) == ("Deployment", workload):

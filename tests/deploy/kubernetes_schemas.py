@@ -1,7 +1,7 @@
 """Objects against the JSON schemas that Kubernetes publishes for each of its versions.
 
-They come with the package kubernetes-validate. Of the objects of operators there is none here: what
-the chart writes of them is spelled out below.
+The package kubernetes-validate has these schemas, but none for objects of operators. Those below
+cover the fields that the chart writes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _GROUP = _strict(
     interval=_INTERVAL,
     rules={"type": "array", "items": _RULE, "minItems": 1},
 )
-# The parts of their specs that the chart writes. A pod template is checked as Kubernetes' own.
+# The parts of operators' specs that the chart writes. Kubernetes' schema checks pod templates.
 _CUSTOM: dict[tuple[str, str], dict[str, Any]] = {
     ("monitoring.coreos.com/v1", "ServiceMonitor"): _strict(
         ["selector", "endpoints"],
@@ -100,7 +100,7 @@ _CUSTOM: dict[tuple[str, str], dict[str, Any]] = {
 
 
 def problems(one: dict[str, Any], version: str) -> list[str]:
-    """What the schemas of a Kubernetes version find wrong with an object."""
+    """Returns the errors that the schemas of a Kubernetes version find in an object."""
     custom = _CUSTOM.get((one["apiVersion"], one["kind"]))
     if custom is None:
         return _errors(_validator(version, one["kind"], one["apiVersion"]), one)

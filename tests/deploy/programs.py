@@ -1,4 +1,4 @@
-"""What the programs in the chart's containers take, answer and call: asked of the programs."""
+"""The options, routes and Kubernetes calls of the programs in the chart, read from the programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvxfer.scheduler.scaling.policy_file import KubernetesConfig, parse_scaling
 from kvxfer.web.tokens import parse_tokens
 from tests.deploy.chart import ROOT, Container, Rendered, vllm_transfer
 
-# What Kubernetes and LeaderWorkerSet add to a container, as far as the chart uses it.
+# Variables that Kubernetes and LeaderWorkerSet add to a container, as far as the chart uses them.
 _INJECTED = {"LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "kvxfer-prefill-0.kvxfer-prefill"}
 _LEADER = "kvxfer-decode-0"
 _FIELDS = {
@@ -35,7 +35,7 @@ _FIELDS = {
     "metadata.annotations['leaderworkerset.sigs.k8s.io/leader-name']": _LEADER,
 }
 _LISTENS = ("--host", "--port")
-# What the test run has of vLLM's command line; tests/vllm asks vLLM's own parser.
+# vLLM's command. Only its transfer config is checked here; tests/vllm runs vLLM's parser.
 _VLLM = ["python3", "-m", "vllm.entrypoints.cli.main", "serve"]
 
 
@@ -43,7 +43,7 @@ def problems(container: Container) -> Iterator[str]:
     command, arguments = container.spec["command"], expanded(container, container.arguments)
     unresolved = [a for a in arguments if "$(" in a]
     if unresolved:
-        yield f"nothing gives the variables of {unresolved}"
+        yield f"no value for the variables of {unresolved}"
     if command[0] == "kvxfer":
         yield from _parse([*command[1:], *arguments], container)
     elif command == _VLLM:
@@ -57,7 +57,7 @@ def problems(container: Container) -> Iterator[str]:
 
 
 def _parse(words: list[str], container: Container) -> Iterator[str]:
-    """The command line and the environment, by the parser of `kvxfer`."""
+    """Yields the error of `kvxfer`'s parser on a command line and its environment, if any."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     if words[0] not in commands:
         yield f"there is no `kvxfer {words[0]}`"
@@ -70,7 +70,7 @@ def _parse(words: list[str], container: Container) -> Iterator[str]:
 
 
 def variables(container: Container) -> dict[str, str]:
-    """The environment that a container would have."""
+    """Returns the environment that a container would have."""
     found = dict(_INJECTED)
     own = f"{_LEADER}-1" if container.component.endswith("-rank") else _LEADER
     fields = {**_FIELDS, "metadata.name": own}
@@ -94,7 +94,7 @@ def _transfer_config(container: Container) -> Iterator[str]:
     extra = {**transfer["kv_connector_extra_config"], "cluster_key_file": None}
     environment = variables(container)
     if "KVXFER_CONTROL_PLANE" not in environment:
-        yield "vLLM's connector is not told of a control plane"
+        yield "vLLM's connector has no control plane"
     with patch.dict("os.environ", {**environment, "KVXFER_CLUSTER_KEY": "0123456789abcdef"}):
         try:
             settings = ConnectorSettings.read(
@@ -104,13 +104,13 @@ def _transfer_config(container: Container) -> Iterator[str]:
             yield str(error)
             return
     if _expand(settings.instance_id, environment) != _LEADER:
-        yield f"a rank of {_LEADER} is told to be {settings.instance_id}"
+        yield f"a rank of {_LEADER} has the instance id {settings.instance_id}"
     listens, port = (_option(expanded(container, container.arguments), name) for name in _LISTENS)
     address = f"http://{host_and_port(listens, int(port))}"
     if (settings.http_address, settings.host) != (address, listens):
-        yield f"vLLM listens at {address}, and tells others {settings.http_address}"
+        yield f"vLLM listens at {address} but announces {settings.http_address}"
     if settings.role is not Role(container.component.removesuffix("-rank")):
-        yield f"vLLM is told to be {settings.role}"
+        yield f"vLLM has the role {settings.role}"
 
 
 @functools.cache
@@ -136,28 +136,28 @@ def _routes(program: str) -> frozenset[str]:
 
             made = make_app(None)  # type: ignore[arg-type] # no request is served
         case _:
-            return frozenset({"/health", "/metrics"})  # vLLM's; tests/vllm asks one
+            return frozenset({"/health", "/metrics"})  # vLLM's; tests/vllm checks them
     return frozenset(getattr(route, "path", "") for route in made.routes)
 
 
 def routes(container: Container) -> frozenset[str]:
-    """What a container answers GET at."""
+    """Returns the paths that a container answers GET at."""
     return _routes(container.spec["command"][1] if container.spec["command"][0] == "kvxfer" else "")
 
 
 def stop_seconds(container: Container) -> float:
-    """How long a container may take from the word to its end."""
+    """Returns the most seconds that a container takes to end after it is told to stop."""
     hook = container.spec.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
     waits = 0.0
     if hook[:1] == ["sleep"]:
         waits = float(hook[1])
     elif hook:
-        # `kvxfer drain` lets a worker overrun its deadline by this.
+        # `kvxfer drain` waits this much longer than the worker's deadline.
         from kvxfer.cli.drain import _GRACE_SECONDS
 
         waits = _GRACE_SECONDS + float(_option(hook, "--deadline"))
     stops = _option(container.arguments, "--stop-seconds", "--shutdown-timeout")
-    # The control plane and the reference worker answer what is under way for 5 s.
+    # The control plane and the reference worker give running requests 5 s.
     return waits + float(stops or 5)
 
 
@@ -187,7 +187,7 @@ def policy_problems(release: Rendered) -> Iterator[str]:
                 for name in ("worker", "router", "admin", "monitor"):
                     caller = tokens.caller(data[f"{name}-token"])
                     if caller is None or name not in caller.scopes:
-                        yield f"the token of the {name} may not do its work"
+                        yield f"the token of the {name} lacks the scope for its work"
                 parse_api_keys(data["api-keys"].encode())
         except InvalidArgument as error:
             yield f"Secret {one['metadata']['name']}: {error}"
@@ -199,8 +199,10 @@ def policy_problems(release: Rendered) -> Iterator[str]:
 
 
 def kubernetes_calls(release: Rendered) -> set[tuple[str, str, str, str]]:
-    """Group, resource, name and verb of what the autoscaler of this release asks of Kubernetes: its
-    own backend, against the scale subresource of the tests."""
+    """Returns group, resource, name and verb of each call of the autoscaler to Kubernetes.
+
+    The autoscaler's backend runs against the scale subresource of the tests.
+    """
     for one in release.of("ConfigMap"):
         if "scaling.yaml" in one["data"]:
             policy = parse_scaling_file("", yaml.safe_load(one["data"]["scaling.yaml"]))
@@ -215,7 +217,7 @@ async def _calls(config: KubernetesConfig) -> set[tuple[str, str, str, str]]:
     from tests.scheduler.scaling.kubernetes_api import TOKEN, KubernetesApi, running
 
     async def leads() -> None:
-        """A fence that stands open."""
+        """Permits every step."""
 
     api = KubernetesApi()
     called: set[tuple[str, str, str, str]] = set()

@@ -1,4 +1,4 @@
-"""What the chart's dashboard and alerts ask Prometheus for, and the metrics that the code has."""
+"""The queries of the chart's dashboard and alerts, and the metrics that the code has."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _queries(part: Any) -> Iterator[str]:
 
 @functools.cache
 def metric_names() -> frozenset[str]:
-    """Every series that the processes expose."""
+    """Returns the names of all series that the processes expose."""
     return frozenset(
         name
         for part in families().values()

@@ -35,7 +35,7 @@ EXPRESSIONS = [
 
 
 def series() -> Iterator[tuple[str, str, frozenset[str]]]:
-    """Every series of the exposition: its name, whether it is counted or read, its labels."""
+    """Yields every series of the exposition: its name, counter or gauge, and its labels."""
     for family in (f for part in families().values() for f in part):
         labels = frozenset(family.labels)
         if family.kind == "histogram":
@@ -66,7 +66,7 @@ def named(selector: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("expr", EXPRESSIONS)
-def test_metrics_and_labels_exist_and_have_the_type_that_they_are_used_as(expr: str) -> None:
+def test_metrics_and_labels_exist_and_are_used_according_to_their_type(expr: str) -> None:
     every, rated, grouped = set(), set(), set()
     for node in nodes(expr):
         match node:
@@ -85,7 +85,7 @@ def test_metrics_and_labels_exist_and_have_the_type_that_they_are_used_as(expr: 
     assert grouped <= frozenset().union(*(LABELS[name] for name in every))
 
 
-def test_every_metric_of_an_own_process_is_on_the_dashboard() -> None:
+def test_every_metric_of_kvxfer_is_on_the_dashboard() -> None:
     shown = {
         name
         for _, _, expr in TARGETS
@@ -109,7 +109,7 @@ def test_legends_name_labels_that_the_result_has(title: str, legend: str, expr: 
     assert set(re.findall(r"{{(\w+)}}", legend)) == kept - {"le"}
 
 
-def test_panels_have_a_place_and_an_id_of_their_own() -> None:
+def test_panels_do_not_overlap_and_have_different_ids() -> None:
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     places: set[tuple[int, int]] = set()
@@ -126,7 +126,7 @@ def test_panels_have_a_place_and_an_id_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
-def test_an_alert_says_how_bad_it_is_and_what_to_do(rule: dict[str, Any]) -> None:
+def test_an_alert_has_a_severity_and_a_runbook(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in {"critical", "warning"}
     assert rule["for"]
     assert {"summary", "description", "runbook"} == rule["annotations"].keys()
@@ -164,7 +164,7 @@ def test_each_alert_fires_on_the_bad_series_and_not_on_the_good(tmp_path: Path) 
 
 
 def unit_test(title: str, alert: str, values: Series, labels: str | None) -> dict[str, Any]:
-    """`labels`: of the one alert that has to fire; None where none may."""
+    """Returns a promtool test. `labels` are those of the alert that must fire; None if none may."""
     firing = [] if labels is None else [{"labels": f"{{{labels}}}", "value": 1}]
     fires = f'ALERTS{{alertname="{alert}",alertstate="firing"}}'
     return {

@@ -1,4 +1,4 @@
-"""The Helm chart: what each value set renders fits Kubernetes, the programs and itself."""
+"""The Helm chart: the objects of each value set fit Kubernetes, the programs and each other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rendered(name: str) -> Rendered:
 
 
 @pytest.mark.parametrize("path", VALUE_SETS, ids=lambda path: path.stem)
-def test_lint_has_nothing_to_say(path: Path) -> None:
+def test_helm_lint_finds_nothing(path: Path) -> None:
     report = helm_python.lint(CHART, value_set(path), strict=True, namespace="llm")
     findings = [one for one in report["messages"] if one["severity"] > 1]
     assert (report["errors"], findings) == ([], [])
@@ -41,7 +41,7 @@ def test_value_set(name: str, check: str) -> None:
 
 
 def test_value_sets_are_those_that_the_documentation_names() -> None:
-    text = (CHART.parents[2] / "docs" / "operations.md").read_text()
+    text = (CHART.parents[2] / "docs" / "deploy-kubernetes.md").read_text()
     assert [name for name in SETS if f"`{name}.yaml`" not in text] == []
 
 
@@ -59,7 +59,7 @@ def members(value: Any) -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize("name", ["openshift", "vllm", "leaderworkerset", "bundled-redis-tls"])
 def test_the_platform_may_choose_the_users_of_all_pods(name: str) -> None:
-    """As OpenShift's restricted-v2 does, which refuses pods that ask for a user."""
+    """OpenShift's restricted-v2 refuses pods that ask for a user."""
     values = {"platformUsers": True, **value_set(SETS[name])}
     values["workers"] = {
         **values.get("workers", {}),
@@ -68,7 +68,7 @@ def test_the_platform_may_choose_the_users_of_all_pods(name: str) -> None:
     release = render(values)
     everything = [*members(release.objects)]
     assert {member for member, _ in everything} & IDENTITIES == set()
-    # Files of secrets have no group then that a pod is sure to be in.
+    # A pod is then in no group that is known, so every user may read the files of secrets.
     assert {mode for member, mode in everything if member == "defaultMode"} == {0o444}
     for container in release.containers():
         assert container.pod["spec"]["securityContext"] == {
@@ -95,7 +95,7 @@ def test_homes_and_caches_of_workers_are_on_volumes_of_their_pods() -> None:
                 }
                 assert {there[n] for n in ("HOME", "XDG_CACHE_HOME")} == writable
                 assert there["HF_HOME"].startswith(there["XDG_CACHE_HOME"])
-                # Python's getpass, and with it torch's cache, asks for the name of a UID without.
+                # Without USER, Python's getpass, which torch uses, looks up the UID's name.
                 assert there["USER"]
 
 

@@ -1,4 +1,4 @@
-"""How many workers there are over upgrades: as many as the autoscaler wants, where there is one."""
+"""The number of workers over upgrades: the autoscaler's, if there is an autoscaler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def counts(release: Rendered, kind: str) -> list[int | None]:
-    """Of prefill and decode; None where the release names none."""
+    """Returns the replicas of prefill and decode; None if the release gives none."""
     names = ("kvxfer-prefill", "kvxfer-decode")
     return [release.one(kind, name)["spec"].get("replicas") for name in names]
 
@@ -32,7 +32,7 @@ def counts(release: Rendered, kind: str) -> list[int | None]:
     [("Deployment", {}), ("LeaderWorkerSet", GROUPS)],
     ids=["Deployment", "LeaderWorkerSet"],
 )
-def test_autoscaler_that_is_switched_on_begins_with_the_workers_that_there_are(
+def test_autoscaler_that_is_switched_on_begins_with_the_present_workers(
     cluster: Cluster, kind: str, values: dict[str, Any]
 ) -> None:
     live = cluster.objects
@@ -40,14 +40,16 @@ def test_autoscaler_that_is_switched_on_begins_with_the_workers_that_there_are(
     before = counts(cluster.upgrade(**off), kind)
     assert None not in before
     assert counts(cluster.upgrade(**on), kind) == before
-    # Now it decides.
+    # Now the autoscaler decides.
     live[kind, "kvxfer-prefill"]["spec"]["replicas"] = 7
     live[kind, "kvxfer-decode"]["spec"]["replicas"] = 0
     assert counts(cluster.upgrade(**on), kind) == [7, 0]
     assert counts(cluster.upgrade(**off), kind) == before
 
 
-def test_autoscaler_of_a_new_release_begins_with_what_kubernetes_does(cluster: Cluster) -> None:
+def test_autoscaler_of_a_new_release_begins_with_the_default_of_kubernetes(
+    cluster: Cluster,
+) -> None:
     values = {"autoscaler": {"enabled": True}}
     assert counts(render(values), "Deployment") == [None, None]
     assert counts(cluster.upgrade(**values), "Deployment") == [None, None]

@@ -55,10 +55,10 @@ def test_worker_is_replaced_and_no_request_is_lost(fleet: Deployed) -> None:
     new.wait()
     with fleet.under_load(max_tokens=32) as answers:
         hook = old.hook()
-        # The reference worker leaves when it is idle, which may come before the hook sees that.
+        # The reference worker leaves when it is idle, maybe before the hook sees it idle.
         assert hook.returncode == 0, hook.stderr
         assert hook.stdout in ("kvxfer-decode-0 is idle\n", "kvxfer-decode-0 has left\n")
-        # It has left by then, or is about to: the signal may reach it on its way out.
+        # The worker has left or is leaving, so the signal may reach it while it exits.
         old.stop()
     assert set(answers) == {200}
 
@@ -68,7 +68,7 @@ def test_control_planes_serve_side_by_side_while_one_replaces_the_other(fleet: D
     old = fleet.control_plane
     with fleet.under_load() as answers:
         fleet.add_control_plane("kvxfer-1")
-        # Kubernetes takes a pod out of its Service as it calls preStop.
+        # Kubernetes removes a pod from its Service when it calls preStop.
         fleet.service.ports.pop(0)
         assert old.hook().returncode == 0
         old.stop()

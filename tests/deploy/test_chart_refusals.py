@@ -1,4 +1,4 @@
-"""Values that cannot be meant are refused before anything is installed, by their name."""
+"""Invalid values are refused by name, before anything is installed."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"router": {"replicas": "two"}},
         "at '/router/replicas': got string, want integer",
     ),
-    "a port that is none": (
+    "an invalid port": (
         {"controlPlane": {"port": 80800}},
         "at '/controlPlane/port': maximum: got 80,800, want 65,535",
     ),
-    "an engine that is not there": (
+    "an unknown engine": (
         {"workers": {"engine": "vLLM"}},
         "at '/workers/engine': value must be one of 'reference', 'vllm'",
     ),
-    "a fabric that is not there": (
+    "an unknown fabric": (
         {"workers": {"decode": {"fabrics": ["rdma"]}}},
         "at '/workers/decode/fabrics/0': value must be one of 'local', 'verbs', 'ofi', 'tcp'",
     ),
@@ -34,7 +34,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"workers": {"rdma": {"resource": "mlx5_0"}}},
         "at '/workers/rdma/resource': 'mlx5_0' does not match pattern",
     ),
-    "a registry that is no Redis": (
+    "a registry that is not Redis": (
         {"registry": {"kind": "external", "external": {"url": "http://redis:6379"}}},
         "at '/registry/external/url': 'http://redis:6379' does not match pattern",
     ),
@@ -42,11 +42,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"workers": {"drainSeconds": 5}},
         "at '/workers/drainSeconds': minimum: got 5, want 20",
     ),
-    "huge pages of no size": (
+    "huge pages of an invalid size": (
         {"workers": {"hugepages": {"size": "2MB"}}},
         "at '/workers/hugepages/size': value must be one of '2Mi', '1Gi'",
     ),
-    "an argument that is none": (
+    "an invalid argument": (
         {"router": {"extraArgs": ["attempts=2"]}},
         "at '/router/extraArgs/0': 'attempts=2' does not match pattern",
     ),
@@ -54,7 +54,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"controlPlane": {"replicas": 3}},
         "needs a registry that they share; set registry.kind to bundled or external",
     ),
-    "an external registry that is nowhere": (
+    "an external registry without a Redis": (
         {"registry": {"kind": "external"}},
         "registry.kind is external and no Redis is named; set registry.external.url",
     ),
@@ -66,7 +66,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"controlPlane": {"enabled": False}},
         "set controlPlane.externalUrl to the control plane they belong to",
     ),
-    "workers without the other's secrets": (
+    "workers without the secrets of their control plane": (
         {"controlPlane": {"enabled": False, "externalUrl": "http://kvxfer:8080"}},
         "auth.existingSecret is empty; name the Secret with the cluster key and tokens",
     ),
@@ -117,11 +117,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"workers": {"rollout": {"maxSurge": 0, "maxUnavailable": 0}}},
         "workers.prefill: rollout.maxSurge and maxUnavailable are both 0",
     ),
-    "a setting that is the chart's": (
+    "a setting that the chart makes": (
         {"workers": {"engine": "vllm", "model": "m", "connector": {"instance_id": "x"}}},
         "workers.prefill: connector.instance_id is the chart's to set",
     ),
-    "an option of the transfer engine that is none": (
+    "an unknown option of the transfer engine": (
         {"workers": {"transferEngine": {"exclude-nics": ["mlx5_8"]}}},
         "at '/workers/transferEngine': additional properties 'exclude-nics' not allowed",
     ),
@@ -129,7 +129,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"workers": {"decode": {"transferEngine": {"nics": [["mlx5_0"]]}}}},
         "at '/workers/decode/transferEngine/nics/0': got array, want integer or string",
     ),
-    "an option of the transfer engine that is the chart's": (
+    "an option of the transfer engine that the chart sets": (
         {"workers": {"transferEngine": {"port": 9000}}},
         "workers.prefill: transferEngine.port is the chart's to set",
     ),

@@ -50,13 +50,13 @@ def test_no_secret_is_in_an_argument() -> None:
     assert not [word for word in words if password in word or "$(REDIS" in word]
 
 
-def test_two_releases_have_nothing_in_common(cluster: Cluster) -> None:
+def test_two_releases_share_no_secret(cluster: Cluster) -> None:
     first, second = render().secret("kvxfer"), render().secret("kvxfer")
     assert {name for name in first if first[name] == second[name]} == set()
     as_cluster_key(first["cluster-key"])
 
 
-def test_exchange_hands_out_what_was_accepted_before(cluster: Cluster) -> None:
+def test_tokens_before_and_after_an_exchange_are_accepted_by_both_lists(cluster: Cluster) -> None:
     """A pod may have its new token long before the control plane has the new list, or after."""
     history = [cluster.upgrade(auth={"generation": n}).secret("kvxfer") for n in (1, 1, 2, 3)]
     first, same, second, third = history
@@ -84,7 +84,7 @@ def test_exchange_hands_out_what_was_accepted_before(cluster: Cluster) -> None:
     assert len(third["tokens"].splitlines()) == 15
 
 
-def test_cluster_key_that_was_taken_out_is_made_anew(cluster: Cluster) -> None:
+def test_removed_cluster_key_is_made_again(cluster: Cluster) -> None:
     before = cluster.upgrade().secret("kvxfer")
     del cluster.objects["Secret", "kvxfer"]["data"]["cluster-key"]
     after = cluster.upgrade().secret("kvxfer")
@@ -93,8 +93,10 @@ def test_cluster_key_that_was_taken_out_is_made_anew(cluster: Cluster) -> None:
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
 @pytest.mark.parametrize("generated", [True, False])
-def test_notes_get_what_they_say(cluster: Cluster, tmp_path: Path, generated: bool) -> None:
-    """Their commands, by kubectl against the secrets of the release."""
+def test_commands_of_the_notes_read_the_secrets(
+    cluster: Cluster, tmp_path: Path, generated: bool
+) -> None:
+    """Runs the commands with kubectl against the secrets of the release."""
     release = cluster.upgrade(tls={"enabled": True})
     secret = release.secret("kvxfer")
     if not generated:
@@ -128,7 +130,7 @@ def test_secret_of_the_operator_is_left_alone() -> None:
     assert release.of("Secret") == []
 
 
-def test_notes_tell_how_to_reach_it_without_telling_a_secret() -> None:
+def test_notes_say_how_to_reach_the_release_and_show_no_secret() -> None:
     release = render({"tls": {"enabled": True}})
     for command in ("helm test kvxfer -n llm", "kvxfer instances", "svc/kvxfer-router 8000"):
         assert command in release.notes

@@ -1,4 +1,4 @@
-"""The chart's checks themselves: each finds the defect that it is there for."""
+"""Tests of the chart's checks: each finds the defect that it is made for."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def wrong_selector(release: Rendered) -> None:
     release.one("Service", "kvxfer")["spec"]["selector"]["app.kubernetes.io/component"] = "api"
 
 
-def twice(release: Rendered) -> None:
+def duplicate_service(release: Rendered) -> None:
     release.objects.append(release.one("Service", "kvxfer"))
 
 
@@ -89,11 +89,11 @@ def other_scheme(release: Rendered) -> None:
     container(release, "kvxfer")["livenessProbe"]["httpGet"]["scheme"] = "HTTPS"
 
 
-def verb_more(release: Rendered) -> None:
+def extra_verb(release: Rendered) -> None:
     release.one("Role", "kvxfer")["rules"][0]["verbs"].append("patch")
 
 
-def name_less(release: Rendered) -> None:
+def missing_name(release: Rendered) -> None:
     release.one("Role", "kvxfer")["rules"][1]["resourceNames"] = ["kvxfer-prefill"]
 
 
@@ -117,7 +117,7 @@ def gap(release: Rendered) -> None:
     release.one("Deployment", "kvxfer")["spec"]["strategy"] = {"type": "Recreate"}
 
 
-def policy_that_is_none(release: Rendered) -> None:
+def invalid_policy(release: Rendered) -> None:
     data = release.one("ConfigMap", "kvxfer-policies")["data"]
     data["scaling.yaml"] = data["scaling.yaml"].replace("tokens_per_second", "tokens")
 
@@ -135,28 +135,28 @@ DEFECTS: list[tuple[str, Callable[[Rendered], Any], str]] = [
     ("commands", renamed_flag, "No such option: --cluster-secret"),
     ("commands", wrong_type, "--attempts=many`: "),
     ("commands", renamed_variable, "nothing reads KVXFER_TOKENFILE"),
-    ("commands", unknown_variable, "nothing gives the variables of ['--label=rack=$(RACK)']"),
+    ("commands", unknown_variable, "no value for the variables of ['--label=rack=$(RACK)']"),
     ("commands", renamed_drain, "No such option: --till"),
     ("commands", without_instance, "instance_id"),
     ("schemas", wrong_field, "'restartpolicy' was unexpected"),
     ("selectors", wrong_port, "goes to ports {'web'}"),
     ("selectors", wrong_selector, "Service kvxfer selects []"),
-    ("names", twice, "Service kvxfer is there 2 times"),
+    ("names", duplicate_service, "Service kvxfer exists 2 times"),
     ("references", no_such_secret, "there is no Secret elsewhere"),
     ("references", file_that_is_not_mounted, "nothing is mounted at /etc/kvxfer/secret/tokens"),
     ("references", other_port, "http://kvxfer:8081 is not Service kvxfer"),
-    ("probes", no_such_route, "/health of its readinessProbe is no route"),
-    ("probes", other_scheme, "its livenessProbe asks another port or scheme"),
-    ("rights", verb_more, "'patch'"),
-    ("rights", name_less, "the role allows"),
+    ("probes", no_such_route, "/health of its readinessProbe is not a route"),
+    ("probes", other_scheme, "its livenessProbe uses another port or scheme"),
+    ("rights", extra_verb, "'patch'"),
+    ("rights", missing_name, "the role allows"),
     ("rights", root, "Deployment kvxfer-router is root"),
-    ("rights", token_of_kubernetes, "has a token of Kubernetes that it does not use"),
+    ("rights", token_of_kubernetes, "has a Kubernetes token that it does not use"),
     ("endings", short_grace, "takes 125.0 s to stop and is given 60"),
     ("endings", abrupt_stop, "kvxfer-router is stopped while requests still come"),
     ("endings", gap, "Deployment kvxfer is replaced by"),
-    ("policies", policy_that_is_none, "decode.tokens is not known"),
+    ("policies", invalid_policy, "decode.tokens is not known"),
     ("network", closed_network, "['prefill'] cannot reach kvxfer-decode"),
-    ("metrics", alert_on_nothing, "nothing counts kvxfer_nothing"),
+    ("metrics", alert_on_nothing, "there is no metric kvxfer_nothing"),
 ]
 
 

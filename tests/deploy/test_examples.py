@@ -1,4 +1,4 @@
-"""The Kubernetes example of SGLang: what it names exists, in the program and in itself."""
+"""The Kubernetes example of SGLang: every name in it exists, in the program or the example."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def environment(container: dict[str, Any]) -> dict[str, str]:
 
 
 def options(container: dict[str, Any]) -> dict[str, str]:
-    """Those that are written as --name=value."""
+    """Returns the options that are written as --name=value."""
     pairs = (argument.partition("=") for argument in container["args"] if "=" in argument)
     return {name: value for name, _, value in pairs}
 

@@ -42,20 +42,19 @@ def packages(stage: list[tuple[str, str]]) -> set[str]:
     return set(asked[1].split()) if asked else set()
 
 
-def test_there_are_two() -> None:
+def test_there_are_two_dockerfiles() -> None:
     assert [path.name for path in FILES] == ["Dockerfile", "vllm.Dockerfile"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_what_is_copied_is_there_and_is_all_that_a_wheel_needs(path: Path) -> None:
+def test_copied_files_exist_and_are_all_that_a_wheel_needs(path: Path) -> None:
     copied = {
         name for word, rest in stages(path)["build"] if word == "COPY" for name in rest.split()[:-1]
     }
     assert [name for name in copied if not (ROOT / name).exists()] == []
-    needed = {
-        source.split("/")[0]
-        for source in PROJECT["tool"]["scikit-build"]["wheel"]["packages"].values()
-    }
+    packages = PROJECT["tool"]["scikit-build"]["wheel"]["packages"]
+    linked = (part for name in packages for part in (ROOT / name).iterdir() if part.is_symlink())
+    needed = {*packages, *(part.readlink().name for part in linked)}
     subfolders = re.findall(r"add_subdirectory\((\w+)", (ROOT / "CMakeLists.txt").read_text())
     needed |= {"CMakeLists.txt", "pyproject.toml", PROJECT["project"]["readme"], *subfolders}
     assert needed <= copied

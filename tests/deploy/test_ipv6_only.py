@@ -1,4 +1,4 @@
-"""A fleet on a host that has no IPv4 address: `::1`, and one of a private IPv6 network."""
+"""A fleet on a host without IPv4: it has `::1` and an address of a private IPv6 network."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def container(component: str) -> Container:
 
 
 def listening(component: str) -> str:
-    """The address that the chart's program of this part listens on."""
+    """Returns the address that the chart's program of a component listens on."""
     [host] = [each for each in container(component).arguments if each.startswith("--host=")]
     return host.removeprefix("--host=").replace("$(POD_IP)", ADDRESS)
 
 
 @contextlib.contextmanager
 def running_redis(port: int, folder: Path) -> Iterator[str]:
-    """The chart's Redis; its URL."""
+    """Runs the chart's Redis and yields its URL."""
     program = shutil.which("redis-server")
     assert program, "redis-server is missing: run `scripts/setup test`"
     secret = folder / "auth.conf"
@@ -103,7 +103,7 @@ def answers(folder: Path, fleet: Fleet, redis_port: int) -> list[httpx2.Response
         return given
 
 
-def test_a_fleet_serves_where_there_is_no_ipv4(host: Host, tmp_path: Path) -> None:
+def test_a_fleet_serves_without_ipv4(host: Host, tmp_path: Path) -> None:
     fleet, redis_port = Fleet(tmp_path), free_port()
     fleet.url = f"http://[{ADDRESS}]:{fleet.port}"
     with ThreadPoolExecutor(1, initializer=host.enter) as there:

@@ -1,5 +1,5 @@
-"""The programs as a platform runs them that gives UIDs: one without a name, a home, and the right
-to write anywhere but in folders that are open to all."""
+"""The programs under a UID that the platform assigns: it has no name and no home, and may write
+only to folders that are open to all."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="another user needs root"),
     pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv (util-linux)"),
 ]
-# The Python of a developer may be in a home that is closed to others: everything can be read.
+# A developer's Python may be in a home that is closed to others, so the user may read all files.
 READS = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
 USER = ("setpriv", "--reuid=1000680000", "--regid=0", "--clear-groups", *READS)
 NAMELESS = ("env", "-u", "USER", "-u", "LOGNAME")
-HOMES = itertools.cycle((("-u", "HOME"), ("HOME=/",)))  # none, and one that cannot be written
+HOMES = itertools.cycle((("-u", "HOME"), ("HOME=/",)))  # no home, or one that cannot be written
 
 
 def started(*words: str | Path) -> list[str]:

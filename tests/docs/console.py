@@ -1,4 +1,4 @@
-"""Shell sessions in documents: ```console blocks, and the shell that they are tried in.
+"""Shell sessions in documents: ```console blocks, and the shell that runs them.
 
 Documents name ports. Each shell has a network namespace, where they are free, whatever else runs on
 the machine.
@@ -27,15 +27,15 @@ _PRIVATE: Final = ("KVXFER_", "OTEL_")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A command, and the lines that it is said to print; `...` is anything within a line."""
+    """A command, and the lines that it must print; `...` is anything within a line."""
 
     command: str
     output: Sequence[str]
 
 
 def sessions(document: str) -> dict[str, list[Step]]:
-    """What is typed below each heading of the second level: `$ ` begins a command, `> ` goes on
-    with it, everything else is output."""
+    """Returns the steps below each heading of the second level: `$ ` begins a command, `> `
+    continues it, everything else is output."""
     _, *parts = re.split(r"^## (.+)\n", document, flags=re.MULTILINE)
     return {
         title: [step for block in _blocks(text) for step in _steps(block)]
@@ -54,13 +54,13 @@ def _steps(block: str) -> Iterator[Step]:
         yield Step("\n".join([first, *(line[2:] for line in more)]), lines[len(more) :])
 
 
-# Other users than root are root of a namespace of users then, where the system allows that.
+# Users other than root become root in a user namespace, if the system allows it.
 _APART: Final = ("unshare", "--net", *(() if os.geteuid() == 0 else ("--map-root-user",)))
 
 
 class Shell:
-    """One bash in a folder and in a network namespace. Programs that were started in it end with
-    it, even if not stopped."""
+    """A bash in a folder and in a network namespace. Programs that were started in it end with it,
+    even if they were not stopped."""
 
     def __init__(self, folder: Path) -> None:
         kept = {name: v for name, v in os.environ.items() if not name.startswith(_PRIVATE)}
@@ -81,11 +81,10 @@ class Shell:
         os.close(held)
 
     def take(self, step: Step) -> None:
-        """Runs the command. It has to print what it is said to, and to succeed where that is
-        nothing."""
+        """Runs the command. It must print the lines of the step, and if there are none, succeed."""
         printed, code = self._run(step.command)
         as_said = len(printed) == len(step.output) and all(map(_matches, step.output, printed))
-        shown = [f"$ {step.command}", *printed, "", "is said to print", "", *step.output]
+        shown = [f"$ {step.command}", *printed, "", "should print", "", *step.output]
         assert as_said, "\n".join(shown)
         assert code == 0 or printed, f"exit code {code} of $ {step.command}"
 

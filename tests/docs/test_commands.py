@@ -1,4 +1,4 @@
-"""What the documents tell a reader to type exists: commands, options, make targets, scripts and
+"""All that the documents tell a reader to type exists: commands, options, make targets, scripts and
 settings."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SETTING = re.compile(r"\bKVXFER_[A-Z][A-Z_]*[A-Z]\b")
 
 
 def typed(page: Path) -> Iterator[str]:
-    """What the page has in blocks of the shell, and between backticks: a line of the shell each."""
+    """Yields the lines of the page's shell blocks, and each text between backticks."""
     text = page.read_text()
     for block in BLOCK.findall(text):
         whole = re.sub(r"\\\n>? *", " ", block)
@@ -35,12 +35,12 @@ def typed(page: Path) -> Iterator[str]:
 
 
 def commands(page: Path, program: str) -> Iterator[list[str]]:
-    """The arguments of each command of this program."""
+    """Yields the arguments of each command of this program."""
     for line in typed(page):
         for part in re.split(r"[;&|]+", line):
             try:
                 words = shlex.split(part, comments=True)
-            except ValueError:  # a quotation that goes on in another part
+            except ValueError:  # a quotation that continues in another part
                 continue
             if words and words[0] == program:
                 yield words[1:]
@@ -48,12 +48,12 @@ def commands(page: Path, program: str) -> Iterator[list[str]]:
 
 @functools.cache
 def cli() -> Any:
-    """click's, which typer brings along."""
+    """Returns the command of click, on which typer builds."""
     return typer.main.get_command(app)
 
 
 def unknown(arguments: list[str]) -> str | None:
-    """What of a `kvxfer` command does not exist."""
+    """Returns the part of a `kvxfer` command that does not exist, if any."""
     command = cli()
     for word in arguments:
         inner = getattr(command, "commands", None)
@@ -71,7 +71,7 @@ def unknown(arguments: list[str]) -> str | None:
 
 
 def settings() -> set[str]:
-    """Of the command line and the engine's operators, and what any source names."""
+    """Returns the settings of the command line and the engine, and those that any source names."""
 
     def of(command: Any) -> Iterator[str]:
         for each in command.params:
@@ -91,7 +91,7 @@ def settings() -> set[str]:
     return {*of(cli()), *operators, *named.stdout.split()}
 
 
-def test_what_does_not_exist_is_found() -> None:
+def test_unknown_commands_and_options_are_found() -> None:
     assert unknown(["serve", "--nothing"]) == "serve --nothing"
     assert unknown(["weights", "nothing"]) == "weights nothing"
     assert unknown(["weights", "plan", "--json"]) is None

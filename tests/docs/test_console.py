@@ -1,4 +1,4 @@
-"""What is said of a command is held against what it prints."""
+"""The output of a command is compared with that in the document."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_commands_and_their_output_are_found():
         ("echo trouble >&2; false", ["trouble"]),
     ],
 )
-def test_what_is_printed_as_said_passes(shell, command, output):
+def test_output_as_documented_passes(shell, command, output):
     shell.take(Step(command, output))
 
 
@@ -94,7 +94,7 @@ def test_each_shell_has_all_ports_for_itself(tmp_path: Path, shell: Shell) -> No
         ("exit 0", []),
     ],
 )
-def test_what_is_not_printed_as_said_fails(shell, command, output):
+def test_output_other_than_documented_fails(shell, command, output):
     with pytest.raises(AssertionError):
         shell.take(Step(command, output))
 
@@ -105,7 +105,7 @@ def test_a_shell_remembers_what_was_done_before(shell):
     shell.take(Step("say", ["hello"]))
 
 
-def test_what_was_started_ends_with_the_shell(tmp_path):
+def test_programs_end_with_their_shell(tmp_path):
     shell = Shell(tmp_path)
     shell.take(Step("sleep 1000 > log & echo $! > pid; disown", []))
     pid = int((tmp_path / "pid").read_text())

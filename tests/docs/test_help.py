@@ -1,4 +1,4 @@
-"""What help() shows of the public names."""
+"""The text that help() shows of the public names."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_calls_of_the_control_plane_have_signatures_of_public_types(client: type
             assert word in known, f"{name}: {word}"
 
 
-def test_what_the_calls_name_is_public() -> None:
+def test_names_in_the_docstrings_of_calls_are_public() -> None:
     for name, method in inspect.getmembers(ControlPlaneClient, inspect.isfunction):
         for named in re.findall(r"`([A-Z]\w+)`", inspect.getdoc(method) or ""):
             assert named in kvxfer.client.__all__, f"{name}: {named}"

@@ -35,7 +35,7 @@ PUBLIC: Final = {
     for name in module.__all__
 }
 PROMPT: Final = list(range(100))
-LAYOUT: Final[KvLayout] = eval(  # the one of the page
+LAYOUT: Final[KvLayout] = eval(  # the layout of the page
     snippet(PAGE, "layout =").splitlines()[0].partition("= ")[2], {"KvLayout": KvLayout}
 )
 
@@ -161,7 +161,7 @@ async def test_other_ranks_take_the_epoch_of_the_first() -> None:
 
 
 async def writes(order: str, ranks: int) -> tuple[int, int]:
-    """How many there are for the page's prompt, and bytes of each."""
+    """Returns the number of writes for the page's prompt, and the bytes of each."""
     async with AsyncExitStack() as stack:
         ours = replace(LAYOUT, order=order)
         prefill = await stack.enter_async_context(worker("prefill-0", ours, epoch=1))

@@ -1,4 +1,4 @@
-"""What documents and examples import is public; what is public is there and says what it is."""
+"""Documents and examples import public names only; every public name exists and is described."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvxfer.errors import (
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = ("kvxfer", "kvxfer.client", "kvxfer.errors", "kvxfer.kv", "kvxfer.moe", "kvxfer.weights")
-# They import vLLM.
+# Modules that import vLLM are only parsed.
 READ_ONLY = ("kvxfer.connectors.vllm.weight_transfer", "kvxfer.connectors.vllm.weights")
 
 
@@ -46,7 +46,7 @@ IMPORTS = [
 EXAMPLES = sorted(
     path
     for path in (ROOT / "examples/python").glob("*.py")
-    if path.name != "moe_generation.py"  # of the reference engine, a program of the tree itself
+    if path.name != "moe_generation.py"  # a program of the reference engine, which is not public
 )
 NAMES = [
     pytest.param(module, name, id=f"{module}.{name}")
@@ -90,11 +90,11 @@ def test_examples_use_public_names(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
-def test_a_public_name_is_there_and_described(module: str, name: str) -> None:
+def test_a_public_name_exists_and_is_described(module: str, name: str) -> None:
     value = getattr(importlib.import_module(module), name)
     if inspect.isclass(value) or inspect.isfunction(value):
         own = inspect.getdoc(value) or ""
-        assert own and not own.startswith(f"{name}(")  # what dataclasses make themselves
+        assert own and not own.startswith(f"{name}(")  # the docstring that dataclasses make
 
 
 def test_operators_find_every_error_code() -> None:
@@ -105,5 +105,5 @@ def test_operators_find_every_error_code() -> None:
         for _, error in inspect.getmembers(kvxfer.errors, inspect.isclass)
         if issubclass(error, KvxferError) and error not in kinds
     }
-    table = (ROOT / "docs/operations.md").read_text().split("\n## Errors\n")[1].split("\n## ")[0]
-    assert codes - set(re.findall(r"`([a-z-]+)`", table)) == set()
+    page = (ROOT / "docs/errors.md").read_text()
+    assert codes - set(re.findall(r"`([a-z-]+)`", page)) == set()

@@ -18,7 +18,7 @@ import pytest
 from tests.docs.test_public_names import PUBLIC, names_of
 
 CHECKED = ("kvxfer.kv", "kvxfer.client", "kvxfer.moe", "kvxfer.weights")
-# What only programs of this tree pass: spans go where the environment says.
+# Only programs of this tree pass it; users configure tracing by the environment.
 NOT_FOR_USERS = {"kvxfer.tracing.tracer.Tracer"}
 
 
@@ -33,7 +33,7 @@ def exported() -> list[Any]:
 
 @cache
 def imports_for_types(module: ModuleType) -> dict[str, Any]:
-    """What the module imports where TYPE_CHECKING is true."""
+    """Returns the names that the module imports if TYPE_CHECKING is true."""
     assert module.__file__ is not None
     return {
         each.asname or each.name: getattr(importlib.import_module(node.module), each.name)
@@ -46,7 +46,7 @@ def imports_for_types(module: ModuleType) -> dict[str, Any]:
 
 
 def functions(cls: type) -> Iterator[tuple[str, FunctionType]]:
-    """What users may call, and what they read. A session is made by its endpoint."""
+    """Yields the methods and properties for users. A session is made by its endpoint."""
     made_elsewhere = "Made by" in (inspect.getdoc(cls) or "")
     for base in cls.__mro__:
         for name, member in vars(base).items():
@@ -59,7 +59,7 @@ def functions(cls: type) -> Iterator[tuple[str, FunctionType]]:
 
 
 def named(annotation: Any, module: ModuleType) -> Iterator[Any]:
-    """What the names of an annotation stand for."""
+    """Yields the objects that the names of an annotation stand for."""
     if not isinstance(annotation, str):
         yield annotation
         return
@@ -72,7 +72,7 @@ def named(annotation: Any, module: ModuleType) -> Iterator[Any]:
 
 
 def not_public(value: Any) -> Iterator[str]:
-    """The classes that make up a type and are of kvxfer alone."""
+    """Yields the classes of kvxfer in a type that are not public."""
     if args := get_args(value):
         for each in args:
             yield from not_public(each)

@@ -1,4 +1,4 @@
-"""docs/runbooks.md, as written: what is typed there prints what is shown there."""
+"""docs/runbooks.md as written: its commands print the output that it shows."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ INSTALL: Final = "Install"
 
 
 class Installation:
-    """A shell in which the first runbook was done. The others leave its fleet as they found it, so
-    that it does for all of them, until one fails."""
+    """A shell in which the first runbook was run. The others leave its fleet as they found it, so
+    all use this shell until one fails."""
 
     def __init__(self, folders: pytest.TempPathFactory) -> None:
         self._folders = folders

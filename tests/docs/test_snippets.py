@@ -1,4 +1,4 @@
-"""Python of the documents, run as it is written, between engines of the test."""
+"""Python of the documents, run as it is written, with engines of the test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAGE: Final = 16384
 
 
 def snippet(page: str, begins: str) -> str:
-    """The block of Python of this page that has such a beginning."""
+    """Returns the block of Python of the page that begins with `begins`."""
     text = (ROOT / page).read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     [found] = (block for block in blocks if block.startswith(begins))
@@ -35,7 +35,7 @@ def snippet(page: str, begins: str) -> str:
 
 
 async def run(source: str, **names: Any) -> dict[str, Any]:
-    """The names that it has bound."""
+    """Runs a block and returns the names that it has bound."""
     body = textwrap.indent(source, "    ")
     exec(f"async def snippet():\n{body}\n    return locals()", names)
     async with asyncio.timeout(PATIENCE):

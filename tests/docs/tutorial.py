@@ -12,7 +12,7 @@ VLLM: Final = "The same with vLLM"
 
 
 def type_tutorial(folder: Path, *, without: str = "") -> None:
-    """What is typed there prints what is shown there. `without`: a heading that is left out."""
+    """Runs the commands of the tutorial, except below `without`, and checks their output."""
     shell = Shell(folder)
     try:
         shell.take(Step(f"clone={ROOT}", []))

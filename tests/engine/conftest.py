@@ -73,8 +73,8 @@ async def star(fabric: str) -> AsyncIterator[Star]:
 
 @pytest.fixture
 def torch() -> ModuleType:
-    """Not where fabrics are chosen: these tests are about memory, and importing torch takes half
-    a minute on the emulated machine of `make test-verbs`."""
+    """Imports torch. Skips if KVXFER_TEST_FABRICS is set: these tests are about memory, and
+    importing torch takes half a minute on the emulated machine of `make test-verbs`."""
     if os.environ.get("KVXFER_TEST_FABRICS"):
         pytest.skip("KVXFER_TEST_FABRICS chooses fabrics")
     module: ModuleType = pytest.importorskip("torch")
@@ -82,5 +82,5 @@ def torch() -> ModuleType:
 
 
 def bytes_of(memory: Memory) -> NDArray[np.uint8]:
-    """A view of the memory."""
+    """Returns a view of the memory."""
     return np.frombuffer(memoryview(memory), dtype=np.uint8)

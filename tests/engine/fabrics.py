@@ -1,8 +1,8 @@
-"""On which fabrics the engine is tested, and with which options.
+"""The fabrics that the engine is tested on, and their options.
 
 KVXFER_TEST_FABRICS: comma-separated names out of FABRICS, in place of those that work anywhere
-    (ofi's, over libfabric's tcp provider, where KVXFER_LIBFABRIC names a library).
-KVXFER_TEST_NICS: how many NICs an engine uses of those it could, 2 by default.
+    (with ofi's, over libfabric's tcp provider, if KVXFER_LIBFABRIC names a library).
+KVXFER_TEST_NICS: the number of NICs that an engine uses, 2 by default.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def nics_per_engine() -> int:
 
 
 def rdma_devices() -> list[str]:
-    """The host's, in the order of the numbers in their names."""
+    """The host's RDMA devices, in the order of the numbers in their names."""
     folder = Path("/sys/class/infiniband")
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
     return sorted(names, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
@@ -41,7 +41,7 @@ def rdma_devices() -> list[str]:
 
 def engine_options(fabric: str) -> dict[str, Any]:
     """The arguments of Engine() for an engine that has only this fabric."""
-    # A busy machine, or software RDMA, may keep an engine's thread off its processor for long.
+    # On a busy machine, or with software RDMA, an engine's thread may have no core for long.
     patient = {"peer_timeout": PATIENCE}
     match fabric:
         case "verbs":

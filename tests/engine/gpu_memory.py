@@ -1,4 +1,4 @@
-"""Memory of a GPU as Python programs register it: `python -m tests.engine.gpu_memory CASE`."""
+"""GPU memory as Python programs register it: `python -m tests.engine.gpu_memory CASE`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CudaArray:
 
 
 class DlpackArray:
-    """Shows nothing but DLPack, as version 0 of it."""
+    """An array that shows DLPack version 0 only."""
 
     def __init__(self, memory: Memory, device: tuple[int, int] = (2, 0)) -> None:
         self._memory = memory
@@ -83,7 +83,7 @@ _new_capsule = ctypes.PYFUNCTYPE(
 
 
 class Tensor:
-    """Shows DLPack of version 1: a tensor of float16 that begins 64 bytes behind an address."""
+    """A float16 tensor that begins 64 bytes behind an address, and shows DLPack version 1."""
 
     def __init__(
         self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], flags: int = 0
@@ -113,7 +113,7 @@ class Tensor:
 
 
 def torch_tensor(address: int, gpu: int = 0, device: str = "cuda", **changes: Any) -> Any:
-    """What is asked of a torch tensor."""
+    """A stand-in for a torch tensor, with the members that the engine uses."""
     fields = {
         "data_ptr": lambda: address,
         "device": SimpleNamespace(type=device, index=gpu),
@@ -127,7 +127,7 @@ def torch_tensor(address: int, gpu: int = 0, device: str = "cuda", **changes: An
 
 
 async def allocated() -> None:
-    """Memory of a GPU is zeroed, says where it is, and is none of the processor's."""
+    """GPU memory is zeroed, reports its GPU, and has no buffer for the processor."""
     async with new_engine("tcp", "engine") as engine:
         memory = engine.alloc(NBYTES, gpu=0)
         region = memory.region
@@ -155,7 +155,7 @@ async def allocated() -> None:
 
 
 async def freed() -> None:
-    """What is allocated goes back when the last that holds it is gone."""
+    """Memory is freed once its last holder is closed or collected."""
     async with new_engine("tcp", "engine") as engine:
         memory = engine.alloc(NBYTES, gpu=0)
         memory.region.write(b"abc", NBYTES - 3)
@@ -169,13 +169,14 @@ async def freed() -> None:
         assert device_memory.is_known(address)
         del capsule
         gc.collect()
-        assert device_memory.is_known(address)  # it is registered
+        assert device_memory.is_known(address)  # it is still registered
         region.close()
         await eventually(lambda: not device_memory.is_known(address))
 
 
 async def not_on_nics() -> None:
-    """A NIC that cannot reach it is named, and a fall to tcp can be forbidden."""
+    """The error names a NIC that cannot reach GPU memory, and a fallback to tcp can be
+    forbidden."""
     if "ofi" not in chosen():
         return
     options = {**engine_options("ofi"), "fabrics": ["ofi", "tcp"]}
@@ -187,7 +188,7 @@ async def not_on_nics() -> None:
 
 
 async def registered() -> None:
-    """Arrays, tensors and addresses are what CUDA says that they are."""
+    """Arrays, tensors and addresses are registered as CUDA describes them."""
     async with new_engine("tcp", "engine") as engine:
         memory = engine.alloc(NBYTES, gpu=0)
         address = memory.region.address
@@ -214,7 +215,7 @@ async def registered() -> None:
 
 
 async def refused() -> None:
-    """What cannot be registered is named, and stays unregistered."""
+    """The error names what cannot be registered, and nothing is registered."""
     async with new_engine("tcp", "engine") as engine:
         memory = engine.alloc(NBYTES, gpu=0)
         address = device_memory.allocate(NBYTES)
@@ -265,7 +266,7 @@ async def refused() -> None:
 
 
 async def without_driver() -> None:
-    """Without a CUDA driver there is host memory only."""
+    """Only host memory works without a CUDA driver."""
     async with new_engine("tcp", "engine") as engine:
         with pytest.raises(FabricUnavailable, match=r"libcuda\.so\.1 cannot be loaded; install"):
             engine.alloc(NBYTES, gpu=0)

@@ -1,5 +1,5 @@
-"""Another process with memory of a GPU: `python -m tests.engine.gpu_peer NAME FABRIC`, which
-verify/processes/worker.py starts."""
+"""Another process with GPU memory: `python -m tests.engine.gpu_peer NAME FABRIC`, started by
+verify/processes/worker.py."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def serve(engine: Engine) -> None:
             case "read":
                 found = device_memory.read(region.address, NBYTES)
                 report(id=command["id"], data=found.hex())
-            case "write":  # again and again where `times` is 0
+            case "write":  # without an end if `times` is 0
                 peer = await engine.connect(command["address"], PATIENCE)
                 target, imm = bytes.fromhex(command["descriptor"]), command["imm"]
                 written = 0

@@ -1,4 +1,4 @@
-"""Memory of a GPU as Python programs move it, one case: `python -m tests.engine.gpu_transfers CASE
+"""A case of GPU memory as Python programs move it: `python -m tests.engine.gpu_transfers CASE
 FABRIC`."""
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def contents(region: MemoryRegion) -> bytes:
 async def write_everything(
     sender: Engine, receiver: Engine, peer: Peer, source_gpu: int | None, target_gpu: int | None
 ) -> None:
-    """One long write, and 300 of odd lengths to odd offsets: every byte is there when the counter
-    is, and no other is touched."""
+    """Writes once at length, and 300 times with odd lengths to odd offsets. Every byte is there
+    when the counter is complete, and no other byte has changed."""
     source = sender.alloc(NBYTES, gpu=source_gpu)
     target = receiver.alloc(NBYTES + 4096, gpu=target_gpu)
     data = new_bytes(NBYTES)
@@ -101,7 +101,7 @@ async def write_everything(
 
 
 async def writes(fabric: str) -> None:
-    """Between two engines of a process, from and to memory of a GPU and of the host."""
+    """Writes between two engines of a process, from and to memory of a GPU and of the host."""
     before = device_memory.live()
 
     async def run() -> None:
@@ -126,7 +126,7 @@ async def all_is_freed(before: int | None) -> None:
 
 
 async def two_processes(fabric: str) -> None:
-    """Writes each way between memory of a GPU that two processes have."""
+    """Writes each way between the GPU memory of two processes."""
     before = device_memory.live()
 
     async def run(other: WorkerProcess) -> None:
@@ -138,7 +138,7 @@ async def two_processes(fabric: str) -> None:
             peer = await engine.connect(other.address, PATIENCE)
             assert peer.fabric == fabric
             await peer.write(memory.region, theirs, length=PEER_BYTES)
-            # Delivered is what the peer has counted.
+            # A delivered write has been counted at the peer.
             assert bytes.fromhex((await ask(other, "read"))["data"]) == data
 
             counter = engine.counter()
@@ -161,8 +161,9 @@ async def two_processes(fabric: str) -> None:
 
 
 async def other_gpus(fabric: str) -> None:
-    """From memory of one GPU to another one, of another process: that GPU reads it where it sees
-    the first, and reads right bytes; else it goes by way of host memory, which is said once."""
+    """Writes from memory of one GPU to that of another GPU, of another process. That GPU reads the
+    memory if it sees the first GPU and reads right bytes there; otherwise the bytes are staged in
+    host memory, which is logged once."""
     if good(driver.cuDeviceGetCount()) < 2:
         return
     before = device_memory.live()
@@ -178,11 +179,11 @@ async def other_gpus(fabric: str) -> None:
             await write_rounds(engine, peer, memory.region, theirs, other, direct)
             memory.close()
 
-    # What the other process calls GPU 0 is GPU 1 here.
+    # GPU 0 of the other process is GPU 1 here.
     unseen, wrong = "cuMemImportFromShareableHandle failed", "reads wrong bytes there"
     for visible, why in (("1,0", ""), ("1", unseen), ("1,0", wrong)):
         if why == wrong and before is None:
-            continue  # no real driver can be told to
+            continue  # a real driver cannot corrupt its reads
         with WorkerProcess(
             "tests.engine.gpu_peer",
             "there",
@@ -203,8 +204,9 @@ async def write_rounds(
     other: WorkerProcess,
     direct: bool,
 ) -> None:
-    """Writes all of the other process' memory, which it then reads: until nothing is staged where
-    its GPU reads the region `direct`, once that has opened it; twice where it does not."""
+    """Writes to all of the other process' memory, which it then reads. With `direct`, the rounds
+    repeat until that process' GPU has opened the region and nothing is staged; before, and always
+    without `direct`, all bytes are."""
     for round_ in range(100 if direct else 2):
         data = random.Random(round_).randbytes(PEER_BYTES)
         device_memory.write(region.address, data)
@@ -219,7 +221,7 @@ async def write_rounds(
 
 
 async def created(fabric: str) -> None:
-    """Memory of cuMemCreate that has files is mapped by the other process."""
+    """The other process maps memory of cuMemCreate that has files."""
     mapped = device_memory.create(PEER_BYTES)
     with WorkerProcess("tests.engine.gpu_peer", "there", fabric) as other:
         async with new_engine(fabric, "here") as engine:
@@ -231,7 +233,7 @@ async def created(fabric: str) -> None:
 
 
 class Notices(logging.Handler):
-    """What the engines of this process say from now on."""
+    """The log messages of this process' engines from now on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,10 +253,10 @@ async def frozen(fabric: str) -> None:
 
 
 async def _ended_in_mid_transfer(fabric: str, *, freeze: bool) -> None:
-    """A process is killed or frozen while both write into each other's memory: what is of this one
-    is usable, nothing lands there any more, and all of it goes back."""
+    """Kills or freezes a process while both write into each other's memory. This one's memory stays
+    usable, nothing more lands there, and all of it is freed."""
     before = device_memory.live()
-    seconds = 4.0 if freeze else PATIENCE  # that the frozen one is silent
+    seconds = 4.0 if freeze else PATIENCE  # the silence after which the frozen peer is lost
 
     def engine_here(name: str) -> Engine:
         return Engine(
@@ -313,7 +315,7 @@ async def _ended_in_mid_transfer(fabric: str, *, freeze: bool) -> None:
 
 
 async def lost(fabric: str) -> None:
-    """A GPU that fails ends writes from and to its memory, each time, and none of host memory."""
+    """A GPU that fails ends every write from or to its memory, but none of host memory."""
     async with new_engine(fabric, "sender") as sender, new_engine(fabric, "target") as target:
         peer = await sender.connect(target.address, PATIENCE)
         here, there = sender.alloc(NBYTES, gpu=0), target.alloc(NBYTES, gpu=0)
@@ -366,7 +368,8 @@ class Stream:
 
 
 async def streams(fabric: str) -> None:
-    """A stream starts a write, another waits for it: each moves what the one before had made."""
+    """One stream starts a write, another waits for it; each write moves what the stream made
+    before."""
     async with new_engine(fabric, "sender") as sender, new_engine(fabric, "target") as target:
         peer = await sender.connect(target.address, PATIENCE)
         source, there = sender.alloc(NBYTES, gpu=0).region, target.alloc(NBYTES, gpu=0).region
@@ -430,7 +433,7 @@ def has_ended(wait: StreamWait) -> bool:
 
 
 async def probed(fabric: str) -> None:
-    """What `kvxfer doctor --probe` does with a GPU."""
+    """Runs on a GPU what `kvxfer doctor --probe` does."""
     before = device_memory.live()
     found = await asyncio.to_thread(loopback, fabric, None, 0)
     assert (found.verdict, found.error) == (Verdict.OK, None)
@@ -445,7 +448,7 @@ async def probed(fabric: str) -> None:
 
 
 async def descriptor_of(other: WorkerProcess) -> bytes:
-    """That of the memory that it has."""
+    """Returns the descriptor of the other process' memory."""
     await other.started()
     return bytes.fromhex((await ask(other, "describe"))["descriptor"])
 

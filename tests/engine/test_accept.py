@@ -1,4 +1,4 @@
-"""How an engine gets the peers that connect to it."""
+"""Engines accept the peers that connect to them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def test_peers_that_connect_are_accepted_in_their_order(fabric: str) -> No
         await first.connect(hub.address, PATIENCE)
         assert (await accepting).name == "first"
         await second.connect(hub.address, PATIENCE)
-        # It has connected before the call.
+        # It has connected before the call of accept().
         await eventually(lambda: len(hub.peers) == 2)
         assert (await hub.accept(PATIENCE)).name == "second"
         with pytest.raises(DeadlineExceeded, match="no peer has connected within 0 s"):

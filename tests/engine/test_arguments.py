@@ -1,6 +1,6 @@
-"""Every argument of every public call of the engine: what is wrong is named, with its value.
+"""Every argument of every public call of the engine: the error names a wrong one, with its value.
 
-The calls are found in the classes: one that is added has to be added to `right` below.
+The calls are found in the classes. A call that is added has to be added to `right` below.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ WRONG: Final[dict[str, tuple[object, ...]]] = {
     "Writable": (5, "text", b"constant", THING),
     "bool": ("yes", THING),
 }
-# Of these anything goes, or other tests say what does not.
+# These take anything, or other tests check their errors.
 FREE: Final = {"owner", "target", "cluster_key", "clock", "options"}
 MADE_BY_USERS: Final = {"OperationGroup", "PeerGroup", "ReceivePool", "RemotePool"}
-# What an engine gives out has private arguments.
+# Other classes have private constructors, as an engine makes their objects.
 
 
 def public_calls() -> dict[str, Callable[..., Any]]:
-    """What users call with arguments, by name."""
+    """Returns what users call with arguments, by name."""
     calls: dict[str, Callable[..., Any]] = {"alloc_shared": alloc_shared}
     for name in kvxfer.__all__:
         if name in ("EngineHandler", "EngineOptions", "KvxferError", "Received", "WatchFor"):
-            continue  # what users implement, and data
+            continue  # users implement these, or they are data
         made = getattr(kvxfer, name)
         if not inspect.isclass(made):
             continue
@@ -96,13 +96,13 @@ def public_calls() -> dict[str, Callable[..., Any]]:
 
 
 def arguments_of(call: Callable[..., Any]) -> dict[str, str]:
-    """The kinds of its arguments, by their names."""
+    """Returns the kinds of a call's arguments, by name."""
     parameters = inspect.signature(call).parameters.values()
     return {each.name: each.annotation for each in parameters if each.name not in {"self", *FREE}}
 
 
 class OnGpu:
-    """A watched word of a GPU that there is not."""
+    """A watched word on a GPU that does not exist."""
 
     def __init__(self) -> None:
         self.word = native.WatchWord()
@@ -113,7 +113,7 @@ class OnGpu:
 
 @pytest.fixture
 async def right() -> AsyncIterator[dict[str, Call]]:
-    """Each call with arguments that are right."""
+    """All calls with right arguments."""
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(new_engine("tcp", "engine"))
         other = await stack.enter_async_context(new_engine("tcp", "other"))
@@ -254,7 +254,7 @@ async def test_every_wrong_argument_of_every_call_is_named(right: dict[str, Call
     assert tried > 500
 
 
-async def test_the_right_arguments_of_those_calls_are_taken(right: dict[str, Call]) -> None:
+async def test_right_arguments_of_every_call_are_taken(right: dict[str, Call]) -> None:
     times_out = {"Peer.receive", "PolledEngine.accept"}
     needs_a_gpu = {"Counter.wait_on", "Counter.mirror"}
     for name, (call, arguments) in right.items():

@@ -1,4 +1,4 @@
-"""A wait that is cancelled cancels its writes, and ends when their source is free."""
+"""A wait that is cancelled cancels its writes, and ends when their source may be changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OLD, NEW = 1, 2
 
 
 class Writes:
-    """Writes that are under way, and do not end by themselves."""
+    """Writes that are under way and do not end by themselves."""
 
     def __init__(self, pair: Pair, kind: str) -> None:
         self.pair = pair
@@ -30,7 +30,7 @@ class Writes:
         self.began = pair.writer.stats()["writes_posted"]
         peer, to = pair.to_reader, self.target.descriptor
         if kind == "operation":
-            # So many that they are still under way when the wait is cancelled.
+            # There are so many that some are still under way when the wait is cancelled.
             many = 16
             self.awaited: Any = peer.write_list(
                 [self.source] * many,
@@ -57,7 +57,7 @@ class Writes:
         )
 
     async def change_the_source(self) -> None:
-        """Once the wait has ended: nothing of the change reaches the peer."""
+        """Changes the source after the wait has ended; nothing of the change may reach the peer."""
         bytes_of(self.source)[:] = NEW
         self.watcher.add()
         # After this no write of the peer lands.
@@ -142,7 +142,7 @@ async def test_the_source_is_free_when_a_cancelled_wait_has_ended(
     await writes.change_the_source()
 
 
-async def test_other_waits_for_the_operation_are_told_that_it_was_cancelled(pair: Pair) -> None:
+async def test_other_waits_for_the_operation_fail_as_it_was_cancelled(pair: Pair) -> None:
     async def wait() -> None:
         await write
 
@@ -177,7 +177,7 @@ async def test_a_shielded_wait_leaves_the_operation_as_it_is(pair: Pair) -> None
     await counter.wait(1, PATIENCE)
 
 
-async def test_an_operation_that_has_ended_does_not_mind(pair: Pair) -> None:
+async def test_a_cancelled_task_does_not_affect_an_operation_that_has_ended(pair: Pair) -> None:
     counter = pair.reader.counter()
     write = pair.to_reader.write_imm(counter.imm)
     await write

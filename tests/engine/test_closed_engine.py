@@ -1,4 +1,4 @@
-"""A closed engine says that it is closed, whatever is asked of it."""
+"""Every use of a closed engine fails with an error that says that it is closed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def test_every_use_of_a_closed_engine_raises_engine_closed(pair: Pair) -> 
         }
     )
     assert isinstance(peer.error, EngineClosed)
-    # What gives something back may be called as before.
+    # Calls that release something still work.
     counter.release()
     memory.close()
     remote.close()
@@ -100,7 +100,7 @@ async def test_every_use_of_a_closed_engine_raises_engine_closed(pair: Pair) -> 
     await engine.close()
 
 
-async def test_its_handler_hears_that_it_was_closed() -> None:
+async def test_closing_reports_lost_peers_to_the_handler() -> None:
     class Handler:
         def peer_up(self, _peer: object) -> None: ...
         def message(self, _peer: object, _data: bytes) -> None: ...
@@ -137,7 +137,7 @@ async def test_an_engine_is_entered_once() -> None:
             await engine.__aenter__()
 
 
-async def test_closing_waits_for_no_other_call_in_a_thread() -> None:
+async def test_closing_does_not_wait_for_other_calls_in_a_thread() -> None:
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(1))
     answer = threading.Event()

@@ -1,4 +1,4 @@
-"""Counters that run freely, and that call back."""
+"""Counters that run freely, and counters that call back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.native
 
 
 async def told_of(counter: Counter, value: int) -> list[int]:
-    """Subscribes, and returns all that was told once `value` was."""
+    """Subscribes to arrivals; returns all reported values once `value` was reported."""
     told: list[int] = []
     reached = asyncio.Event()
 
@@ -41,11 +41,11 @@ async def test_a_free_running_counter_is_waited_for_again_and_again(pair: Pair) 
     for round_ in range(1, 6):
         for _ in range(2):
             pair.to_reader.write_imm(counter.imm)
-        # The second may be there already.
+        # The second immediate may have arrived already.
         await counter.wait_at_least(2 * round_ - 1, timeout=PATIENCE)
         await counter.wait_at_least(2 * round_, timeout=PATIENCE)
         assert counter.value == 2 * round_
-        await counter.wait_at_least(1, timeout=PATIENCE)  # long since
+        await counter.wait_at_least(1, timeout=PATIENCE)  # reached long before
     assert counter.completed_at_ns
 
 
@@ -78,14 +78,14 @@ async def test_an_exact_wait_that_was_given_up_does_not_fail_a_later_one(pair: P
     assert counter.value == 3
 
 
-async def test_what_a_wait_that_was_given_up_left_behind_does_not_answer_the_next(
+async def test_the_completion_of_a_wait_that_was_given_up_does_not_end_the_next(
     pair: Pair,
 ) -> None:
     counter = pair.reader.counter()
     with pytest.raises(DeadlineExceeded):
         await counter.wait(1, timeout=0.001)
     group = [pair.to_reader.write_imm(counter.imm) for _ in range(3)]
-    # The event loop stands still, so the old wait's completion is not taken meanwhile.
+    # The event loop is blocked, so it does not handle the old wait's completion meanwhile.
     wait_until(lambda: counter.value == 3)
     with pytest.raises(ProtocolError, match="stands at 3 immediates, but 2 were waited for"):
         await counter.wait(2, timeout=PATIENCE)
@@ -130,7 +130,7 @@ async def test_a_failing_callback_is_logged_and_called_again(
     assert caplog.text.count("RuntimeError: a bug of the callback") == 2
 
 
-async def test_a_released_counter_calls_nobody(pair: Pair) -> None:
+async def test_a_released_counter_does_not_call_back(pair: Pair) -> None:
     counter, other = pair.reader.counter(), pair.reader.counter()
     values: list[int] = []
     pair.to_reader.write_imm(counter.imm)

@@ -127,7 +127,7 @@ async def test_registered_arrays_are_sources_and_targets(pair: Pair) -> None:
     assert np.array_equal(target, array)
 
 
-async def test_memory_says_which_nics_reach_it_and_can_require_them(pair: Pair) -> None:
+async def test_memory_reports_which_nics_reach_it_and_can_require_them(pair: Pair) -> None:
     engine = pair.writer
     by_nics = ("host",) * len(engine.nics)
     array = np.zeros(4096, np.uint8)
@@ -178,7 +178,7 @@ def test_alloc_gives_buffer_protocol_and_dlpack(torch: ModuleType) -> None:
     memory.close()
     engine.native.close()
     del memory, engine
-    assert int(tensor[8]) == 5  # the view keeps the memory
+    assert int(tensor[8]) == 5  # the view keeps the memory alive
 
 
 async def test_parts_of_shared_memory_are_registered_by_any_engine(
@@ -235,7 +235,7 @@ async def test_messages_arrive_in_order(pair: Pair) -> None:
         await pair.to_writer.receive(0.01)
 
 
-async def test_a_handler_hears_of_peers_and_messages() -> None:
+async def test_a_handler_gets_peers_and_messages() -> None:
     heard: list[object] = []
     lost = asyncio.Event()
 
@@ -260,7 +260,7 @@ async def test_a_handler_hears_of_peers_and_messages() -> None:
     assert heard == [("up", "client"), ("message", b"hello"), ("lost", "peer-lost")]
 
 
-async def test_a_failing_handler_costs_nobody_a_completion(
+async def test_a_failing_handler_loses_no_completion(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = asyncio.Event()
@@ -357,7 +357,7 @@ async def test_cancelling_an_operation_ends_it(pair: Pair) -> None:
         pair.to_reader.write(source.region, target.region.descriptor, length=size)
         for _ in range(20)
     ]
-    # However fast those are.
+    # This one is still under way, however fast those are.
     after = pair.writer.watcher().at(1)
     writes.append(
         pair.to_reader.write(source.region, target.region.descriptor, length=size, after=after)
@@ -375,7 +375,7 @@ async def test_a_lost_peer_is_named_and_unknown_afterwards(pair: Pair) -> None:
         pair.to_reader.write(source.region, target.region.descriptor, length=size)
         for _ in range(20)
     ]
-    # However fast those are.
+    # This one is still under way, however fast those are.
     after = pair.writer.watcher().at(1)
     writes.append(
         pair.to_reader.write(source.region, target.region.descriptor, length=size, after=after)
@@ -449,14 +449,14 @@ async def test_a_closed_engine_refuses_by_name() -> None:
     await engine.close()
 
 
-async def test_memory_is_no_source_any_more_once_its_region_is_closed(pair: Pair) -> None:
+async def test_memory_cannot_be_a_source_once_its_region_is_closed(pair: Pair) -> None:
     array = np.ones(4096, dtype=np.uint8)
     source, target = pair.writer.register(array), pair.reader.alloc(4096)
     source.close()
     with pytest.raises(UnknownRegion, match="source region"):
         await pair.to_reader.write(source, target.region.descriptor, length=4096)
     assert not bytes_of(target).any()
-    other = pair.writer.alloc(4096).region  # the peer is still there
+    other = pair.writer.alloc(4096).region  # the peer is still connected
     await pair.to_reader.write(other, target.region.descriptor, length=1)
 
 
@@ -464,7 +464,7 @@ async def test_registered_memory_lives_until_its_region_is_closed() -> None:
     async with Engine(cluster_key=KEY) as engine:
         array = np.zeros(4096, dtype=np.uint8)
         gone = weakref.ref(array)
-        descriptor = engine.register(array).descriptor  # the region itself is not kept
+        descriptor = engine.register(array).descriptor  # no reference to the region is kept
         del array
         gc.collect()
         assert gone() is not None
@@ -489,7 +489,7 @@ async def test_closing_the_engine_ends_every_wait() -> None:
             engine.counter()
 
 
-async def test_a_wait_that_was_given_up_does_not_answer_the_next(pair: Pair) -> None:
+async def test_a_wait_that_was_given_up_does_not_end_the_next(pair: Pair) -> None:
     counter = pair.reader.counter()
     with pytest.raises(DeadlineExceeded):
         await counter.wait(1, timeout=0.001)

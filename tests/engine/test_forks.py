@@ -1,5 +1,5 @@
-"""A forked process has the engines of its parent, and none of their threads: it may let go of them,
-and what it asks of them is refused by name."""
+"""A forked process has its parent's engines, and none of their threads. It may release them; every
+other use fails with an error that says why."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ HANG_SECONDS: Final = 30.0
 
 
 def ends(child: Callable[[], None]) -> bool:
-    """Whether a forked process that calls it ends well."""
-    gc.collect()  # what other tests have left
+    """True if a forked process that calls `child` ends well."""
+    gc.collect()  # garbage of other tests
     pid = os.fork()
     if pid == 0:
         gc.unfreeze()
@@ -56,7 +56,7 @@ def group() -> AllToAll:
 
 @contextlib.contextmanager
 def asyncio_engine() -> Iterator[Engine]:
-    """Entered on a loop that does not run while its process forks."""
+    """An engine entered on a loop that does not run while its process forks."""
     with asyncio.Runner() as runner:
         engine = Engine(cluster_key=KEY, fabrics=["tcp"])
         runner.run(engine.__aenter__())
@@ -65,7 +65,7 @@ def asyncio_engine() -> Iterator[Engine]:
 
 
 def in_public(call: Callable[[], object]) -> None:
-    """Calls, with the errors of what is native turned into public ones."""
+    """Calls, and turns native errors into public ones."""
     try:
         call()
     except native.Error as error:
@@ -73,7 +73,7 @@ def in_public(call: Callable[[], object]) -> None:
 
 
 def parent() -> str:
-    """What an error says of the process that an engine belongs to."""
+    """Returns a pattern for how an error describes the parent process."""
     return rf"process {os.getppid()}, from which this one was forked"
 
 
@@ -100,7 +100,7 @@ def test_a_forked_process_may_drop_groups_of_its_parent() -> None:
 
 
 @pytest.mark.parametrize("kind", [SynchronousEngine, PolledEngine])
-def test_a_forked_process_lets_an_engine_go_and_is_refused(kind: Any) -> None:
+def test_a_forked_process_can_only_close_an_engine_of_its_parent(kind: Any) -> None:
     engine = kind(cluster_key=KEY, fabrics=["tcp"])
     other = kind(cluster_key=KEY, fabrics=["tcp"])
     counter = engine.counter()
@@ -146,7 +146,7 @@ def test_an_engine_of_a_loop_goes_on_after_a_forked_process_has_closed_it() -> N
         assert engine.stats()["peers"] >= 0
 
 
-def test_a_forked_process_lets_a_group_go_and_is_refused() -> None:
+def test_a_forked_process_can_only_close_a_group_of_its_parent() -> None:
     one = group()
     rows = np.zeros((1, 64), np.float32)
 
@@ -159,7 +159,7 @@ def test_a_forked_process_lets_a_group_go_and_is_refused() -> None:
     one.close()
 
 
-def test_a_forked_process_lets_a_trainer_go_and_is_refused() -> None:
+def test_a_forked_process_can_only_close_a_trainer_of_its_parent() -> None:
     trainer = Trainer(Holdings(()), dict, rank=0, world_size=1, cluster_key=KEY, fabrics=["tcp"])
 
     def use() -> None:
@@ -193,7 +193,7 @@ with contextlib.closing(ENGINE(cluster_key="KEY", fabrics=["tcp"])) as engine:
 
 
 @pytest.mark.parametrize("kind", ["PolledEngine", "SynchronousEngine"])
-def test_a_forked_process_ends_by_its_own_end(kind: str) -> None:
+def test_a_forked_process_ends_without_a_hang(kind: str) -> None:
     script = SCRIPT.replace("ENGINE", kind).replace("KEY", KEY)
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
@@ -218,7 +218,7 @@ os._exit(0)
 """
 
 
-def test_the_port_of_a_dead_process_is_free_though_a_child_lives() -> None:
+def test_the_port_of_a_dead_process_is_free_even_if_a_child_lives() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", ORPHAN.replace("KEY", KEY)],
         stdin=subprocess.PIPE,

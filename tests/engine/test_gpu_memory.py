@@ -1,4 +1,4 @@
-"""Memory of a GPU, on the double of a CUDA driver or on a GPU."""
+"""GPU memory, on the double of a CUDA driver or on a GPU."""
 
 from __future__ import annotations
 

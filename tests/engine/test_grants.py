@@ -1,4 +1,4 @@
-"""Ranges granted to one writer, with one counter, until it is released."""
+"""Ranges granted to one writer, with one counter, until the counter is released."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verify.polling import PATIENCE
 pytestmark = pytest.mark.native
 
 
-async def test_a_writer_reaches_what_is_granted_and_nothing_else(pair: Pair) -> None:
+async def test_a_writer_reaches_granted_ranges_and_nothing_else(pair: Pair) -> None:
     source = pair.writer.alloc(4096)
     np.frombuffer(source, np.uint8)[:] = 7
     owner = pair.reader.alloc(64 * 1024)
@@ -37,7 +37,7 @@ async def test_a_writer_reaches_what_is_granted_and_nothing_else(pair: Pair) -> 
             pair.to_reader.write(source.region, first, length=4096, imm=wrong)
 
     counter.release()
-    # Some NICs leave it to the writer, which need not answer once all has arrived.
+    # With some NICs the writer ends the grant, and need not confirm once all has arrived.
     pair.to_writer.send(b"released")
     await pair.to_reader.receive(PATIENCE)
     memory[:] = 0

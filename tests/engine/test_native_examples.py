@@ -1,4 +1,4 @@
-"""The engine as other C++ programs have it: installed, found by CMake, and linked."""
+"""The engine as other C++ programs use it: installed, found by CMake, and linked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.native
 
 ROOT = Path(__file__).parents[2]
-BUILD = ROOT / "build/tests"  # that of scripts/test
+BUILD = ROOT / "build/tests"  # scripts/test builds there, too
 
 
 def run(*command: str | Path) -> str:
@@ -22,7 +22,7 @@ def run(*command: str | Path) -> str:
 
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the programs of examples/native are, built on an installed tree and nothing else."""
+    """The folder of the programs of examples/native, built against an installed tree only."""
     folder = tmp_path_factory.mktemp("installed")
     options = ("-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release")
     run("cmake", "-S", ROOT, "-B", BUILD, *options, "-DKVXFER_PYTHON=OFF", "-DKVXFER_TESTS=ON")
@@ -38,7 +38,7 @@ def test_pages_move_between_two_engines_of_one_thread(examples: Path) -> None:
     assert run(examples / "pages") == "4 pages, 4 writes\n"
 
 
-def test_latency_is_measured_beside_what_is_reached_by_hand(examples: Path) -> None:
+def test_latency_is_measured_beside_that_of_handwritten_code(examples: Path) -> None:
     lines = run(examples / "latency", "200").splitlines()
     figure = r" +[\d.]+ us"
     for fabric, line in zip(("local", "tcp"), lines, strict=True):

@@ -1,4 +1,4 @@
-"""The options of an engine: each is said once, and a wrong one is refused by name."""
+"""The options of an engine: each is documented, and the error for a wrong one names it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.topology import machines
 pytestmark = pytest.mark.native
 
 KEY = "a cluster key for the tests"
-OPERATIONS = Path(__file__).parents[2] / "docs/operations.md"
+OPTIONS_PAGE = Path(__file__).parents[2] / "docs/engine-options.md"
 
 
 def test_python_documents_what_the_engine_takes() -> None:
@@ -34,8 +34,8 @@ def test_python_documents_what_the_engine_takes() -> None:
     assert EngineOptions.__optional_keys__ == set(native.OPTION_NAMES) - apart | {"fabrics"}
 
 
-def test_operations_lists_every_option() -> None:
-    _, _, rest = OPERATIONS.read_text().partition("\n| `Engine(…)` | default | |\n")
+def test_the_page_of_engine_options_lists_every_option() -> None:
+    _, _, rest = OPTIONS_PAGE.read_text().partition("\n| `Engine(…)` | default | |\n")
     rows, _, _ = rest.partition("\n\n")
     cells = [row.split("|")[1] for row in rows.splitlines()[1:]]
     names = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
@@ -93,7 +93,7 @@ def test_fabrics_are_a_list(fabrics: Any) -> None:
         Engine(cluster_key=KEY, fabrics=fabrics)
 
 
-def test_the_engine_knows_which_use_of_a_fabric_it_is_asked_for() -> None:
+def test_a_wrong_use_of_a_fabric_is_refused() -> None:
     with pytest.raises(native.Error, match="verbs is 'always'; pass 'never', 'if_available' or"):
         native.EngineOptions(verbs="always")
 
@@ -119,12 +119,12 @@ def test_every_time_is_in_seconds() -> None:
     assert native.DEFAULT_PEER_TIMEOUT == 0.7
 
 
-# --- what an operator sets -------------------------------------------------------------------
+# --- settings of an operator -----------------------------------------------------------------
 
 LOG = logging.getLogger("tests.options")
 
 
-def test_an_operator_may_set_every_option_but_those_of_each_engine() -> None:
+def test_an_operator_may_set_every_option_but_name_and_port() -> None:
     declared = EngineOptions.__optional_keys__ | {"exclude_nics"}
     assert set(OPERATOR_OPTIONS) == declared - {"name", "port"}
 
@@ -178,7 +178,7 @@ EVERY = {"nics": ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3"]}
         ("server", {"exclude_nics": ["*"]}, {"fabrics": ["local", "tcp"]}),
         ("server", {"exclude_nics": ["*"], "fabrics": ["tcp"]}, {"fabrics": ["tcp"]}),
         ("server", {"fabrics": ["tcp"]}, {"fabrics": ["tcp"]}),
-        ("server", {"fabrics": ["ofi"]}, {"fabrics": ["ofi"]}),  # its NICs are for verbs
+        ("server", {"fabrics": ["ofi"]}, {"fabrics": ["ofi"]}),  # the server's NICs are for verbs
         ("server", {"fabrics": ["ofi"], "exclude_nics": ["*"]}, {"fabrics": ["ofi"]}),
         ("server", {"ofi_provider": "tcp"}, {"ofi_provider": "tcp"}),
         ("laptop", {}, {}),
@@ -220,7 +220,7 @@ def test_a_fabric_that_is_named_needs_a_nic(
         engine_options(given, None, LOG, root=machines.write("server", tmp_path))
 
 
-def test_host_memory_gets_the_nics_where_the_process_may_run(
+def test_host_memory_gets_the_nics_near_cpus_that_the_process_may_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "BUILT_FABRICS", ("local", "tcp", "verbs", "ofi"))

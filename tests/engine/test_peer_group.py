@@ -26,8 +26,8 @@ SIZE = 3 << 20
 
 
 class Targets:
-    """A region and a counter at each reader. All counters have one immediate: the engines are
-    new, and each gives the same one first."""
+    """A region and a counter at each reader. All counters have the same immediate, as each is the
+    first of a new engine."""
 
     def __init__(self, star: Star) -> None:
         self.memory: list[Memory] = [reader.alloc(SIZE) for reader in star.readers]
@@ -46,7 +46,7 @@ async def test_each_peer_gets_its_part_and_its_announced_count(
     source = star.hub.alloc(SIZE)
     sent = bytes_of(source)
     sent[:] = np.frombuffer(rng.randbytes(SIZE), dtype=np.uint8)
-    lengths = [rng.randrange(1, 1 << 20), 0, SIZE - 4096]  # the last one is several writes
+    lengths = [rng.randrange(1, 1 << 20), 0, SIZE - 4096]  # the last one takes several writes
     src_offsets = [rng.randrange(SIZE - length) for length in lengths]
     dst_offsets = [rng.randrange(SIZE - length) for length in lengths]
     group = PeerGroup(star.hub, star.to_readers).scatter(
@@ -58,7 +58,7 @@ async def test_each_peer_gets_its_part_and_its_announced_count(
         imm=targets.imm,
     )
     assert group.nbytes == sum(lengths)
-    assert group.by_peer[1] == 1  # the immediate alone
+    assert group.by_peer[1] == 1  # only the immediate
     assert group.by_peer[2] >= 3
     await group
     assert group.done()
@@ -141,7 +141,7 @@ async def test_all_is_submitted_or_nothing(star: Star) -> None:
         scatter(lengths=np.array([8.0, 8.0, 8.0]))
     await scatter()
     for counter in targets.counters:
-        await counter.wait(1, timeout=PATIENCE)  # and nothing of those that were refused
+        await counter.wait(1, timeout=PATIENCE)  # nothing of the refused scatters has arrived
 
 
 async def test_a_lost_peer_refuses_the_whole_group(star: Star) -> None:
@@ -187,7 +187,7 @@ async def test_a_group_waits_for_a_watcher_and_can_be_cancelled(star: Star) -> N
         await counter.wait(1, timeout=PATIENCE)
 
 
-async def test_peers_of_another_engine_are_refused_and_no_peers_are_no_work(star: Star) -> None:
+async def test_peers_of_another_engine_are_refused_and_a_group_may_be_empty(star: Star) -> None:
     with pytest.raises(InvalidArgument, match="another engine"):
         PeerGroup(star.hub, [star.to_readers[0], star.to_hub[0]])
     group = PeerGroup(star.hub, []).barrier(1)

@@ -31,7 +31,7 @@ PAGE, PAGES = 4096, 64
 
 @dataclass
 class Offer:
-    """What a writer has to know of a reader."""
+    """The address, descriptor and immediate that a writer needs of a reader."""
 
     address: str
     descriptor: bytes
@@ -73,7 +73,7 @@ class Reader:
         pass
 
     def message(self, peer: Peer, data: bytes) -> None:
-        """The message the other way round, and two counts of the immediate in one of 4 bytes."""
+        """Replies with the message reversed; counts the immediate in a message of 4 bytes twice."""
         if len(data) == 4:
             peer.write_imm(int.from_bytes(data))
             peer.write_imm(int.from_bytes(data))
@@ -85,7 +85,7 @@ class Reader:
 
 
 class Messages:
-    """Those that an engine was told of."""
+    """A handler that collects messages."""
 
     def __init__(self) -> None:
         self.came: list[bytes] = []
@@ -160,7 +160,7 @@ def test_more_writes_than_announced_are_an_error(fabric: str, engine: PolledEngi
             engine.poll_counter(back, 1, PATIENCE)
 
 
-def test_connecting_to_nobody_fails_by_name(engine: PolledEngine) -> None:
+def test_connecting_to_an_unused_port_fails(engine: PolledEngine) -> None:
     with pytest.raises(ConnectFailed):
         engine.connect(f"kvx://127.0.0.1:1/{'0' * 32}", PATIENCE)
 
@@ -176,7 +176,7 @@ def test_a_closed_engine_refuses(engine: PolledEngine) -> None:
         engine.counter()
 
 
-def test_it_has_no_thread_to_pin() -> None:
+def test_a_polled_engine_has_no_thread_to_pin() -> None:
     options: EngineOptions = {"fabrics": ["tcp"], "cpus": [0]}
     with pytest.raises(InvalidArgument, match="leave cpus out"):
         PolledEngine(cluster_key=KEY, **options)

@@ -36,13 +36,13 @@ def payload(engine: Engine, data: bytes) -> Memory:
 
 
 async def next_of(pool: ReceivePool) -> tuple[Peer, bytes]:
-    """The next message; its slot is given back."""
+    """Returns the next message, and releases its slot."""
     async with asyncio.timeout(PATIENCE):
         with await anext(pool) as received:
             return received.peer, bytes(received.data)
 
 
-async def test_messages_of_any_length_arrive_whole_though_slots_are_few(
+async def test_messages_of_any_length_arrive_whole_with_few_slots(
     pair: Pair, rng: random.Random
 ) -> None:
     lengths = [0, 1, SLOT, *(rng.randrange(SLOT) for _ in range(17))]
@@ -101,7 +101,7 @@ async def test_pools_do_not_disturb_messages(pair: Pair) -> None:
         assert await pair.to_writer.receive(PATIENCE) == b"a message"
 
 
-async def test_a_pool_serves_many_peers_and_says_who_sent(star: Star) -> None:
+async def test_a_pool_serves_many_peers_and_names_the_sender(star: Star) -> None:
     with ReceivePool(star.hub, slots=6, slot_bytes=64) as pool:
         remotes = [
             RemotePool(to_hub, pool.offer(to_reader, slots=2))
@@ -196,7 +196,7 @@ async def test_a_failed_send_costs_its_slot_and_yields_nothing(pair: Pair) -> No
         await eventually(lambda: pool.free == 2)
 
 
-async def test_a_sender_that_does_not_keep_to_its_slots_is_disconnected(
+async def test_a_sender_that_breaks_the_rules_of_its_slots_is_disconnected(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ReceivePool(pair.reader, slots=1, slot_bytes=64) as pool:
@@ -212,7 +212,7 @@ async def test_a_sender_that_does_not_keep_to_its_slots_is_disconnected(
         with pytest.raises(PeerError):
             await pair.to_reader.receive(PATIENCE)
         await eventually(lambda: pool.free == 1)
-        assert "does not keep to its receive slots" in caplog.text
+        assert "breaks the rules of its receive slots" in caplog.text
 
 
 async def test_closing_a_pool_ends_its_iteration(pair: Pair) -> None:
@@ -236,7 +236,7 @@ async def test_closing_a_pool_ends_its_iteration(pair: Pair) -> None:
         await remote.available()
 
 
-async def test_what_makes_no_sense_is_refused(pair: Pair) -> None:
+async def test_invalid_arguments_are_refused(pair: Pair) -> None:
     with pytest.raises(InvalidArgument, match="slots is 0; pass an int from 1 to 65536"):
         ReceivePool(pair.reader, 0, 1)
     with pytest.raises(InvalidArgument, match="slot_bytes is 0; pass an int of at least 1"):

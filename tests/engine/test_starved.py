@@ -1,4 +1,4 @@
-"""Starved is not dead: a peer whose thread has no core is kept, one that was stopped is not."""
+"""A peer whose thread has no core is kept; a peer that was stopped is given up."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ async def test_each_layer_leaves_when_the_watcher_reaches_it(pair: Pair) -> None
         for layer in range(4)
     ]
     for layer, write in enumerate(writes):
-        # A later write, that is not held back, shows that the engine left the held ones alone.
+        # A later write that does not wait shows that the engine has not sent the held ones.
         passing = pair.reader.counter()
         await pair.to_reader.write_imm(passing.imm)
         await passing.wait(1, timeout=PATIENCE)
@@ -50,7 +50,7 @@ async def test_each_layer_leaves_when_the_watcher_reaches_it(pair: Pair) -> None
         assert (placed[layer] == layer + 1).all()
 
 
-async def test_a_plain_store_starts_what_waited(pair: Pair) -> None:
+async def test_a_plain_store_starts_waiting_writes(pair: Pair) -> None:
     watcher = pair.writer.watcher()
     counter = pair.reader.counter()
     write = pair.to_reader.write_imm(counter.imm, after=watcher.at(7))
@@ -112,7 +112,7 @@ async def test_a_held_write_has_its_deadline_and_can_be_cancelled(pair: Pair) ->
         await cancelled
     watcher.add()
     await pair.to_reader.write_imm(counter.imm)
-    await counter.wait(1, timeout=PATIENCE)  # neither was posted after all
+    await counter.wait(1, timeout=PATIENCE)  # neither was posted
 
 
 async def test_the_word_outlives_its_watcher_while_a_write_waits(pair: Pair) -> None:

@@ -11,7 +11,7 @@ EXAMPLES: Final = Path(__file__).parents[2] / "examples/python"
 
 
 def run_example(name: str, *arguments: str) -> list[str]:
-    """The lines that the program prints; it has to end well, and to complain of nothing."""
+    """Returns the lines that the program prints. It must exit with 0 and without a traceback."""
     done = subprocess.run(
         [sys.executable, EXAMPLES / name, *arguments], capture_output=True, text=True, check=False
     )

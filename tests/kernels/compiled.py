@@ -1,4 +1,4 @@
-"""Compiles the kernels for a GPU that need not be there: `python -m tests.kernels.compiled 90`.
+"""Compiles the kernels for a GPU that need not be present: `python -m tests.kernels.compiled 90`.
 
 Prints, for each kernel, the accesses to global memory of its PTX.
 """

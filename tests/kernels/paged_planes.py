@@ -10,7 +10,7 @@ from tests.kernels.tensors import DEVICE
 def planes(
     blocks: int, block_size: int, kv_heads: int, head_size: int, dtype: torch.dtype, gap: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V with random contents, and a gap of so many items between two blocks."""
+    """Returns K and V with random contents, and a gap of `gap` items between two blocks."""
     generator = torch.Generator().manual_seed(7)
     items = block_size * kv_heads * head_size
     made = (torch.randn(blocks, items + gap, generator=generator).to(dtype) for _ in range(2))
@@ -21,12 +21,12 @@ def planes(
 
 
 def sequence(plane: torch.Tensor, blocks: list[int], length: int) -> torch.Tensor:
-    """What a plane holds of a sequence, [length, kv_heads, head_size]."""
+    """Returns the part of a plane that is a sequence, [length, kv_heads, head_size]."""
     return plane[blocks].flatten(0, 1)[:length]
 
 
 def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Of the last queries of a sequence, each up to its position; by its definition."""
+    """Returns the attention of the last queries of a sequence, each up to its position."""
     group = queries.shape[1] // keys.shape[1]
     keys, values = (each.double().repeat_interleave(group, dim=1) for each in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", queries.double(), keys) * queries.shape[2] ** -0.5

@@ -1,4 +1,4 @@
-"""Where the kernels run: in Triton's interpreter (tests/conftest.py), or on a GPU with
+"""The device of the kernels: Triton's interpreter (tests/conftest.py), or a GPU with
 TRITON_INTERPRET=0."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 def of(array: np.ndarray[tuple[int], np.dtype[np.generic]]) -> torch.Tensor:
-    """A copy of it where the kernels are."""
+    """Returns a copy on the device of the kernels."""
     return torch.from_numpy(array.copy()).to(DEVICE)
 
 

@@ -1,4 +1,4 @@
-"""Runs hashed by a kernel, beside the engine's own checksum."""
+"""Runs hashed by a kernel, compared with the engine's checksum."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NUMBERS = (0, 1, 1 << 40, (1 << 48) + 3, (1 << 63) - 1)
 
 @pytest.mark.native
 @pytest.mark.parametrize("length", [248, 256, 1016, 1024, 1032, 2048, 4096, 5000])
-async def test_it_is_the_host_s(length: int) -> None:
+async def test_the_kernel_and_the_host_give_the_same_checksum(length: int) -> None:
     async with Engine(cluster_key=b"k" * 32, fabrics=("tcp",)) as engine:
         memory = engine.alloc(64 * 1024 + 3)
         bytes_ = random_bytes(memory.nbytes)
         memoryview(memory)[:] = bytes_.tobytes()
-        count = 37  # more than one program's
+        count = 37  # more than one program hashes
         offsets = np.arange(count, dtype=np.int64) * 8 * 61
         numbers = np.resize(np.array(NUMBERS, dtype=np.int64), count)
         there = memory.region.checksum(offsets, numbers, length)
@@ -29,7 +29,7 @@ async def test_it_is_the_host_s(length: int) -> None:
         assert int(here) % (1 << 64) == there
 
 
-def test_a_byte_and_a_place_make_a_difference() -> None:
+def test_a_changed_byte_or_place_changes_the_checksum() -> None:
     bytes_, numbers = random_bytes(4096), np.array([1, 2], dtype=np.int64)
 
     def of_runs(*offsets: int) -> int:

@@ -1,4 +1,4 @@
-"""The kernels as machine code for the GPUs of data centres, made without one."""
+"""Compiles the kernels to machine code for data-centre GPUs, on a host without one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KERNELS = Path(__file__).parents[2] / "engine_native/src/cuda/kernels.hpp"
 
 @pytest.mark.native
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_they_compile_and_copy_16_bytes_at_once(arch: int, tmp_path: Path) -> None:
+def test_kernels_compile_and_copy_16_bytes_at_once(arch: int, tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.kernels.compiled", str(arch)],
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
@@ -32,14 +32,14 @@ def test_they_compile_and_copy_16_bytes_at_once(arch: int, tmp_path: Path) -> No
     assert len(of_heads) == 6
     for kernel in of_heads:
         assert {"ld.global.v4.b32", "st.global.v4.b32"} <= set(accesses[kernel]), accesses
-        # K and V come behind one another into shared memory; `cg` is of 16 bytes only.
+        # Copies of K and V to shared memory are pipelined; `cg` copies exactly 16 bytes.
         assert ("cp.async.cg" in accesses[kernel]) == kernel.startswith("attention"), accesses
 
 
 @pytest.mark.native
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_those_of_the_engine_assemble(arch: int, tmp_path: Path) -> None:
-    """Their PTX stands in C++, for the driver to compile; Triton brings NVIDIA's assembler."""
+def test_kernels_of_the_engine_assemble(arch: int, tmp_path: Path) -> None:
+    """The driver compiles their PTX, which is text in C++. Triton includes NVIDIA's assembler."""
     triton = importlib.util.find_spec("triton")
     assert triton is not None
     folder = Path(str(triton.origin)).parent / "backends/nvidia/bin"

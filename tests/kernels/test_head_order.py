@@ -1,4 +1,4 @@
-"""Heads of blocks swapped in place by kernels, beside torch."""
+"""Heads of blocks swapped in place by kernels, compared with torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over a paged cache by a kernel, beside torch."""
+"""Attention over a paged cache by a kernel, compared with torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvxfer.kernels import paged_attention
 from tests.kernels.paged_planes import attention, planes, sequence
 from tests.kernels.tensors import DEVICE
 
-TABLE = [5, 0, 11, 3, 8, 2, 10]  # of a cache of 12 blocks
+TABLE = [5, 0, 11, 3, 8, 2, 10]  # the cache has 12 blocks
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -66,7 +66,7 @@ def test_heads_and_blocks_of_any_size(head_size: int, block_size: int) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_types(dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16 and DEVICE == "cpu":
-        pytest.skip("Triton's interpreter multiplies bfloat16 as if they were integers")
+        pytest.skip("Triton's interpreter multiplies bfloat16 as integers")
     check(1, 70, dtype=dtype)
     check(70, 70, dtype=dtype)
 
@@ -85,7 +85,7 @@ def test_large_scores_do_not_overflow() -> None:
     torch.testing.assert_close(found, attention(queries, *known), rtol=1e-5, atol=1e-5)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arguments_that_do_not_fit_are_refused() -> None:
     keys, values = planes(2, 16, 2, 32, torch.float32)
     queries, table = torch.zeros(1, 4, 32, device=DEVICE), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(InvalidArgument, match=r"1 queries at the end of 33 positions in 2 blocks"):

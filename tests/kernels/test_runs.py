@@ -1,4 +1,4 @@
-"""Runs copied by kernels, beside the same plan carried out by numpy."""
+"""Runs copied by kernels, compared with the same plan in numpy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check(
     target_begin: int = 0,
     first_block: int = 0,
 ) -> None:
-    """That the kernel copies just what the plan says, and touches nothing else."""
+    """Checks that the kernel copies exactly what the plan says, and changes nothing else."""
     source = random_bytes(source_begin + BLOCKS * runs.src_stride, 1)
     target = random_bytes(target_begin + BLOCKS * runs.dst_stride, 2)
     tables = (np.array(source_ids, dtype=np.int32), np.array(target_ids, dtype=np.int32))
@@ -51,7 +51,7 @@ def check(
 
 
 def runs_between(prefill: KvLayout, decode: KvLayout, gap: int = 0) -> list[Runs]:
-    """Those of one layer between pools whose blocks lie a gap apart."""
+    """Returns the runs of one layer between pools whose blocks lie `gap` bytes apart."""
     plan = plan_transfer(prefill, decode, decode_permutes=False)
     cycle = [plan.cycle_tokens // side.block_size for side in (prefill, decode)]
     found = []
@@ -83,7 +83,7 @@ def test_layouts_are_bridged(
 
 def test_blocks_that_are_absent_or_beyond_a_table_are_left_out() -> None:
     (runs,) = runs_between(LAYOUT, replace(LAYOUT, block_size=32))[:1]
-    check(runs, [3, 5, 7, 9, 11, 13], [2, 4])  # the last cycle in part
+    check(runs, [3, 5, 7, 9, 11, 13], [2, 4])  # a part of the last cycle
     check(runs, [3, 5, 7, 9, 11, 13, 15, 17], [-1, 4])
     check(runs, [3, 5, 7, 9, 11, 13, 15, 17], [4], first_block=1)
     check(runs, [], [])
@@ -96,7 +96,7 @@ def test_runs_of_any_length_and_alignment(length: int) -> None:
     check(runs, [4, 0, 2], [1, 7, 3], source_begin=3, target_begin=1)
 
 
-def test_what_is_no_block_table_or_pool_is_refused() -> None:
+def test_invalid_block_tables_and_pools_are_refused() -> None:
     runs = Runs(8, 1, 1, 8, 8, np.zeros((1, 4), dtype=np.int64))
     pool, ids = of(random_bytes(64)), of(np.zeros(2, dtype=np.int32))
     with pytest.raises(InvalidArgument, match=r"source_ids is \[2\] of torch.int64"):

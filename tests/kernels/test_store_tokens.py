@@ -1,4 +1,4 @@
-"""New tokens stored into a paged cache by a kernel, beside torch."""
+"""New tokens stored into a paged cache by a kernel, compared with torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_tokens_come_to_their_slots_and_nowhere_else(
     keys, values = planes(40, 4, 2, head_size, dtype, gap=8)
     generator = torch.Generator().manual_seed(count)
     slots = torch.randperm(160, generator=generator)[:count].to(DEVICE)
-    # As a projection gives them: K and V of a token side by side.
+    # A projection returns K and V of a token side by side.
     both = torch.randn(count, 4, head_size, generator=generator).to(DEVICE, dtype)
     new_keys, new_values = both.chunk(2, dim=1)
     expected = []

@@ -85,7 +85,7 @@ class BrokeredPair:
                 return self.decode.contents(hold.ids.tolist())
 
     async def connect(self, rng: random.Random) -> None:
-        """Leaves both connected, by a transfer that went well."""
+        """Leaves both connected, by a successful transfer."""
         ticket = await self.ticket()
         sent, received = await asyncio.gather(self.send(ticket, rng), self.receive(ticket))
         assert sent == received

@@ -12,7 +12,7 @@ from .workers import Worker, worker
 
 @pytest.fixture(autouse=True)
 def causes_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may bring the symptom of an end long before its cause."""
+    """On a busy machine, the symptom of an end may arrive long before its cause."""
     monkeypatch.setattr("kvxfer.kv.prefill_session._CAUSE_SECONDS", PATIENCE / 2)
 
 

@@ -1,5 +1,4 @@
-"""Transfers between KV caches, some in memory of a GPU: `python -m tests.kv.gpu_caches
-FABRIC`."""
+"""Transfers between KV caches, some in GPU memory: `python -m tests.kv.gpu_caches FABRIC`."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ BLOCKS = 5
 
 
 class GpuWorker(Worker):
-    """A worker whose blocks may be memory of a GPU."""
+    """A worker whose blocks may be in GPU memory."""
 
     def fill(self, ids: Sequence[int], rng: random.Random) -> None:
         for address in self._addresses(ids):

@@ -37,14 +37,14 @@ class Side:
         )
 
     def block_of(self, region: Region, offset: int) -> int:
-        """The block that an offset into a region, granted or of the whole cache, lies in."""
+        """The block at an offset into a region, which is a granted range or a whole cache."""
         plane = POOL * self.cache.layout.part_bytes
         at = region.address + offset - self.cache.planes[0][0].region.address
         return at % plane // self.cache.layout.part_bytes
 
 
 class Pair:
-    """`seconds`: how long the ticket is good."""
+    """Two endpoints; their ticket is valid for `seconds`."""
 
     def __init__(self, seconds: float = 60.0, control_plane: Any = None) -> None:
         self.prefill = Side("prefill", LAYOUT, control_plane)
@@ -54,17 +54,17 @@ class Pair:
         self.token = sign_ticket(Ticket("t", "r", "prefill", 1, "decode", 1, expires), KEY)
 
     def meet(self) -> None:
-        """Connects them; both have the other's HELLO then."""
+        """Connects them, and delivers each side's HELLO."""
         self.network.join()
         self.deliver()
 
     def deliver(self) -> None:
-        """Everything that is on its way."""
+        """Delivers everything that is in flight."""
         while steps := self.network.steps():
             steps[0]()
 
     async def settle(self) -> None:
-        """Until both sides have answered each other; no time passes."""
+        """Delivers until both sides have answered each other; no time passes."""
         for _ in range(10):
             self.deliver()
             await asyncio.sleep(0)

@@ -38,7 +38,8 @@ class Ranks:
         return make_ticket(self.prefill[0], self.decode[0])
 
     def fill(self, cache: np.ndarray[Any, Any]) -> None:
-        """The cache of a prompt, by (layer, K or V, token, head, byte), into blocks 0, 1, …"""
+        """Writes the cache of a prompt, by (layer, K or V, token, head, byte), into blocks 0, 1,
+        …"""
         for rank in self.prefill:
             layout = rank.cache.layout
             put(rank, list(range(layout.blocks_for(TOKENS))), part_of(cache, layout))
@@ -60,14 +61,14 @@ class Ranks:
 
 
 def part_of(cache: np.ndarray[Any, Any], layout: KvLayout) -> np.ndarray[Any, Any]:
-    """A rank's part of a whole cache."""
+    """Returns a rank's part of a whole cache."""
     layers = slice(layout.first_layer, layout.first_layer + layout.layers_per_rank)
     heads = slice(layout.first_head, layout.first_head + layout.heads_per_rank)
     return cache[layers, :, :, heads]
 
 
 def put(rank: Worker, blocks: list[int], part: np.ndarray[Any, Any]) -> None:
-    """A rank's part of a cache into its blocks."""
+    """Writes a rank's part of a cache into its blocks."""
     layout = rank.cache.layout
     vectors = part.shape[1]
     size = layout.block_bytes // vectors

@@ -1,6 +1,6 @@
-"""Engines without a fabric: nothing is delivered until the test says so, and in its order.
+"""Engines without a fabric: a test delivers messages and writes, in its order.
 
-Messages keep their order per direction; writes do not, neither among themselves nor against
+Messages keep their order in each direction. Writes keep no order, neither among themselves nor with
 messages. A cancelled operation ends when the writes that are under way have ended.
 """
 
@@ -84,7 +84,7 @@ class Counter:
 
 @dataclass(eq=False)
 class Write:
-    """One page on its way."""
+    """A page that is in flight."""
 
     operation: Operation
     source: Region
@@ -149,7 +149,7 @@ class Peer:
         src_stride: int, dst_stride: int, src_offset: int = 0, dst_offset: int = 0, imm: int = 0,
         timeout: float = 0, after: None = None,
     ) -> Operation:  # fmt: skip
-        assert after is None, "there are no watched words here"
+        assert after is None, "these engines have no watched words"
         if not self.alive:
             raise PeerLost(f"{self.engine_id} is lost")
         if len(self.network.writes) >= self.network.max_queued:
@@ -186,7 +186,8 @@ class Engine:
         self.peer: Peer | None = None
         self.network: Network | None = None
         self.revoking: list[Callable[[], object]] | None = None
-        """With a list: what waits for writers to stop, as where NICs place the bytes."""
+        """If a list: calls that wait until writers have stopped, as with NICs that place the
+        bytes."""
 
     @property
     def peers(self) -> list[Peer]:
@@ -212,7 +213,7 @@ class Engine:
 
 
 class Network:
-    """Two engines and everything that is on its way between them.
+    """Two engines, and everything in flight between them.
 
     `landing` is called with each write just before its bytes are placed, `leaving` just before
     they are read.
@@ -235,7 +236,7 @@ class Network:
                 engine.handler.peer_up(engine.peer)
 
     def steps(self) -> list[Callable[[], None]]:
-        """What could happen next."""
+        """Returns the steps that can happen next."""
         steps: list[Callable[[], None]] = [
             lambda name=name: self._deliver_message(name)  # type: ignore[misc]
             for name, queue in self.messages.items()
@@ -265,7 +266,7 @@ class Network:
         write.operation.one_ended()
 
     def cancel(self, operation: Operation, error: KvxferError) -> None:
-        """Withdraws what is not under way; some writes may be, and are waited for."""
+        """Withdraws writes that are not under way, and waits for those that are."""
         if operation.done() or operation.error is not None:
             return
         operation.error = error
@@ -275,7 +276,7 @@ class Network:
                 operation.one_ended()
 
     def cut(self, by: Engine, error: KvxferError) -> None:
-        """The connection ends: nothing that is on its way lands, both sides hear of it."""
+        """Ends the connection: nothing in flight lands, and both sides learn of it."""
         for engine in self.engines.values():
             peer = engine.peer
             if peer is None or not peer.alive:
@@ -290,5 +291,5 @@ class Network:
             write.operation.one_ended()
 
     def lose(self, error: KvxferError) -> None:
-        """A cable is pulled."""
+        """Ends the connection as a pulled cable does."""
         self.cut(Engine("nobody"), error)

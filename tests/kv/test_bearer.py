@@ -1,5 +1,5 @@
-"""Bearer tickets: prefill keeps blocks for whichever decode worker comes; and blocks that decode
-has no use for."""
+"""Bearer tickets, which let prefill keep blocks for any decode worker; and the release of blocks
+that decode does not need."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def bearer(prefill: Worker, **more: Any) -> str:
     return sign_ticket(Ticket(**said | more), KEY)
 
 
-async def test_the_first_decode_worker_that_comes_has_the_blocks(
-    fabric: str, rng: random.Random
-) -> None:
+async def test_the_first_decode_worker_gets_the_blocks(fabric: str, rng: random.Random) -> None:
     async with (
         worker("p", fabric) as prefill,
         worker("d", fabric) as decode,
@@ -117,7 +115,7 @@ async def test_a_ticket_is_not_offered_for_another_prompt_and_stays_good(
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 @pytest.mark.parametrize("bears", [True, False])
-async def test_what_decode_releases_is_free_at_once(
+async def test_blocks_that_decode_releases_are_free_at_once(
     pair: tuple[Worker, Worker], first: str, bears: bool
 ) -> None:
     prefill, decode = pair
@@ -154,7 +152,7 @@ async def test_a_release_after_the_offer_changes_nothing(
 
 
 @pytest.mark.parametrize("bears", [True, False])
-async def test_what_decode_has_kept_outlives_its_lease(
+async def test_blocks_that_decode_keeps_outlive_their_lease(
     pair: tuple[Worker, Worker], rng: random.Random, bears: bool
 ) -> None:
     prefill, decode = pair
@@ -172,7 +170,7 @@ async def test_what_decode_has_kept_outlives_its_lease(
             assert await received == prefill.contents(hold.ids.tolist())
 
 
-async def test_what_is_kept_for_a_decode_worker_that_dies_is_free_at_once(fabric: str) -> None:
+async def test_blocks_kept_for_a_decode_worker_that_dies_are_free_at_once(fabric: str) -> None:
     async with worker("p", fabric) as prefill:
         ticket = bearer(prefill)
         with prefill.pool.hold(1) as hold:
@@ -186,7 +184,7 @@ async def test_what_is_kept_for_a_decode_worker_that_dies_is_free_at_once(fabric
         assert prefill.pool.num_free == NUM_BLOCKS
 
 
-async def test_what_is_kept_for_one_decode_worker_is_not_for_another(fabric: str) -> None:
+async def test_blocks_kept_for_one_decode_worker_are_not_given_to_another(fabric: str) -> None:
     async with (
         worker("p", fabric) as prefill,
         worker("d", fabric) as decode,
@@ -219,7 +217,7 @@ async def test_a_keep_without_a_time_changes_nothing(
         await asyncio.wait_for(kept.wait(), PATIENCE)
 
 
-async def test_a_keep_is_of_no_use_before_there_is_a_session_or_after_an_offer(
+async def test_a_keep_has_no_effect_before_there_is_a_session_or_after_an_offer(
     pair: tuple[Worker, Worker], rng: random.Random
 ) -> None:
     prefill, decode = pair

@@ -40,7 +40,7 @@ def test_an_offer_goes_through_its_states_and_comes_back() -> None:
 
 @pytest.mark.parametrize("error", [MemoryError, SystemError])
 @pytest.mark.parametrize("count_first", [True, False])
-def test_blocks_come_back_though_there_was_no_memory_for_it(
+def test_blocks_come_back_if_memory_runs_out_at_their_release(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception], count_first: bool
 ) -> None:
     pool = BlockPool(8)
@@ -68,7 +68,7 @@ def exhausted(_: object) -> None:
 
 
 @pytest.mark.parametrize("ask", [BlockPool.counts, lambda pool: pool.num_free])
-def test_blocks_come_back_though_there_was_no_memory_to_look_for_them(
+def test_blocks_come_back_if_memory_runs_out_while_they_are_collected(
     monkeypatch: pytest.MonkeyPatch, ask: Callable[[BlockPool], object]
 ) -> None:
     pool = BlockPool(8)
@@ -116,7 +116,7 @@ def test_blocks_come_back_when_the_body_raises() -> None:
     pool.check()
 
 
-def test_an_exhausted_pool_says_who_has_the_blocks_and_takes_none() -> None:
+def test_the_error_of_an_exhausted_pool_says_who_has_the_blocks() -> None:
     pool = BlockPool(4)
     with pool.hold(2), pool.offer(1):
         with pytest.raises(BlockPoolExhausted) as caught:
@@ -274,7 +274,8 @@ SIZE = 12
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any order of calls keeps every block in exactly one place, in a state the table allows."""
+    """Keeps every block in exactly one place, in a state that the table allows, in any order of
+    calls."""
 
     leases = Bundle("leases")
     holds = Bundle("holds")

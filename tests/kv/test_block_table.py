@@ -37,7 +37,7 @@ def test_a_table_survives_json_and_is_verified_after_it() -> None:
     {"imm": 65538},
     {"lease_seconds": 20.6},
 ], ids=lambda change: next(iter(change)))  # fmt: skip
-def test_whatever_is_changed_in_the_offer_is_noticed(change: dict[str, object]) -> None:
+def test_any_change_of_the_offer_is_noticed(change: dict[str, object]) -> None:
     table = block_table()
     offer = msgspec.structs.replace(table.offer, **change)
     with pytest.raises(TicketInvalid, match="its signature does not fit"):
@@ -47,7 +47,7 @@ def test_whatever_is_changed_in_the_offer_is_noticed(change: dict[str, object]) 
 @pytest.mark.parametrize(
     "change", [{"decode_id": "e"}, {"decode_epoch": 3}, {"mac": bytes(32)}, {"mac": b""}]
 )
-def test_whatever_is_changed_beside_the_offer_is_noticed(change: dict[str, object]) -> None:
+def test_any_change_beside_the_offer_is_noticed(change: dict[str, object]) -> None:
     with pytest.raises(TicketInvalid, match="its signature does not fit"):
         verify_block_table(msgspec.structs.replace(block_table(), **change), CLUSTER_KEY, now=0)
 
@@ -62,8 +62,8 @@ def test_a_ticket_of_another_cluster_is_refused() -> None:
         verify_block_table(block_table(ticket_key=OTHER_KEY), CLUSTER_KEY, now=0)
 
 
-def test_the_signature_of_a_ticket_is_none_of_a_table() -> None:
-    """Nor is the ticket key itself the key of tables."""
+def test_the_signature_of_a_ticket_is_not_valid_for_a_table() -> None:
+    """Nor is the ticket key valid as the key of tables."""
     table = block_table()
     keys = TicketKeys([CLUSTER_KEY])
     said = msgspec.msgpack.encode((table.offer, table.decode_id, table.decode_epoch))

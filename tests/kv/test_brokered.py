@@ -60,7 +60,7 @@ async def fleet(fabric: str) -> AsyncIterator[BrokeredPair]:
 
 
 async def waits(fleet: BrokeredPair, side: str, ticket: str) -> None:
-    """Until this side has come, and waits for the other."""
+    """Waits until this side has come, and waits for the other."""
     expectations = fleet.decode.endpoint._expected_offers
     if side == "prefill":
         await eventually(lambda: transfer_of(ticket) in expectations._expected)
@@ -69,13 +69,13 @@ async def waits(fleet: BrokeredPair, side: str, ticket: str) -> None:
 
 
 async def met(session: PrefillSession) -> None:
-    """Waits until prefill knows its decode worker, and so asks for the table."""
+    """Waits until prefill knows its decode worker, and therefore asks for the table."""
     await eventually(lambda: bool(session._met))
 
 
 @pytest_asyncio.fixture
 async def ask(fleet: BrokeredPair, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[asyncio.Event]:
-    """Prefill expects offers, and asks the control plane for them only once this is set."""
+    """An event: prefill expects offers, but asks the control plane for them only once it is set."""
     event = asyncio.Event()
     brokered = fleet.prefill.endpoint._brokered
     really = brokered._ask
@@ -90,7 +90,7 @@ async def ask(fleet: BrokeredPair, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
 
 
 async def told(session: PrefillSession | DecodeSession) -> KvxferError:
-    """The error of a session, which it has soon."""
+    """Returns the error of a session, which ends soon."""
     with pytest.raises(KvxferError) as caught:
         await asyncio.wait_for(session.wait(), PATIENCE)
     return caught.value
@@ -100,7 +100,7 @@ async def told(session: PrefillSession | DecodeSession) -> KvxferError:
 async def test_the_cache_arrives_whichever_side_comes_first(
     fleet: BrokeredPair, rng: random.Random, first: str
 ) -> None:
-    for _ in range(3):  # not connected, then connected
+    for _ in range(3):  # first unconnected, then connected
         ticket = await fleet.ticket()
         steps = [fleet.send(ticket, rng, 5), fleet.receive(ticket, 5)]
         if first == "decode":
@@ -132,7 +132,7 @@ async def test_prefill_dials_and_decode_does_not(
     assert isinstance(await told(receiver), TransferCancelled)
 
 
-async def test_many_at_once_get_each_their_own_blocks(
+async def test_many_transfers_at_once_get_their_own_blocks(
     fleet: BrokeredPair, rng: random.Random
 ) -> None:
     tickets = [await fleet.ticket() for _ in range(8)]
@@ -156,7 +156,7 @@ async def test_decode_that_is_aborted_while_it_waits_for_prefill_leaves_nothing(
         await decoding
     assert fleet.all_free()
     assert not len(fleet.decode.endpoint._expected_offers)
-    # The ticket is as good as before.
+    # The ticket is still valid.
     sent, received = await asyncio.gather(fleet.send(ticket, rng), fleet.receive(ticket))
     assert sent == received
 
@@ -173,7 +173,7 @@ async def test_prefill_that_is_aborted_while_it_waits_for_the_table_leaves_nothi
     assert fleet.all_free()
     await eventually(lambda: not fleet.server.registry._arrivals._waiting)
     assert not fleet.prefill.endpoint._brokered._tasks
-    # Decode, which comes later, is told at once, and takes no block.
+    # Decode, which comes later, learns of it at once, and takes no block.
     expected = fleet.decode.endpoint._expected_offers._expected[transfer_of(ticket)]
     await eventually(lambda: expected.error is not None)
     with pytest.raises(TransferCancelled, match="cancelled by prefill worker 'p': changed my mind"):
@@ -235,7 +235,7 @@ async def test_a_transfer_that_is_released_ends_both_sides(
 # --- one side dies ---------------------------------------------------------------------------
 
 
-async def test_prefill_is_told_when_decode_dies_while_it_waits_for_the_table(
+async def test_prefill_fails_when_decode_dies_while_it_waits_for_the_table(
     fleet: BrokeredPair,
 ) -> None:
     sender = await fleet.begin_prefill(await fleet.ticket())
@@ -246,7 +246,7 @@ async def test_prefill_is_told_when_decode_dies_while_it_waits_for_the_table(
 
 
 @pytest.mark.usefixtures("ask")
-async def test_decode_is_told_when_prefill_dies_before_it_took_the_offer(
+async def test_decode_fails_when_prefill_dies_before_it_took_the_offer(
     fleet: BrokeredPair,
 ) -> None:
     ticket = await fleet.ticket()
@@ -258,7 +258,7 @@ async def test_decode_is_told_when_prefill_dies_before_it_took_the_offer(
     assert fleet.all_free()
 
 
-async def test_decode_that_comes_after_prefill_has_died_is_told_at_once(
+async def test_decode_that_comes_after_prefill_has_died_fails_at_once(
     fleet: BrokeredPair,
 ) -> None:
     ticket = await fleet.ticket()
@@ -273,7 +273,7 @@ async def test_decode_that_comes_after_prefill_has_died_is_told_at_once(
         await asyncio.wait_for(fleet.begin_decode(ticket), PATIENCE)
 
 
-async def test_prefill_is_told_when_decode_is_gone_before_it_comes(
+async def test_prefill_fails_if_decode_has_ended_before_it_comes(
     fleet: BrokeredPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvxfer.kv.prefill_session._CAUSE_SECONDS", 0)
@@ -292,18 +292,18 @@ async def test_an_endpoint_that_closes_ends_every_wait(fleet: BrokeredPair) -> N
         await asyncio.wait_for(waiting, PATIENCE)
 
 
-async def test_decode_is_told_when_the_endpoint_of_prefill_closes(fleet: BrokeredPair) -> None:
+async def test_decode_fails_when_the_endpoint_of_prefill_closes(fleet: BrokeredPair) -> None:
     ticket = await fleet.ticket()
     sender = await fleet.begin_prefill(ticket)
     await met(sender)
     await fleet.prefill.endpoint.close()
     assert "instance 'p' closes" in str(await told(sender))
     with pytest.raises(TransferCancelled, match="instance 'p' closes"):
-        # Before CANCEL is here there is a session, which hears of it.
+        # If CANCEL has not arrived yet, there is a session, which then receives it.
         await asyncio.wait_for((await fleet.begin_decode(ticket)).wait(), PATIENCE)
 
 
-# --- what does not fit together --------------------------------------------------------------
+# --- sides that do not fit together ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("altered", ["imm", "blocks", "another transfer"])
@@ -356,7 +356,7 @@ async def test_prefill_that_is_sent_to_another_decode_worker_does_not_ask(
     ],
     ids=lambda change: next(iter(change)) if isinstance(change, dict) else "",
 )
-async def test_decode_refuses_a_prefill_worker_whose_ticket_is_not_for_them(
+async def test_decode_refuses_a_prefill_worker_whose_ticket_is_not_for_both(
     fleet: BrokeredPair, change: dict[str, Any], said: str
 ) -> None:
     good = await fleet.ticket()
@@ -372,7 +372,7 @@ async def test_decode_refuses_a_prefill_worker_whose_ticket_is_not_for_them(
     assert not fleet.decode.endpoint._expected_offers._expected.get(transfer_of(good))
 
 
-async def test_two_decode_requests_with_one_ticket_are_one_too_many(fleet: BrokeredPair) -> None:
+async def test_a_second_decode_request_with_one_ticket_is_refused(fleet: BrokeredPair) -> None:
     ticket = await fleet.ticket()
     first = asyncio.create_task(fleet.begin_decode(ticket))
     await waits(fleet, "decode", ticket)
@@ -385,7 +385,7 @@ async def test_two_decode_requests_with_one_ticket_are_one_too_many(fleet: Broke
 
 
 async def dial_at_once(fleet: BrokeredPair) -> None:
-    """Until both are connected twice: where one is faster there is one connection."""
+    """Connects both twice. Dials again if one dial was so fast that there is one connection."""
     prefill, decode = fleet.prefill.engine, fleet.decode.engine
 
     def apart() -> bool:
@@ -398,7 +398,7 @@ async def dial_at_once(fleet: BrokeredPair) -> None:
             prefill.connect(decode.address, timeout=PATIENCE),
             decode.connect(prefill.address, timeout=PATIENCE),
         )
-        # The side that was dialled may hear of it a little later than the one that dialled.
+        # The dialed side may see a connection a little later than the side that dialed.
         with contextlib.suppress(TimeoutError):
             await eventually(
                 lambda: len(prefill.peers) == len(decode.peers) == 2, 0.02, pause=0.001
@@ -407,7 +407,7 @@ async def dial_at_once(fleet: BrokeredPair) -> None:
         await eventually(apart)
 
 
-async def test_it_works_over_the_right_one_of_two_connections(
+async def test_transfers_use_the_right_one_of_two_connections(
     fleet: BrokeredPair, rng: random.Random
 ) -> None:
     await dial_at_once(fleet)
@@ -454,7 +454,7 @@ async def test_a_pool_without_room_leaves_the_ticket_good(
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-async def test_a_direct_offer_is_taken_by_a_prefill_worker_that_was_told_otherwise(
+async def test_a_prefill_worker_that_expects_a_brokered_offer_takes_a_direct_one(
     fleet: BrokeredPair, rng: random.Random, first: str
 ) -> None:
     address = fleet.prefill.engine.address
@@ -494,7 +494,7 @@ async def test_an_endpoint_without_a_control_plane_says_so(fabric: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_a_control_plane_that_is_away_is_the_error(
+async def test_an_unavailable_control_plane_is_the_error(
     fleet: BrokeredPair, rng: random.Random, side: str
 ) -> None:
     await fleet.connect(rng)
@@ -508,14 +508,14 @@ async def test_a_control_plane_that_is_away_is_the_error(
         error = await told(await fleet.begin_decode(ticket, lease_seconds=0.5))
         assert isinstance(await told(sender), TransferCancelled)
     assert fleet.all_free()
-    # Tried until the lease ends, which may come first by a moment.
+    # Prefill and decode retry until the lease ends, which may come first by a moment.
     assert isinstance(error, ControlPlaneUnavailable | LeaseExpired)
 
 
-# --- everything at random --------------------------------------------------------------------
+# --- random ends -----------------------------------------------------------------------------
 
 
-async def test_whatever_is_given_up_and_when_nothing_is_left(
+async def test_no_block_stays_in_use_whichever_side_gives_up_and_when(
     fleet: BrokeredPair, rng: random.Random
 ) -> None:
     outcomes = set()
@@ -536,10 +536,11 @@ async def test_whatever_is_given_up_and_when_nothing_is_left(
         await turns(rng, 500)
         match rng.randrange(4):
             case 0:
-                if rng.choice(tasks).cancel():  # unless it was through already
+                if rng.choice(tasks).cancel():  # unless it has ended already
                     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                     await turns(rng, 1000)
-                    # A side that lost the other before they met hears nothing: a router tells it.
+                    # A side that lost the other before they met learns nothing; a router cancels
+                    # it.
                     for task in tasks:
                         task.cancel()
             case 1:

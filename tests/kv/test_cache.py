@@ -94,7 +94,7 @@ def test_a_plane_that_leaves_its_region_is_named(
         KvCache(LAYOUT, num_blocks, planes)
 
 
-def test_a_cache_says_on_which_gpu_planes_of_it_are() -> None:
+def test_a_cache_names_the_gpu_of_its_planes() -> None:
     host: Any = _Region()
     device: Any = _Region(gpu=3)
     planes = [[KvPlane(host, 0, PART), KvPlane(region, 0, PART)] for region in (host, device)]

@@ -57,7 +57,9 @@ async def test_one_side_that_wants_checksums_is_enough(
     assert [checksum and checksum.blocks for checksum in checksums] == [1, 5]
 
 
-async def test_without_them_none_is_made(pair: tuple[Worker, Worker], rng: random.Random) -> None:
+async def test_without_checksums_none_is_computed(
+    pair: tuple[Worker, Worker], rng: random.Random
+) -> None:
     p, d = pair
     ticket = make_ticket(p, d)
     await asyncio.gather(send(p, ticket, 2, rng), receive(p, d, ticket, 2))
@@ -93,7 +95,7 @@ async def test_every_layout_has_the_same_sum_on_both_sides(
 
 
 async def damaged(p: Worker, d: Worker, rng: random.Random, bit: int) -> BaseException:
-    """Decode's error after one bit of a transfer is flipped in its memory."""
+    """Flips a bit of a transfer in decode's memory; returns decode's error."""
     ticket = make_ticket(p, d)
     with p.pool.hold(4) as hold:
         p.fill(hold.ids.tolist(), rng)
@@ -120,7 +122,7 @@ async def test_a_damaged_block_is_found_and_not_used(fabric: str, rng: random.Ra
             assert isinstance(error, ChecksumMismatch)
             assert "what 'p' wrote has the checksum" in str(error)
             assert d.pool.num_free == d.pool.num_blocks
-        # The pair goes on.
+        # The next transfer of the pair succeeds.
         ticket = make_ticket(p, d)
         ours, theirs = await asyncio.gather(send(p, ticket, 3, rng), receive(p, d, ticket, 3))
         assert ours == theirs
@@ -136,7 +138,7 @@ async def test_a_damaged_block_is_found_and_not_used(fabric: str, rng: random.Ra
     ],
     ids=str,
 )
-async def test_a_checksum_that_cannot_be_is_refused(
+async def test_an_invalid_checksum_is_refused(
     fabric: str,
     rng: random.Random,
     change: dict[str, Any],

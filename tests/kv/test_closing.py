@@ -1,4 +1,4 @@
-"""An endpoint that closes while writers are still being asked to stop."""
+"""An endpoint that closes while its peers are still to stop writing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .pair import POOL, Pair
 
 
 async def test_an_endpoint_has_closed_when_nothing_can_land_in_blocks_of_failed_sessions() -> None:
-    """Where NICs place the bytes, a lost peer's blocks are free only when that has stopped."""
+    """A lost peer's blocks are free only after NICs that place its bytes have stopped."""
     pair = Pair()
     async with pair.prefill.endpoint, pair.decode.endpoint:
         pair.meet()

@@ -78,14 +78,12 @@ def test_only_layers_that_the_writer_has_are_granted() -> None:
         ({"block_strides": ((8, 7),) * 2}, "the blocks of a plane overlap"),
     ],
 )
-def test_a_hello_that_cannot_be_used_is_refused_by_name(
-    changes: dict[str, Any], named: str
-) -> None:
+def test_the_error_names_what_is_wrong_with_a_hello(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ProtocolError, match=named):
         check_hello(hello(**changes))
 
 
-async def test_a_later_hello_may_bring_another_epoch_only() -> None:
+async def test_a_later_hello_may_change_the_epoch_only() -> None:
     connection = connection_with(allocated("p", 3))
     with pytest.raises(ProtocolError, match="before its HELLO"):
         _ = connection.hello
@@ -104,7 +102,7 @@ async def test_a_later_hello_may_bring_another_epoch_only() -> None:
             connection.greet(hello(**changes))
 
 
-async def test_whoever_waits_for_a_hello_hears_that_the_peer_is_lost() -> None:
+async def test_a_wait_for_a_hello_ends_when_the_peer_is_lost() -> None:
     connection = connection_with(allocated("p", 3))
     connection.lose(PeerLost("gone"))
     with pytest.raises(PeerLost, match="gone"):

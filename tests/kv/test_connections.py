@@ -15,7 +15,7 @@ LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_size=4, dtype="uint8", bloc
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_meeting_a_peer_is_given_up_also_where_its_hello_has_just_come(turns: int) -> None:
+async def test_meeting_a_peer_can_be_cancelled_even_if_its_hello_has_just_come(turns: int) -> None:
     prefill, decode = Side("prefill", LAYOUT), Side("decode", LAYOUT)
     network = Network(prefill.engine, decode.engine)
     async with prefill.endpoint, decode.endpoint:

@@ -101,7 +101,7 @@ async def test_many_transfers_at_once_do_not_mix(
         blocks = choices.randint(1, 4)
         ticket = make_ticket(prefill, decode)
         fault = choices.random() < 0.4
-        # A side that is cancelled before it says anything leaves the other to its lease.
+        # If a side is cancelled before it sends anything, only the lease ends the other.
         lease = 1.0 if fault else None
         async with room:
             receiving = asyncio.create_task(
@@ -190,7 +190,7 @@ async def test_a_lease_ends_the_wait_for_layers(pair: tuple[Worker, Worker]) -> 
             await asyncio.wait_for(session.wait(), PATIENCE)
 
 
-async def test_complete_blocks_that_nobody_takes_come_back_with_the_lease(
+async def test_complete_blocks_that_are_not_taken_come_back_when_the_lease_ends(
     pair: tuple[Worker, Worker], rng: random.Random
 ) -> None:
     prefill, decode = pair
@@ -232,7 +232,7 @@ async def test_a_cancelled_task_leaves_no_block_behind(
 
 
 @pytest.mark.parametrize("lost", ["prefill", "decode"])
-async def test_a_peer_that_closes_in_mid_transfer_is_an_error_of_the_other(
+async def test_a_peer_that_closes_in_mid_transfer_fails_the_other_side(
     fabric: str, lost: str
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -248,7 +248,7 @@ async def test_a_peer_that_closes_in_mid_transfer_is_an_error_of_the_other(
             sender.write_layer(0)
             await accepted(receiver)
             await workers[lost].engine.close()
-            # By its connection, and not by the heartbeats that are missed later.
+            # The connection's end is the cause, not the heartbeats that are missed later.
             if lost == "prefill":
                 with pytest.raises(PeerLost) as caught:
                     await receiver.wait()

@@ -36,8 +36,9 @@ MLA = KvLayout(num_layers=6, num_kv_heads=1, head_size=64, dtype="uint8", block_
 async def transfer(
     prefill: Worker, decode: Worker, tokens: int, rng: random.Random, first_block: int = 0
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """What a prompt's blocks held at prefill and hold at decode, token by token from `first_block`
-    of decode on and as far as both have room; no other block of decode has changed."""
+    """Moves a prompt. Returns what its blocks held at prefill and hold at decode, by token from
+    `first_block` of decode on as far as both have room; checks that no other block of decode has
+    changed."""
     ticket = make_ticket(prefill, decode)
     ours, theirs = prefill.cache.layout, decode.cache.layout
     everything = range(decode.pool.num_blocks)
@@ -71,7 +72,7 @@ async def sent_by(
 ) -> np.ndarray[Any, Any]:
     with prefill.pool.hold(num_blocks) as hold:
         table = hold.ids.tolist()
-    # The blocks on top of the pool are those that send() takes again.
+    # send() takes these blocks again, as they are on top of the pool.
     await send(prefill, ticket, num_blocks, rng)
     return heads_by_token(prefill.cache, table)
 
@@ -112,7 +113,7 @@ async def test_every_token_gets_to_its_place(
 @pytest.mark.parametrize(
     ("prefill", "decode"), [(4, 4), (8, 2), (2, 8), (6, 4), (4, 6)], ids=lambda size: f"b{size}"
 )
-async def test_blocks_that_decode_has_already_are_left_out(
+async def test_blocks_that_decode_already_has_are_left_out(
     fabric: str, rng: random.Random, prefill: int, decode: int
 ) -> None:
     ours = dataclasses.replace(LAYOUT, block_size=prefill)
@@ -162,7 +163,7 @@ async def test_heads_in_memory_of_a_gpu_are_not_reordered_on_the_host(
         np.testing.assert_array_equal(*await transfer(p, d, 11, rng))
 
 
-async def test_blocks_that_no_prompt_takes_on_both_sides_are_refused(
+async def test_numbers_of_blocks_that_no_prompt_has_on_both_sides_are_refused(
     fabric: str, rng: random.Random
 ) -> None:
     theirs = dataclasses.replace(LAYOUT, block_size=8)
@@ -179,7 +180,7 @@ async def test_blocks_that_no_prompt_takes_on_both_sides_are_refused(
 
 
 class SlowPermute:
-    """A permutation that takes until the test lets it go on, and may fail then."""
+    """A permutation that waits for the test, and then may fail."""
 
     def __init__(self) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
@@ -218,7 +219,7 @@ async def test_blocks_are_neither_taken_nor_freed_while_their_heads_are_reordere
                 await eventually(lambda: receiver.state is DecodeState.CANCELLED)
             elif end == "failed":
                 permute.error = RuntimeError("the device is gone")
-        # That prefill is gone changes nothing.
+        # The end of prefill changes nothing.
         await eventually(lambda: not list(d.endpoint._connections))
         assert not waiting.done()
         assert d.pool.counts()[BlockState.RECEIVING] == 3

@@ -45,7 +45,7 @@ async def test_the_ranks_of_a_transfer_are_taken_together() -> None:
     assert len(offers) == 0
 
 
-async def test_the_bound_is_per_peer_and_counts_what_waits() -> None:
+async def test_the_bound_is_per_peer_and_counts_waiting_offers() -> None:
     offers = EarlyOffers(2, loop_clock())
     first, second = _pair("a"), _pair("b")
     for transfer_id in ("1", "2"):

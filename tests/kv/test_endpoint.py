@@ -42,7 +42,7 @@ from .workers import (
 pytestmark = pytest.mark.native
 
 
-async def test_an_endpoint_that_closes_cancels_its_transfers_and_says_so(fabric: str) -> None:
+async def test_an_endpoint_that_closes_cancels_its_transfers_with_that_reason(fabric: str) -> None:
     async with worker("p", fabric) as prefill, worker("d", fabric) as decode:
         ticket = make_ticket(prefill, decode)
         waiting = make_ticket(prefill, decode)
@@ -132,13 +132,13 @@ async def test_prefill_refuses_an_offer_whose_ticket_is_not_for_it(
         await asyncio.wait_for(receiver.wait(), PATIENCE)
     assert decode.pool.num_free == NUM_BLOCKS
     monkeypatch.undo()
-    # What was refused has not used up the right ticket.
+    # A refused ticket does not use up the right one.
     with prefill.pool.hold(1) as hold:
         async with prefill.endpoint.prefill_session(sign_ticket(good, KEY), hold):
             pass
 
 
-async def test_a_ticket_is_good_for_one_transfer(
+async def test_a_ticket_is_valid_for_one_transfer(
     pair: tuple[Worker, Worker], rng: random.Random
 ) -> None:
     prefill, decode = pair
@@ -159,7 +159,7 @@ async def test_a_ticket_is_good_for_one_transfer(
 async def test_a_ticket_that_was_used_takes_no_counter(
     fabric: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where NICs place the bytes, giving one back would hold the event loop up."""
+    """Releasing a counter would block the event loop if NICs place the bytes."""
     async with worker("p", fabric) as prefill, worker("d", fabric) as decode:
         ticket = make_ticket(prefill, decode)
         first = await decode.endpoint.decode_session(ticket, prefill.engine.address, 3)
@@ -184,7 +184,7 @@ async def test_layouts_that_differ_are_refused_by_name_before_a_block_is_taken(
         assert decode.pool.num_free == NUM_BLOCKS
 
 
-async def test_a_new_epoch_is_told_to_peers_and_old_tickets_are_refused(
+async def test_a_new_epoch_is_sent_to_peers_and_old_tickets_are_refused(
     pair: tuple[Worker, Worker], rng: random.Random
 ) -> None:
     prefill, decode = pair
@@ -201,7 +201,7 @@ async def test_a_new_epoch_is_told_to_peers_and_old_tickets_are_refused(
     assert received == sent
 
 
-async def test_a_peer_that_talks_nonsense_is_cut_off(
+async def test_a_peer_that_sends_invalid_messages_is_disconnected(
     pair: tuple[Worker, Worker],
 ) -> None:
     prefill, decode = pair
@@ -217,7 +217,7 @@ async def test_a_peer_that_talks_nonsense_is_cut_off(
     await fresh.cancel("only looking")
 
 
-async def test_nobody_at_the_address_is_an_error_and_takes_no_block(
+async def test_an_address_without_an_engine_is_an_error_and_takes_no_block(
     pair: tuple[Worker, Worker], fabric: str
 ) -> None:
     prefill, decode = pair

@@ -1,4 +1,4 @@
-"""The ranks of an instance have its epoch from the first one."""
+"""The ranks of an instance take its epoch from the first rank."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ async def test_an_epoch_of_another_instance_is_not_taken(fabric: str) -> None:
         assert second.endpoint.epoch == 0
 
 
-async def test_who_dials_with_the_id_of_the_instance_gives_it_no_epoch(fabric: str) -> None:
+async def test_an_engine_that_connects_with_the_id_of_the_instance_does_not_set_its_epoch(
+    fabric: str,
+) -> None:
     async with (
         worker("second", fabric, instance_id="p", epoch=2) as second,
         worker("stranger", fabric, instance_id="p", epoch=9) as stranger,

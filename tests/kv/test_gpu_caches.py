@@ -1,4 +1,4 @@
-"""KV caches in memory of a GPU, on the double of a CUDA driver or on a GPU."""
+"""KV caches in GPU memory, on the double of a CUDA driver or on a GPU."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ Table = list[list[int]]
 
 @pytest.fixture(autouse=True)
 def causes_are_waited_for() -> None:
-    """The errors here are causes themselves."""
+    """Overrides the fixture of conftest.py, as the errors here are causes themselves."""
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "checked"])
@@ -132,7 +132,7 @@ async def test_a_block_that_prefill_does_not_have_is_refused_by_name(
     session = await prefill.endpoint.prefill_session(ticket, ours)
     if offered == "before":
         await eventually(lambda: session.fabric is not None)
-        session.write_layer(0)  # of the group that has it
+        session.write_layer(0)  # a layer of the group that has the block
         with pytest.raises(ProtocolError, match=named):
             session.write_layer(1)
     else:
@@ -179,7 +179,8 @@ def test_groups_and_their_block_size_are_equal_on_both_sides(field: str, value: 
 
 
 async def test_heads_are_put_in_order_on_the_way(fabric: str, rng: random.Random) -> None:
-    """Afterwards it would change all layers of a block, and some belong to other groups."""
+    """Reordering heads afterwards would change all layers of a block, and some belong to other
+    groups."""
     other: KvLayout = dataclasses.replace(GROUPED, order="HND")
     async with (
         worker("prefill", fabric, layout=GROUPED) as prefill,
@@ -202,6 +203,6 @@ async def test_heads_are_put_in_order_on_the_way(fabric: str, rng: random.Random
 
 
 @pytest.mark.parametrize("groups", [(0, 1), (0, 2) * 3, (-1, 0) * 3, (0, "1") * 3])
-def test_layer_groups_that_cannot_be_are_refused(groups: tuple[int, ...]) -> None:
+def test_invalid_layer_groups_are_refused(groups: tuple[int, ...]) -> None:
     with pytest.raises(InvalidArgument, match=r"KvLayout\.layer_groups is"):
         dataclasses.replace(LAYOUT, layer_groups=groups)

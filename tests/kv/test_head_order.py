@@ -40,7 +40,7 @@ def test_blocks_change_their_order_and_no_others_do(
         assert (now[[6, 1, 3]] != was[[6, 1, 3]]).any()
 
 
-def test_what_lies_between_the_blocks_of_a_plane_stays(rng: random.Random) -> None:
+def test_bytes_between_the_blocks_of_a_plane_do_not_change(rng: random.Random) -> None:
     layout = dataclasses.replace(LAYOUT, num_layers=1, kv="interleaved", order="HND")
     engine: Any = Engine("e")
     gap, size = 16, layout.block_bytes

@@ -1,4 +1,4 @@
-"""Random orders of everything that can happen in a transfer, over engines that the test steers."""
+"""Random orders of all events of a transfer, over engines that the test steers."""
 
 from __future__ import annotations
 
@@ -58,14 +58,15 @@ class Round:
             Ticket("t", "r", "prefill", 1, "decode", 1, self.prefill.endpoint.clock.unix() + 60),
             KEY,
         )
-        # A task that is cancelled before it runs leaves it at that.
+        # A task that is cancelled before it runs keeps this outcome.
         self.outcomes: dict[str, object] = dict.fromkeys(("prefill", "decode"), "task cancelled")
         self.sent = self.received = b""
         self.prefill_session: Any = None
         self.decode_session: Any = None
 
     def check_landing(self, write: Write) -> None:
-        """No byte lands in, or is read from, a block that its pool may give to another request."""
+        """Checks that no byte lands in, or is read from, a block that its pool may give to another
+        request."""
         target = self.decode.pool.state(self.decode.block_of(write.destination, write.dst))
         assert target in (BlockState.OFFERED, BlockState.RECEIVING)
         source = self.prefill.pool.state(self.prefill.block_of(write.source, write.src))
@@ -83,7 +84,7 @@ class Round:
             async with self.prefill.endpoint.prefill_session(self.ticket, hold) as session:
                 self.prefill_session = session
                 if self.rng.random() < 0.5:
-                    hold.release()  # takes effect when nothing is read any more
+                    hold.release()  # takes effect when no read is under way
                 layers = list(range(LAYERS))
                 self.rng.shuffle(layers)
                 for layer in layers:
@@ -144,7 +145,7 @@ class Round:
                 steps = self.network.steps()
                 if steps and self.rng.random() < 0.7:
                     self.rng.choice(steps)()
-                # What a thread does takes its time, and no steps.
+                # The work of a thread takes time, but no steps.
                 await passes(0.001 if self.permuting() and not steps else 0)
                 alone = [name for name, task in tasks.items() if task.done()]
                 if len(alone) == 2 and not self.network.steps():
@@ -159,7 +160,7 @@ class Round:
         self.check()
 
     def end_a_wait_that_only_its_lease_ends(self) -> None:
-        """A side whose partner never came to an OFFER or a session can only learn by its lease."""
+        """Ends the lease of a side whose partner never sent an OFFER or came to a session."""
         waiting = self.prefill_session
         if waiting is not None and waiting.state is PrefillState.WAITING and self.network_idle():
             waiting._lease_over()

@@ -1,4 +1,4 @@
-"""Transfers of caches in which a KV cache group has blocks of more tokens than the others (Gemma
+"""Transfers of caches with a KV cache group whose blocks have more tokens than the others (Gemma
 4): such a block stands in the last of the entries that it takes in its block table."""
 
 from __future__ import annotations

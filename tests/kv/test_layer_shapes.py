@@ -1,5 +1,5 @@
-"""Transfers between caches whose layers keep different things, as those of sparse MLA with its
-indexer and a draft model do."""
+"""Transfers between caches whose layers differ in shape, such as those of sparse MLA with its
+indexer, and of a draft model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_sizes_are_those_of_each_layer() -> None:
 
 
 def test_ranks_share_the_layers_of_each_shape() -> None:
-    """Latent vectors are whole on every rank, which take turns; heads are split."""
+    """Latent vectors are whole on every rank, and ranks take turns; heads are split."""
     prefill, decode = dataclasses.replace(LAYOUT, tp_size=2), LAYOUT
     assert sources(prefill, decode) == (0, 1)
     assert [layers_between(prefill.of_rank(rank), decode) for rank in (0, 1)] == [
@@ -94,7 +94,7 @@ def test_heads_are_put_in_order_on_the_way() -> None:
         (dataclasses.replace(LAYOUT, shapes=(), layer_shapes=()), "layer_shapes is"),
     ],
 )
-def test_other_shapes_are_refused_by_the_field(other: KvLayout, field: str) -> None:
+def test_the_error_names_the_field_in_which_shapes_differ(other: KvLayout, field: str) -> None:
     with pytest.raises(LayoutMismatch, match=field):
         plan_transfer(LAYOUT, other)
 
@@ -115,16 +115,16 @@ def test_other_shapes_are_refused_by_the_field(other: KvLayout, field: str) -> N
         ({"shapes": (dataclasses.replace(LARGE, block_size=6), DRAFT)}, "block_size 6; pass a mu"),
         ({"shapes": (dataclasses.replace(LARGE, block_size=-4), DRAFT)}, "block_size is -4"),
         ({"shapes": (dataclasses.replace(LARGE, block_size="8"), DRAFT)}, "block_size is '8'"),
-        ({"shapes": (STATE, DRAFT), "layer_groups": (0, 1, 0, 1, 2)}, "or 0 for that, as for eve"),
+        ({"shapes": (STATE, DRAFT), "layer_groups": (0, 1, 0, 1, 2)}, "or 0 for the same, and 0"),
     ],
 )
-def test_shapes_that_cannot_be_are_refused(fields: dict[str, Any], named: str) -> None:
+def test_invalid_shapes_are_refused(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidArgument, match=named):
         dataclasses.replace(LAYOUT, **fields)
 
 
-def test_large_layouts_of_a_peer_take_no_more_than_their_size() -> None:
-    """What took the square of it would take minutes."""
+def test_the_check_of_a_large_layout_takes_linear_time() -> None:
+    """If the check took quadratic time, it would take minutes."""
     most = 1 << 16
     changes = {"num_layers": most, "layer_groups": (0, 1) * (most // 2)}
     layout = dataclasses.replace(LAYOUT, layer_shapes=(0, 1, 0, 2) * (most // 4), **changes)

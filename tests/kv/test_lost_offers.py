@@ -32,7 +32,8 @@ def test_a_lost_offer_is_known_by_its_engine_until_its_ticket_expires() -> None:
 async def offer_that_is_lost(
     prefill: Worker, decode: Worker, ticket: str, monkeypatch: pytest.MonkeyPatch
 ) -> Connection:
-    """The connection that was lost with it: decode has heard of that, prefill may not have."""
+    """Loses decode's connection with its OFFER, and returns it. Prefill may not know of the loss
+    yet."""
     monkeypatch.setattr(prefill.endpoint._prefill_side, "offer", lambda *_: None)
     receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
     [inbound] = receiver._inbounds
@@ -42,7 +43,7 @@ async def offer_that_is_lost(
     return inbound.connection
 
 
-async def test_a_lost_offer_is_told_over_the_next_connection(
+async def test_a_lost_offer_is_reported_over_the_next_connection(
     pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = pair
@@ -60,7 +61,7 @@ async def test_a_lost_offer_is_told_over_the_next_connection(
         await prefill.endpoint.prefill_session(ticket, hold)
 
 
-async def test_a_lost_offer_is_told_over_another_connection_and_once_is_enough(
+async def test_a_lost_offer_is_reported_once_over_another_connection(
     pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = pair

@@ -86,7 +86,7 @@ def test_messages_are_frozen() -> None:
         b"\x91" * 100_000,
     ],
 )
-def test_what_is_no_message_is_refused_by_name(data: bytes) -> None:
+def test_data_that_is_not_a_message_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="not of the KV protocol"):
         decode(data)
 

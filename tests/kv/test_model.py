@@ -1,4 +1,4 @@
-"""Transfers between caches of one model, of two, and of one that was updated meanwhile."""
+"""Transfers between caches of one model, of two models, and of one that was updated meanwhile."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def but(**changes: Any) -> ModelIdentity:
 
 
 async def refused(prefill: Worker, decode: Worker, rng: random.Random) -> str:
-    """What decode says of a transfer; prefill's side of it fails too, and moves nothing."""
+    """Returns decode's error of a transfer, which also fails at prefill, and moves nothing."""
     ticket = make_ticket(prefill, decode)
     with prefill.pool.hold(2) as hold:
         session = await prefill.endpoint.prefill_session(ticket, hold, lease_seconds=PATIENCE)
@@ -60,7 +60,7 @@ async def test_equal_models_exchange_their_caches(fabric: str, rng: random.Rando
 
 
 @pytest.mark.parametrize("field", FIELDS)
-async def test_what_differs_is_refused_by_name_with_both_values(
+async def test_the_error_names_what_differs_with_both_values(
     field: str, rng: random.Random
 ) -> None:
     other = but(**{field: 2 if field == "weights_version" else "other"})
@@ -73,7 +73,7 @@ async def test_what_differs_is_refused_by_name_with_both_values(
         assert f"{field} is {ours!r} at prefill and {theirs!r} at decode" in said
 
 
-async def test_prefill_refuses_as_well_where_decode_does_not_look(
+async def test_prefill_refuses_even_if_decode_does_not_check(
     rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with (
@@ -91,7 +91,7 @@ async def test_prefill_refuses_as_well_where_decode_does_not_look(
         assert "checkpoint is" in said
 
 
-async def test_an_update_of_weights_ends_what_was_computed_before(rng: random.Random) -> None:
+async def test_an_update_of_weights_ends_transfers_computed_before(rng: random.Random) -> None:
     async with (
         worker("p", "local", model=MODEL) as prefill,
         worker("d", "local", model=MODEL) as decode,
@@ -145,7 +145,8 @@ async def test_another_adapter_is_refused_before_a_byte_moves(
 async def test_a_side_of_version_7_is_served_and_named(
     old: str, rng: random.Random, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A rolling upgrade: the other side tells neither its model nor a range of versions."""
+    """Simulates a rolling upgrade: the other side reports neither its model nor a range of
+    versions."""
     told = connections.hello_from
 
     def as_before(cache: Any, identity: Any, *, checksums: bool = False) -> Any:
@@ -165,4 +166,4 @@ async def test_a_side_of_version_7_is_served_and_named(
             send(prefill, ticket, 3, rng), receive(prefill, decode, ticket, 3)
         )
         assert sent == received
-    assert f"instance {old!r} does not tell which model its KV cache is of" in caplog.text
+    assert f"instance {old!r} does not report the model of its KV cache" in caplog.text

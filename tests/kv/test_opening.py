@@ -1,4 +1,4 @@
-"""How sessions are begun, given up and taken: what a caller may write, and what goes wrong."""
+"""The opening, cancelling and taking of sessions: what a caller may write, and what fails."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def transfer(pair: Pair, sender: Any) -> None:
     await pair.settle()
 
 
-async def test_a_session_is_entered_as_it_is_returned(pair: Pair) -> None:
+async def test_a_session_can_be_entered_without_await(pair: Pair) -> None:
     with pair.prefill.pool.hold(2) as hold:
         async with (
             decoding(pair) as receiver,
@@ -73,7 +73,7 @@ async def test_a_session_is_awaited_in_a_task_too(pair: Pair) -> None:
         assert receiver.transfer_id == "t"
 
 
-async def test_a_session_that_is_neither_awaited_nor_entered_is_told_by_python(pair: Pair) -> None:
+async def test_python_warns_of_a_session_that_is_neither_awaited_nor_entered(pair: Pair) -> None:
     with pytest.warns(RuntimeWarning, match=r"KvEndpoint\.decode_session' was never awaited"):
         decoding(pair)
         gc.collect()

@@ -19,7 +19,7 @@ SOON = outbox.PATIENCE_SECONDS + 0.1
 
 
 class Heard:
-    """Takes messages in place of an endpoint."""
+    """A stand-in for an endpoint, which collects messages."""
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []
@@ -67,7 +67,7 @@ async def test_messages_keep_their_order_where_there_is_no_room() -> None:
     assert other.handler.messages == sent
 
 
-async def test_a_message_that_finds_no_room_in_time_is_the_end() -> None:
+async def test_a_message_without_room_in_time_ends_the_connection() -> None:
     network, one, _ = engines()
     network.max_messages = 0
     errors: list[KvxferError] = []
@@ -86,7 +86,7 @@ async def test_a_message_that_finds_no_room_in_time_is_the_end() -> None:
     assert list(network.messages["other"]) == [b"third"]
 
 
-async def test_the_time_in_which_this_process_was_stopped_is_not_held_against_the_peer() -> None:
+async def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
     network, one, _ = engines()
     network.max_messages = 0
     errors: list[KvxferError] = []
@@ -101,7 +101,7 @@ async def test_the_time_in_which_this_process_was_stopped_is_not_held_against_th
     await eventually(lambda: list(network.messages["other"]) == [b"first"])
 
 
-async def test_what_was_kept_for_a_peer_that_is_lost_is_forgotten() -> None:
+async def test_messages_kept_for_a_lost_peer_are_dropped() -> None:
     network, one, _ = engines()
     network.max_messages = 0
     said: Any = one.peer
@@ -148,7 +148,7 @@ async def test_a_cancel_that_finds_no_room_is_sent_later() -> None:
         pair.network.max_messages = 100
 
 
-async def test_an_endpoint_that_closes_with_something_unsaid_ends_the_connection() -> None:
+async def test_an_endpoint_that_closes_with_unsent_messages_ends_the_connection() -> None:
     pair = Pair()
     async with pair.prefill.endpoint:
         async with pair.decode.endpoint:

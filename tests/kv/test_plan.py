@@ -21,7 +21,7 @@ def base(**changes: Any) -> KvLayout:
 
 
 def copies_between(prefill: KvLayout, decode: KvLayout, **options: Any) -> tuple[StridedCopy, ...]:
-    """The copies of a layer, which are the same for all layers."""
+    """Returns the copies of a layer, which are equal for all layers."""
     [copies] = {layer.copies for layer in plan_transfer(prefill, decode, **options).layers}
     return copies
 
@@ -119,15 +119,15 @@ def test_block_sizes_that_do_not_divide_meet_in_a_cycle() -> None:
 @pytest.mark.parametrize(
     ("orders", "changes", "run", "permutes"),
     [
-        # What differs in nothing but the order goes as whole blocks.
+        # Layouts that differ only in the order copy whole blocks.
         (("NHD", "HND"), ({}, {}), 16 * 8 * VECTOR, True),
         (("HND", "NHD"), ({}, {}), 16 * 8 * VECTOR, True),
-        # Of several prefill ranks, each block arrives as one that has prefill's order.
+        # From several prefill ranks, each block arrives in prefill's order.
         (("HND", "NHD"), ({"tp_size": 2}, {}), 16 * 4 * VECTOR, True),
         (("NHD", "HND"), ({"tp_size": 2}, {}), 4 * VECTOR, True),
         (("HND", "NHD"), ({"block_size": 4}, {}), 4 * VECTOR, True),
         (("NHD", "HND"), ({"block_size": 4}, {}), 4 * 8 * VECTOR, True),
-        # One head of a block, or one token, lies in both orders: the longer runs are taken.
+        # One head of a block, or one token, has the same bytes in both orders: the longer runs win.
         (("NHD", "HND"), ({"tp_size": 8}, {}), 16 * VECTOR, False),
         (("NHD", "NHD"), ({"tp_size": 8}, {}), 16 * VECTOR, True),
         (("HND", "HND"), ({"block_size": 1}, {}), 8 * VECTOR, True),
@@ -150,7 +150,7 @@ def test_the_order_of_arrival_makes_the_longest_runs(
     assert not plan_transfer(prefill, decode, decode_permutes=False).permutes
 
 
-def test_heads_go_one_by_one_where_decode_cannot_reorder_them() -> None:
+def test_heads_are_copied_one_by_one_if_decode_cannot_reorder_them() -> None:
     copies = copies_between(BASE, base(order="HND"), decode_permutes=False)
     assert {copy.length for copy in copies} == {VECTOR}
     assert sum(copy.count for copy in copies) == 2 * 16 * 8
@@ -183,7 +183,7 @@ def test_another_model_is_refused_by_the_name_of_the_field(field: str, value: An
     ("other", "field"),
     [({"kv": "interleaved"}, "kv"), ({"kv": "joined", "packing": "int8"}, "packing")],
 )
-def test_joined_vectors_map_onto_those_of_the_same_form(other: dict[str, Any], field: str) -> None:
+def test_joined_vectors_map_only_onto_the_same_form(other: dict[str, Any], field: str) -> None:
     for pair in ((base(kv="joined"), base(**other)), (base(**other), base(kv="joined"))):
         with pytest.raises(LayoutMismatch) as caught:
             plan_transfer(*pair)
@@ -210,7 +210,7 @@ def test_mla_does_not_map_onto_heads() -> None:
         ((48, 16), (1, 4), False),
     ],
 )
-def test_block_tables_match_where_a_prompt_takes_both(
+def test_block_tables_match_if_some_prompt_has_both_lengths(
     sizes: tuple[int, int], blocks: tuple[int, int], match: bool
 ) -> None:
     prefill, decode = (base(block_size=size) for size in sizes)

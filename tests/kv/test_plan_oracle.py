@@ -1,6 +1,6 @@
 """Plans of random pairs of instances, against an oracle that knows every element by its name.
 
-Every number in a cache is the identity of one element: layer, token, K or V, head and dimension.
+Every number in a cache is the identity of an element: layer, token, K or V, head and dimension.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNTOUCHED = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Case:
-    """A pair of instances, by the layouts of their first ranks, and one prompt."""
+    """A pair of instances, given by the layouts of their first ranks, and a prompt."""
 
     prefill: KvLayout
     decode: KvLayout
@@ -52,7 +52,7 @@ def cases(draw: st.DrawFn) -> Case:
     unit = 16 if packing == "amx" else 1
     head_size = unit * draw(st.sampled_from([1, 2]))
     joined = not packing and draw(st.booleans())
-    # Some layers keep something else: a latent vector, or heads of another size.
+    # Some layers have another shape: a latent vector, or heads of another size.
     some = draw(st.integers(0, 2)) == 0
     # They may be a KV cache group whose blocks hold more tokens, on both sides.
     many = draw(st.sampled_from([1, 2, 3])) if some and draw(st.booleans()) else 0
@@ -109,7 +109,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @dataclass
 class Rank:
-    """One rank's cache, and the blocks that the prompt has in it."""
+    """A rank's cache, and the prompt's blocks in it."""
 
     layout: KvLayout
     cache: KvCache
@@ -119,7 +119,7 @@ class Rank:
 
 
 def rank_of(layout: KvLayout, tokens: int, rng: random.Random) -> Rank:
-    # Of each group, how many entries of its table a block takes.
+    # The number of entries of its table that a block takes, by group.
     entries = [1] * layout.num_groups
     for layer, group in enumerate(layout.layer_groups):
         large = (
@@ -141,7 +141,7 @@ def rank_of(layout: KvLayout, tokens: int, rng: random.Random) -> Rank:
 
 
 def place(rank: Rank, layer: int, token: int, vector: int, head: int, dim: int) -> int:
-    """Where an element lies in a rank's memory. Layers and heads are counted on the rank."""
+    """Returns the place of an element in a rank's memory; layers and heads count on the rank."""
     layout = rank.layout.of_layer(layer)
     span = layout.block_size // rank.layout.block_size
     row_of_group = rank.blocks[rank.layout.group_of(layer)]
@@ -161,7 +161,7 @@ def place(rank: Rank, layer: int, token: int, vector: int, head: int, dim: int) 
 
 
 def packed(layout: KvLayout, row: int, vector: int, dim: int) -> int:
-    """Within K or V of a head of a block, as vLLM's kernels compute it."""
+    """Returns the place within K or V of a head of a block, as vLLM's kernels compute it."""
     tokens, dims = layout.block_size, layout.head_size
     if layout.packing == "vec":
         return dim * tokens + row if vector == 0 else row * dims + dim
@@ -171,9 +171,9 @@ def packed(layout: KvLayout, row: int, vector: int, dim: int) -> int:
 
 
 def expected(rank: Rank, case: Case) -> np.ndarray[Any, Any]:
-    """The memory of a rank that holds the prompt, element by element.
+    """Returns the memory of a rank that holds the prompt, element by element.
 
-    Whole blocks move: up to the end of the last block of the side that has the smaller rest.
+    Whole blocks are copied, up to the end of the shorter side's last block.
     """
     memory = np.full_like(rank.memory, UNTOUCHED)
     for layer in range(rank.layout.layers_per_rank):
@@ -185,7 +185,7 @@ def expected(rank: Rank, case: Case) -> np.ndarray[Any, Any]:
         for token in range(room):
             for vector in range(1 if layout.mla or layout.joined else 2):
                 for head in range(layout.heads_per_rank):
-                    # Of replicated heads each rank has one: rank r of 6 for 2 heads has r // 3.
+                    # A rank has one of the replicated heads: rank r of 6 for 2 heads has r // 3.
                     whole = (
                         layout.tp_rank // (layout.tp_size // layout.num_kv_heads)
                         if layout.tp_size > layout.num_kv_heads
@@ -202,7 +202,7 @@ def expected(rank: Rank, case: Case) -> np.ndarray[Any, Any]:
 def runs_at_decode(
     plan: TransferPlan, prefill: Rank, decode: Rank
 ) -> dict[int, tuple[Any, int, int]]:
-    """The runs that decode looks for, by their numbers."""
+    """Returns the runs that decode expects, by their numbers."""
     found = {}
     for arrival in bind_arrivals(plan, decode.cache):
         counted = np.arange(prefill.blocks.shape[1])
@@ -214,7 +214,7 @@ def runs_at_decode(
 
 
 def receive(case: Case, prefills: list[Rank], decode: Rank, written: np.ndarray[Any, Any]) -> None:
-    """All that the ranks of prefill write to one of decode, counted element by element."""
+    """Applies all writes of prefill ranks to a decode rank, and counts them by element."""
     hello = hello_from(decode.cache, Identity("d", 1, bytes(32), SYSTEM_CLOCK))
     orders = set()
     for prefill in prefills:

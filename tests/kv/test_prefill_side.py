@@ -56,7 +56,7 @@ async def test_an_offer_that_comes_early_waits_for_its_request(
     assert early_offers(prefill) == 0
 
 
-async def test_a_decode_that_comes_after_prefill_has_given_up_is_told_at_once(
+async def test_a_decode_that_comes_after_prefill_has_given_up_fails_at_once(
     pair: tuple[Worker, Worker],
 ) -> None:
     prefill, decode = pair
@@ -69,7 +69,7 @@ async def test_a_decode_that_comes_after_prefill_has_given_up_is_told_at_once(
         await asyncio.wait_for(receiver.wait(), PATIENCE)
 
 
-async def test_a_prefill_whose_offer_is_refused_is_told_at_once(
+async def test_a_prefill_whose_offer_is_refused_fails_at_once(
     pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = pair
@@ -89,7 +89,7 @@ async def test_a_prefill_whose_offer_is_refused_is_told_at_once(
     assert prefill.pool.num_free == NUM_BLOCKS
 
 
-async def test_a_prefill_that_comes_after_decode_has_given_up_is_told_at_once(
+async def test_a_prefill_that_comes_after_decode_has_given_up_fails_at_once(
     pair: tuple[Worker, Worker],
 ) -> None:
     prefill, decode = pair
@@ -105,7 +105,7 @@ async def test_a_prefill_that_comes_after_decode_has_given_up_is_told_at_once(
         await prefill.endpoint.prefill_session(ticket, hold)
 
 
-async def test_nobody_cancels_what_another_peer_has_offered(
+async def test_a_peer_cannot_cancel_the_offer_of_another(
     pair: tuple[Worker, Worker], rng: random.Random, fabric: str
 ) -> None:
     prefill, decode = pair
@@ -115,7 +115,7 @@ async def test_nobody_cancels_what_another_peer_has_offered(
     async with worker("e", fabric) as other:
         peer = await other.engine.connect(prefill.engine.address)
         peer.send(encode(Cancel("known", "it is not mine")))
-        # Its offer is taken after the CANCEL.
+        # Prefill takes this offer after the CANCEL.
         later = await other.endpoint.decode_session(
             make_ticket(prefill, other), prefill.engine.address, 1
         )
@@ -124,7 +124,7 @@ async def test_nobody_cancels_what_another_peer_has_offered(
         assert await send(prefill, ticket, 4, rng) == await receiving
 
 
-async def test_a_prefill_that_comes_after_decode_has_died_is_told_at_once(fabric: str) -> None:
+async def test_a_prefill_that_comes_after_decode_has_died_fails_at_once(fabric: str) -> None:
     async with worker("p", fabric) as prefill:
         async with worker("d", fabric) as decode:
             ticket = make_ticket(prefill, decode)
@@ -136,7 +136,7 @@ async def test_a_prefill_that_comes_after_decode_has_died_is_told_at_once(fabric
             await prefill.endpoint.prefill_session(ticket, hold)
 
 
-async def test_a_prefill_that_waits_for_a_decode_that_dies_is_told_at_once(fabric: str) -> None:
+async def test_a_prefill_that_waits_for_a_decode_that_dies_fails_at_once(fabric: str) -> None:
     async with worker("p", fabric) as prefill:
         async with worker("d", fabric) as decode:
             await decode.engine.connect(prefill.engine.address)
@@ -154,8 +154,8 @@ async def test_a_prefill_that_waits_for_a_decode_that_dies_is_told_at_once(fabri
         await of_another.cancel("the test is over")
 
 
-async def test_a_prefill_that_comes_after_its_decode_was_lost_is_told_at_once(fabric: str) -> None:
-    """Whose OFFER has never come."""
+async def test_a_prefill_that_comes_after_its_decode_was_lost_fails_at_once(fabric: str) -> None:
+    """The decode worker's OFFER has never arrived."""
     async with worker("p", fabric) as prefill:
         async with worker("d", fabric) as decode:
             await decode.engine.connect(prefill.engine.address)
@@ -196,7 +196,7 @@ async def test_a_connection_that_was_lost_is_not_held_against_later_tickets(
     assert sent == received
 
 
-async def test_an_old_connection_that_is_lost_leaves_what_runs_over_a_newer_one(
+async def test_the_loss_of_an_old_connection_leaves_transfers_over_a_newer_one(
     fabric: str, rng: random.Random
 ) -> None:
     async with worker("p", fabric) as prefill, worker("d", fabric) as decode:
@@ -257,7 +257,7 @@ async def test_prefill_refuses_an_offer_of_another_layout_itself(
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-async def test_block_tables_of_unequal_length_are_an_error_of_both_sides(
+async def test_block_tables_of_unequal_length_fail_both_sides(
     pair: tuple[Worker, Worker], first: str
 ) -> None:
     prefill, decode = pair
@@ -309,7 +309,7 @@ async def test_grants_that_do_not_fit_the_planes_are_refused(
         await asyncio.wait_for(receiver.wait(), PATIENCE)
 
 
-async def test_blocks_beyond_the_grants_are_an_error_of_both_sides(
+async def test_blocks_beyond_the_grants_fail_both_sides(
     pair: tuple[Worker, Worker], rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = pair
@@ -327,7 +327,7 @@ async def test_blocks_beyond_the_grants_are_an_error_of_both_sides(
     assert prefill.pool.num_free == NUM_BLOCKS
 
 
-async def test_grants_that_are_no_descriptors_are_an_error_of_both_sides(
+async def test_grants_that_are_not_descriptors_fail_both_sides(
     pair: tuple[Worker, Worker], rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = pair
@@ -361,7 +361,7 @@ async def test_early_offers_are_bounded_per_peer(fabric: str) -> None:
             await receiver.cancel("enough")
 
 
-async def test_released_blocks_cannot_be_sent_and_decode_hears_of_it(
+async def test_released_blocks_cannot_be_sent_and_decode_fails_too(
     pair: tuple[Worker, Worker],
 ) -> None:
     prefill, decode = pair

@@ -1,4 +1,4 @@
-"""Random faults of one rank of many, over real engines."""
+"""Random faults of one rank of several, over real engines."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ pytestmark = pytest.mark.native
     ],
     ids=["4 to 1", "1 to 4", "2 to 2"],
 )
-async def test_whatever_happens_to_a_rank_no_block_stays_taken_and_no_wrong_byte_is_taken(
+async def test_no_fault_of_a_rank_leaks_a_block_or_gives_a_wrong_byte(
     fabric: str, rng: random.Random, prefill: KvLayout, decode: KvLayout
 ) -> None:
-    """Many transfers at once, most of them with a rank that is cancelled at a random moment."""
+    """Runs many transfers at once, most with a rank that is cancelled at a random moment."""
     nbytes = LAYOUT.num_layers * 2 * TOKENS * LAYOUT.num_kv_heads * LAYOUT.vector_bytes
     shape = (LAYOUT.num_layers, 2, TOKENS, LAYOUT.num_kv_heads, LAYOUT.vector_bytes)
     room = asyncio.Semaphore(5)
@@ -46,7 +46,7 @@ async def test_whatever_happens_to_a_rank_no_block_stays_taken_and_no_wrong_byte
     async def one(ranks: Ranks, seed: int) -> None:
         choices = random.Random(seed)
         fault = choices.random() < 0.7
-        # A side that is cancelled before it says anything leaves the others to their leases.
+        # If a side is cancelled before it sends anything, only their leases end the others.
         lease_seconds = 2.0 if fault else None
         sessions: list[PrefillSession | DecodeSession] = []
         ticket = ranks.ticket()

@@ -43,7 +43,7 @@ def instance(layout: KvLayout, tp: int, pp: int = 1) -> KvLayout:
         (MLA, (6, 1), (4, 1), [(0, 1), (2,), (3, 4), (5,)]),
     ],
 )
-def test_each_decode_rank_takes_from_those_that_have_its_heads_and_layers(
+def test_each_decode_rank_takes_from_ranks_that_have_its_heads_and_layers(
     layout: KvLayout,
     prefill: tuple[int, int],
     decode: tuple[int, int],
@@ -73,7 +73,7 @@ def test_a_replica_may_take_part_and_have_no_layer() -> None:
     assert sources(prefill, decode) == (0, 1, 2)
 
 
-def test_block_sizes_that_hardly_ever_meet_are_refused() -> None:
+def test_block_sizes_with_a_long_cycle_are_refused() -> None:
     prefill, decode = (dataclasses.replace(BASE, block_size=size) for size in (1000, 1001))
     with pytest.raises(LayoutMismatch, match="block_size is 1000 at prefill and 1001 at decode"):
         sources(prefill, decode)

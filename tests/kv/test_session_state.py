@@ -40,7 +40,7 @@ def reachable(table: Mapping[tuple[StrEnum, StrEnum], StrEnum], start: StrEnum) 
     ],
     ids=["prefill", "decode"],
 )
-def test_every_state_leads_to_an_end_and_no_end_is_left(
+def test_every_state_leads_to_an_end_and_ends_are_final(
     table: Mapping[tuple[StrEnum, StrEnum], StrEnum],
     states: type[StrEnum],
     events: type[StrEnum],
@@ -109,7 +109,7 @@ def test_an_event_that_is_not_allowed_changes_nothing_and_is_named() -> None:
         (ValueError("no room"), "its session was left by ValueError: no room"),
     ],
 )
-def test_the_other_side_is_told_why_a_session_was_left(
+def test_the_other_side_learns_why_a_session_was_left(
     error: BaseException | None, told: str
 ) -> None:
     assert why_left(error) == told

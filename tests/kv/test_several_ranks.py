@@ -42,7 +42,7 @@ pytestmark = pytest.mark.native
         (sized(LAYOUT, 1, 2, block_size=6), sized(LAYOUT, 2, 1, order="HND")),
         (sized(MLA, 3, 1), sized(MLA, 1, 1)),
         (sized(MLA, 1, 1), sized(MLA, 2, 1)),
-        # more replicas than layers: one of them has nothing to send, and is told
+        # more replicas than layers: one rank has nothing to send, but takes part
         (sized(MLA, 3, 1, num_layers=2), sized(MLA, 1, 1, num_layers=2)),
     ],
     ids=lambda layout: f"{'mla-' * layout.mla}tp{layout.tp_size}pp{layout.pp_size}-{layout.order}",
@@ -74,7 +74,7 @@ async def test_every_rank_gets_its_part(
             *(receiver.wait() for receiver in receivers),
             *(send(rank, session) for rank, session in enumerate(senders)),
         )
-        # The first rank has the tail; a stage that it does not write to hears of none.
+        # The first rank has the tail; a stage that rank 0 does not write to gets none.
         assert set(tails[: len(receivers)]) <= {b"tail", b""}
         assert tails[0] == b"tail"
         for rank, receiver in zip(ranks.decode, receivers, strict=True):
@@ -89,7 +89,7 @@ async def test_every_rank_gets_its_part(
 
 
 @pytest.mark.parametrize("end", ["cancels", "closes", "dies"])
-async def test_when_one_prefill_rank_fails_decode_and_the_other_rank_hear_of_it(
+async def test_when_one_prefill_rank_fails_so_do_decode_and_the_other_rank(
     fabric: str, end: str
 ) -> None:
     async with (
@@ -119,7 +119,7 @@ async def test_when_one_prefill_rank_fails_decode_and_the_other_rank_hear_of_it(
 
 
 @pytest.mark.parametrize("end", ["cancels", "closes", "dies"])
-async def test_when_one_decode_rank_fails_prefill_and_the_other_rank_hear_of_it(
+async def test_when_one_decode_rank_fails_so_do_prefill_and_the_other_rank(
     fabric: str, end: str
 ) -> None:
     async with (
@@ -144,7 +144,7 @@ async def test_when_one_decode_rank_fails_prefill_and_the_other_rank_hear_of_it(
         assert ranks.decode[0].pool.num_free == NUM_BLOCKS
 
 
-async def test_a_decode_rank_that_has_its_part_and_gives_up_is_heard_by_who_waits_for_another(
+async def test_a_decode_rank_that_gives_up_after_its_part_ends_the_wait_for_another(
     fabric: str,
 ) -> None:
     async with (
@@ -240,7 +240,7 @@ async def test_addresses_that_do_not_fit_the_ranks_are_refused(fabric: str) -> N
         assert decode.pool.num_free == NUM_BLOCKS
 
 
-async def test_a_rank_that_gets_nothing_from_a_prefill_rank_is_not_met_by_it(fabric: str) -> None:
+async def test_a_decode_rank_meets_only_the_prefill_ranks_that_write_to_it(fabric: str) -> None:
     async with fleet(fabric, sized(LAYOUT, 2, 1), sized(LAYOUT, 2, 1)) as ranks:
         ticket = ranks.ticket()
         receivers = [

@@ -43,7 +43,7 @@ def changed(**changes: Any) -> KvLayout:
 
 
 def state_on(rank: KvLayout) -> bytes:
-    """Byte b of section s of head h is named (s, h, b)."""
+    """Returns a rank's state, in which byte b of section s of head h is named (s, h, b)."""
     heads = range(rank.first_head, rank.first_head + rank.heads_per_rank)
     return bytes(
         section * 50 + head * 12 + at
@@ -112,7 +112,7 @@ async def test_the_last_block_has_the_state(
                 assert found == wanted, layer
 
 
-def test_a_state_is_not_of_tokens() -> None:
+def test_a_state_has_no_tokens() -> None:
     state = LAYOUT.of_layer(1)
     assert (state.token_bytes, state.vector_bytes, state.block_bytes) == (0, 23, 4 * 23)
     assert bytes_per_token(LAYOUT, LAYOUT) == 2 * LAYOUT.of_layer(0).token_bytes
@@ -128,7 +128,7 @@ def test_a_state_is_not_of_tokens() -> None:
         (dataclasses.replace(LAYOUT, block_size=8), "block_size is 4 at prefill and 8 at decode"),
     ],
 )
-def test_other_states_are_refused_by_the_field(other: KvLayout, field: str) -> None:
+def test_the_error_names_the_field_in_which_states_differ(other: KvLayout, field: str) -> None:
     with pytest.raises(LayoutMismatch, match=field):
         plan_transfer(LAYOUT, other)
 
@@ -146,6 +146,6 @@ def test_other_states_are_refused_by_the_field(other: KvLayout, field: str) -> N
         ({"head_size": (1 << 30) + 1}, "head_size is 1073741825; pass at most 1073741824"),
     ],
 )
-def test_a_state_that_is_none_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+def test_the_error_names_what_is_wrong_with_a_state(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidArgument, match=named):
         changed(**changes)

@@ -1,4 +1,4 @@
-"""Workers whose cache's memory goes away and comes back."""
+"""Workers whose cache memory is taken away and restored."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ WHY = "its memory has another owner now"
 
 @pytest.fixture(autouse=True)
 def causes_are_waited_for() -> None:
-    """The errors here are causes themselves."""
+    """Overrides the fixture of conftest.py, as the errors here are causes themselves."""
 
 
 class Sleeper(Worker):
-    """A worker with a cache in memory of the caller's: `memory[plane, block]`."""
+    """A worker whose cache is in memory of the caller: `memory[plane, block]`."""
 
     memory: np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]
 
@@ -66,7 +66,7 @@ async def pair(fabric: str) -> AsyncIterator[tuple[Sleeper, Sleeper]]:
 
 
 async def move(prefill: Sleeper, decode: Sleeper, rng: random.Random) -> None:
-    """A prompt of three blocks."""
+    """Moves a prompt of three blocks."""
     ticket = make_ticket(prefill, decode)
     with prefill.pool.hold(3) as ours:
         sent = np.frombuffer(rng.randbytes(prefill.memory[:, ours.ids].size), np.uint8)
@@ -106,12 +106,12 @@ async def test_nothing_is_read_or_written_until_the_memory_is_back(
                 planes[0].region.write(b"x")
         await refused(prefill, decode, sleeps)
         assert np.array_equal(one.memory, before)
-        await one.endpoint.suspend(WHY)  # once more changes nothing
+        await one.endpoint.suspend(WHY)  # a second call changes nothing
         await one.endpoint.resume()
 
 
 async def refused(prefill: Sleeper, decode: Sleeper, sleeps: str) -> None:
-    """Either side hears why, at once."""
+    """Checks that either side gets the reason, at once."""
     ticket = make_ticket(prefill, decode)
     why = f"instance '{sleeps}' has no memory: {WHY}"
     with prefill.pool.hold(1) as ours:
@@ -124,7 +124,7 @@ async def refused(prefill: Sleeper, decode: Sleeper, sleeps: str) -> None:
         assert isinstance(told.value, TransferRefused)
 
 
-async def test_memory_of_a_cache_itself_does_not_go_away(fabric: str) -> None:
+async def test_memory_that_the_cache_allocated_cannot_be_taken_away(fabric: str) -> None:
     async with worker("prefill", fabric) as prefill:
         with pytest.raises(InvalidArgument, match="allocate"):
             prefill.cache.suspend()

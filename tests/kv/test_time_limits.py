@@ -1,4 +1,4 @@
-"""When a transfer ends that one side, its ticket or the control plane leaves waiting."""
+"""The ends of transfers that one side, the ticket or the control plane leaves waiting."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ async def prefill_session(pair: Pair, lease_seconds: float, **more: Any) -> Pref
         )
 
 
-async def test_decode_hears_at_once_that_its_ticket_has_expired_at_prefill() -> None:
-    """Not only when its own lease ends: no request can come with that ticket any more."""
+async def test_decode_fails_at_once_when_its_ticket_has_expired_at_prefill() -> None:
+    """Decode does not wait for its own lease, as no request can come with that ticket any more."""
     pair = Pair(seconds=3.0 - CLOCK_LEEWAY)
     async with pair.prefill.endpoint, pair.decode.endpoint:
         pair.meet()
@@ -83,7 +83,8 @@ async def test_nothing_is_kept_for_longer_than_the_ticket_is_good() -> None:
 
 
 class ControlPlane:
-    """Has no block table and takes none: at once, or after all the time that it is given."""
+    """A control plane without block tables. It answers at once, or fails just before the
+    deadline."""
 
     def __init__(self, *, answers: bool) -> None:
         self.answers = answers

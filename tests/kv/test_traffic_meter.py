@@ -1,4 +1,4 @@
-"""Rates of what is delivered: of transfers under way and of those that have ended."""
+"""Rates of delivered bytes, of transfers under way and of those that have ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.virtual_time import VirtualClock
 
 
 class Moving:
-    """A transfer that has delivered what a test says."""
+    """A transfer that has delivered the given bytes."""
 
     def __init__(self, **delivered: int) -> None:
         self.to = delivered
@@ -35,7 +35,7 @@ def test_bytes_count_once_whether_a_transfer_goes_on_or_ends():
     assert meter.rates([moving]) == (rate("d", 225), rate("e", 7.5))
 
 
-def test_what_is_older_than_the_window_counts_no_more():
+def test_bytes_older_than_the_window_do_not_count():
     clock = VirtualClock()
     meter = TrafficMeter(seconds=10, clock=clock)
     moving = Moving(d=1000)
@@ -44,7 +44,7 @@ def test_what_is_older_than_the_window_counts_no_more():
     clock.advance(8)
     moving.to["d"] = 1080
     assert meter.rates([moving]) == (rate("d", 1080 / 13),)
-    clock.advance(2)  # the first look is as old as the window now
+    clock.advance(2)  # the first sample is now as old as the window
     assert meter.rates([moving]) == (rate("d", 8),)
     clock.advance(10)
     assert meter.rates([moving]) == ()
@@ -66,7 +66,7 @@ def test_ranks_of_one_instance_are_one_and_the_most_comes_first():
     ]
 
 
-def test_a_large_fleet_is_told_in_part():
+def test_rates_of_a_large_fleet_are_reported_in_part():
     meter = TrafficMeter(seconds=10, clock=VirtualClock())
     told = meter.rates([Moving(**{f"d{n}": n for n in range(1, 101)})])
     assert [each.to for each in told] == [f"d{n}" for n in range(100, 36, -1)]

@@ -18,7 +18,7 @@ def ticket(transfer_id: str, seconds: float = 60.0) -> Ticket:
     return Ticket(transfer_id, "request", "p", 1, "d", 1, NOW + seconds)
 
 
-def test_a_ticket_is_good_once_per_use() -> None:
+def test_a_ticket_is_valid_once_for_each_use() -> None:
     ledger = TransferLedger(VirtualClock())
     ledger.claim(ticket("a"), "offer")
     ledger.claim(ticket("a"), "prefill session")
@@ -40,7 +40,7 @@ def hello(instance_id: str, *, epoch: int = 1, rank: int = 0) -> Hello:
     return Hello(OLDEST, instance_id, epoch, layout, 1, (), permutes=False)
 
 
-def test_a_bearer_ticket_is_good_for_all_ranks_of_one_worker_once_each() -> None:
+def test_a_bearer_ticket_is_valid_once_for_each_rank_of_one_worker() -> None:
     ledger = TransferLedger(VirtualClock())
     bearer = Ticket("a", "request", "p", 1, "", 0, NOW + 60)
     ledger.claim_by(bearer, "offer", hello("d"))
@@ -52,7 +52,7 @@ def test_a_bearer_ticket_is_good_for_all_ranks_of_one_worker_once_each() -> None
         ledger.claim_by(bearer, "offer", hello("d", rank=1))
 
 
-def test_a_bearer_ticket_that_is_bound_is_still_good_once_and_then_forgotten() -> None:
+def test_a_bound_bearer_ticket_is_still_valid_once_and_then_forgotten() -> None:
     ledger = TransferLedger(VirtualClock())
     bearer = Ticket("a", "request", "p", 1, "", 0, NOW + 60)
     ledger.bind(bearer, hello("d"))
@@ -64,7 +64,7 @@ def test_a_bearer_ticket_that_is_bound_is_still_good_once_and_then_forgotten() -
     late = Ticket("b", "request", "p", 1, "", 0, NOW - CLOCK_LEEWAY - 1)
     ledger.bind(late, hello("d"))
     assert len(ledger) == 2
-    ledger.bind(late, hello("e"))  # what it was before is forgotten
+    ledger.bind(late, hello("e"))  # the earlier binding is forgotten
     ledger.bind(ticket("of a pair"), hello("e"))
     assert len(ledger) == 2
 
@@ -89,7 +89,7 @@ def test_transfers_are_forgotten_when_their_tickets_expire() -> None:
     ledger.fail("late", TransferCancelled("gone"))
     clock.advance(30)
     with pytest.raises(TicketInvalid, match="transfer late was already used for its offer"):
-        ledger.claim(late, "offer")  # other clocks may take it still for a good one
+        ledger.claim(late, "offer")  # by another clock it may still be valid
     clock.advance(CLOCK_LEEWAY)
     ledger.claim(ticket("fresh"), "offer")
     assert len(ledger) == 1

@@ -63,7 +63,7 @@ async def test_blocks_that_decode_has_are_left_out_of_every_chunk(
             assert decode.contents(received.ids.tolist()) == prefill.contents(hold.ids.tolist()[3:])
 
 
-async def test_a_chunk_is_refused_that_is_there_already_or_leaves_the_prompt(
+async def test_a_chunk_that_was_written_before_or_exceeds_the_prompt_is_refused(
     pair: tuple[Worker, Worker],
 ) -> None:
     prefill, decode = pair
@@ -106,7 +106,7 @@ def test_opaque_heads_go_to_the_ranks_that_have_them() -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("block_size", 32), ("kv", "interleaved"), ("kv", "separate")]
 )
-def test_what_is_opaque_on_one_side_is_not_taken_apart(field: str, value: object) -> None:
+def test_blocks_that_are_opaque_on_one_side_are_not_taken_apart(field: str, value: object) -> None:
     with pytest.raises(LayoutMismatch, match=field):
         plan_transfer(OPAQUE, dataclasses.replace(OPAQUE, **{field: value}))
 
@@ -161,7 +161,7 @@ async def test_layers_that_are_written_beforehand_leave_when_they_are_computed(
                         session.write_layer(
                             layer, until, after=watcher.at(LAYERS * step + layer + 1)
                         )
-                    # Computed only now; what was sent before stays as it was.
+                    # These blocks are computed only now; those sent before stay as they were.
                     prefill.fill(hold.ids[(0, 2, 3)[step] : until].tolist(), rng)
                     for _ in range(LAYERS):
                         watcher.add()

@@ -40,13 +40,13 @@ class Worker:
     endpoint: KvEndpoint
 
     def fill(self, ids: Sequence[int], rng: random.Random) -> None:
-        """Random bytes into blocks."""
+        """Writes random bytes into blocks."""
         for plane, size in self._planes():
             for block in ids:
                 plane[block * size : (block + 1) * size] = rng.randbytes(size)
 
     def contents(self, ids: Sequence[int]) -> list[bytes]:
-        """The bytes of blocks, plane by plane."""
+        """Returns the bytes of blocks, plane by plane."""
         return [
             bytes(plane[block * size : (block + 1) * size])
             for plane, size in self._planes()
@@ -54,7 +54,7 @@ class Worker:
         ]
 
     def _planes(self) -> Iterator[tuple[memoryview, int]]:
-        """Each plane, and the bytes of a block in it."""
+        """Yields each plane, and the bytes of a block in it."""
         for layer in range(self.cache.layout.layers_per_rank):
             of_layer = self.cache.layout.of_layer(layer)
             for part in of_layer.parts:
@@ -89,10 +89,10 @@ async def worker(
     checksums: bool = False,
     model: ModelIdentity | None = None,
 ) -> AsyncIterator[Worker]:
-    """A worker; when it ends in good order all its blocks are free.
+    """A worker whose blocks are all free again when it ends in good order.
 
-    No time limit of the product ends anything on a busy machine: what is told to a side comes
-    before any lease is over.
+    Its time limits are so long that none ends a transfer on a busy machine before the other side's
+    message arrives.
     """
     async with Engine(
         cluster_key=KEY, name=name, fabrics=(fabric,), peer_timeout=PATIENCE
@@ -145,7 +145,7 @@ def make_ticket(
 
 
 def heads_by_token(cache: KvCache, blocks: Sequence[int]) -> np.ndarray[Any, Any]:
-    """What blocks hold, whatever the layout: bytes by layer, K and V, token, head."""
+    """Returns the contents of blocks in any layout: bytes by layer, K and V, token, head."""
     layout = cache.layout
     tokens, heads = layout.block_size, layout.heads_per_rank
     inner = (heads, tokens) if layout.order == "HND" else (tokens, heads)
@@ -165,8 +165,8 @@ def heads_by_token(cache: KvCache, blocks: Sequence[int]) -> np.ndarray[Any, Any
 
 
 async def dial_each_other(prefill: Worker, decode: Worker) -> None:
-    """Returns with two connections between two engines: each has dialed the other before it heard
-    of the other's dial. Where one came too late for that there is one, and both dial again."""
+    """Makes two connections between two engines: each dials before it knows of the other's dial. If
+    one dial comes too late for that, there is one connection, and both dial again."""
 
     def pairs() -> list[int]:
         return [len(list(one.endpoint._connections)) for one in (prefill, decode)]
@@ -188,7 +188,7 @@ async def dial_each_other(prefill: Worker, decode: Worker) -> None:
 
 
 def early_offers(prefill: Worker) -> int:
-    """How many offers wait at a prefill worker for their requests."""
+    """Returns the number of offers that wait at a prefill worker for their requests."""
     return len(prefill.endpoint._prefill_side._early)
 
 
@@ -200,7 +200,7 @@ async def send(
     tail: bytes = b"tail",
     lease_seconds: float | None = None,
 ) -> list[bytes]:
-    """One whole prefill; returns what the blocks held."""
+    """Sends a whole prompt from prefill; returns what the blocks held."""
     with prefill.pool.hold(num_blocks) as hold:
         prefill.fill(hold.ids.tolist(), rng)
         sent = prefill.contents(hold.ids.tolist())
@@ -223,7 +223,7 @@ async def receive(
     tail: bytes = b"tail",
     lease_seconds: float | None = None,
 ) -> list[bytes]:
-    """One whole decode side; returns what the blocks hold."""
+    """Receives a whole prompt at decode; returns what the blocks hold."""
     async with decode.endpoint.decode_session(
         ticket, prefill.engine.address, num_blocks, lease_seconds=lease_seconds
     ) as session:
@@ -233,5 +233,5 @@ async def receive(
 
 
 async def accepted(receiver: DecodeSession) -> None:
-    """Waits until prefill has taken the offer up."""
+    """Waits until prefill has accepted the offer."""
     await eventually(lambda: receiver.state is DecodeState.RECEIVING)

@@ -15,14 +15,14 @@ from verify.processes.process import ROOT, Process
 _SECONDS: Final = 240.0
 
 WHOLE: Final = "KVXFER_MOE_WHOLE" in os.environ
-"""Of `make test-moe`: more rounds, and more ranks."""
+"""True under `make test-moe`: more rounds, and more ranks."""
 
 Drive = Callable[..., None]
 
 
 @pytest.fixture
 def drive(seed: int) -> Drive:
-    """Runs scenarios, one after the other, in processes of tests.moe.drive."""
+    """Runs scenarios, one after the other, in a process of tests.moe.drive."""
 
     def run(*scenarios: Scenario) -> None:
         print(f"seed {seed}")

@@ -1,7 +1,7 @@
 """Runs a scenario: a process for each of its ranks, forked so that torch is loaded once.
 
-`python -m tests.moe.drive SCENARIO…`, each as JSON; one after the other. It exits with 1 where a
-rank has failed, whose traceback is in its output.
+`python -m tests.moe.drive SCENARIO…` runs scenarios, each as JSON, one after the other. It exits
+with 1 if a rank has failed; the output has the rank's traceback.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FORKED: Final = multiprocessing.get_context("fork")
 
 
 class Failed(Exception):
-    """A rank has failed, and has written why."""
+    """Raised after a rank has failed and printed its traceback."""
 
 
 class Drive:
@@ -71,7 +71,7 @@ class Drive:
         self._ranks_of[ours] = rank
 
     def _fault(self) -> None:
-        """Until the group is as it has to be after the fault."""
+        """Waits until the group is as it has to be after the fault."""
         scenario, victim = self.scenario, self.scenario.victim
         rest = tuple(rank for rank in range(scenario.ranks) if rank != victim)
         if len(rest) < scenario.min_ranks:
@@ -101,7 +101,7 @@ class Drive:
         self._ended.pop(rank, None)
 
     def _until(self, condition: Callable[[], bool]) -> None:
-        """Takes what ranks say until it is true."""
+        """Handles messages of the ranks until the condition is true."""
         while not condition():
             for connection in wait([*self._ranks_of]):
                 assert isinstance(connection, Connection)
@@ -136,7 +136,7 @@ def _rank(
 def main(scenarios: list[dict[str, Any]]) -> None:
     import torch  # noqa: F401
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")  # of views
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")  # logs views
     for number, each in enumerate(scenarios):
         try:
             Drive(Scenario(**{**each, "refused_steps": tuple(each["refused_steps"])})).run()

@@ -1,4 +1,4 @@
-"""One rank of a scenario: runs its steps, and compares all that it gets with the reference."""
+"""A rank of a scenario: runs its steps, and compares all that it gets with the reference."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ PATIENCE: Final = 60.0
 
 
 class Stop:
-    """How ranks that run until they are told stop at the same step: the driver sets `asked`, and
-    the rank that leads `step`. No other rank is beyond it by then, as a step needs all."""
+    """Stops ranks that have no number of steps at the same step: the driver sets `asked`, and the
+    leading rank then sets `step`. No other rank is past `step` by then, as a step needs all."""
 
     def __init__(self, asked: Any, step: Any) -> None:
         self.asked, self.step = asked, step
 
     def look(self, step: int, *, leads: bool) -> bool:
-        """Whether this step is not run any more."""
+        """True if this step is not run any more."""
         if leads and self.asked.value and self.step.value < 0:
             self.step.value = step + 4
         return 0 <= self.step.value <= step
 
 
 class GroupRank:
-    """Says to its driver: its address, each view, and how it ended."""
+    """A rank that reports to its driver its address, each view, and how it ended."""
 
     def __init__(self, scenario: Scenario, rank: int, driver: Connection, stop: Stop) -> None:
         self.scenario, self.rank, self.driver, self.stop = scenario, rank, driver, stop
         self._random = random.Random(scenario.seed * 64 + rank)
         self._sent: dict[int, Batch] = {}
-        self._owners: dict[int, torch.Tensor] = {}  # of each choice of a step; -1: none
+        self._owners: dict[int, torch.Tensor] = {}  # by step: the owner of each choice, or -1
         self._leads = rank == (1 if scenario.victim == 0 else 0)
         self._view = -1
 
@@ -78,7 +78,7 @@ class GroupRank:
     def _steps(self) -> None:
         step = self.group.next_step
         while not self._over(step):
-            if self.scenario.overlap and step % 2 == 0:  # a newcomer may begin with an odd one
+            if self.scenario.overlap and step % 2 == 0:  # a newcomer may begin with an odd step
                 self._dispatch(step, slot=0)
                 self._dispatch(step + 1, slot=1)
                 self._compute(step, slot=0)
@@ -98,13 +98,13 @@ class GroupRank:
         return self.stop.look(step, leads=self._leads)
 
     def _at(self, phase: Phase, step: int) -> None:
-        """Where the victim is killed or frozen, and others may pause."""
+        """Kills or freezes the victim at its phase; other ranks may pause."""
         scenario = self.scenario
         if (self.rank, step, phase) == (scenario.victim, scenario.fault_step, scenario.phase):
             fault = signal.SIGKILL if scenario.fault == "kill" else signal.SIGSTOP
             os.kill(os.getpid(), fault)
         if scenario.pauses and self._random.random() < 0.2:
-            sum(range(self._random.randrange(200_000)))  # not idle: the core is another's meanwhile
+            sum(range(self._random.randrange(200_000)))  # not idle: it keeps the core busy
 
     def _dispatch(self, step: int, slot: int) -> None:
         self._at("before dispatch", step)
@@ -176,10 +176,10 @@ class GroupRank:
         wrong = (out - total).abs() > slack
         assert not wrong.any(), (step, wrong.nonzero()[0], out[wrong][0], total[wrong][0])
 
-    # --- what has arrived
+    # --- the received rows
 
     def _check(self, got: Dispatched) -> torch.Tensor:
-        """Compares all rows with those of their sources; what the experts answer."""
+        """Compares all rows with those of their sources; returns the answers of the experts."""
         scenario, shape = self.scenario, self.scenario.shape
         assert {*got.missing} <= {scenario.victim}
         members = got.members
@@ -238,7 +238,7 @@ class GroupRank:
     def _check_entries(
         self, got: Dispatched, row: int, entries: list[tuple[int, int, torch.Tensor]]
     ) -> None:
-        """By token: the local experts and the sums of their weights, in the order of top-k."""
+        """Checks a token's local experts and the sums of their weights, in the order of top-k."""
         ids, shares = _to_torch(got.ids, "int32")[row], _to_torch(got.weights, "float32")[row]
         found = ids[ids >= 0]
         assert found.tolist() == [local for _, local, _ in entries]
@@ -261,13 +261,13 @@ class GroupRank:
         elif shape.input == FP8:
             assert torch.equal(row.view(torch.uint8), sent.view(torch.uint8))
             assert torch.equal(scales, sent_scales)
-        else:  # a division may be a multiplication: one unit in the last place
+        else:  # a division may be done as a multiplication: one unit in the last place
             assert torch.allclose(scales, sent_scales, rtol=1e-6)
             assert ((row.double() - sent.double()).abs() <= sent.double().abs() / 7 + 2**-9).all()
 
 
 def _to_numpy(tensor: torch.Tensor) -> Any:
-    """As the group takes them: floats that numpy has no name for as their bits."""
+    """Returns the tensor as a group takes it: types that numpy lacks, as their bits."""
     bits = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}.get(tensor.dtype)
     return (tensor if bits is None else tensor.view(bits)).numpy()
 

@@ -1,4 +1,4 @@
-"""One rank of a layer of experts in torch, which compares what it gets with a dense layer."""
+"""A rank of a layer of experts in torch, which compares its outputs with a dense layer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Layer:
     shape: MoeShape
     placement: Placement
     tolerance: float
-    """Of the largest output."""
+    """The largest error, as a fraction of the largest output."""
     overlap: bool = False
     seed: int = 5
 
     def weights(self) -> tuple[Tensor, Tensor]:
-        """Of all experts."""
+        """Returns the weights of all experts."""
         generator = torch.Generator().manual_seed(self.seed)
         count, hidden = self.shape.experts, self.shape.hidden
         gate_up = torch.randn((count, 2 * INNER, hidden), generator=generator) * hidden**-0.5
@@ -36,7 +36,7 @@ class Layer:
         return gate_up.to(dtype), down.to(dtype)
 
     def tokens(self, rank: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x, ids and weights; some ranks have none in some steps."""
+        """Returns x, ids and weights; some ranks have no tokens in some steps."""
         generator = torch.Generator().manual_seed(self.seed + 1000 * step + rank)
         count = (rank + step) % 3 * (self.shape.max_tokens // 2)
         x = torch.randn((count, self.shape.hidden), generator=generator)

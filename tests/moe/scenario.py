@@ -1,4 +1,4 @@
-"""What the ranks of a test do, and what has to come of it, in float64."""
+"""Scenarios for the ranks of a test, and their expected results in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Phase = Literal["before dispatch", "after dispatch", "after arrival", "after ans
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """steps: until the ranks stop by themselves; 0: when they are told to."""
+    """A test of a group. The ranks stop after `steps` steps, or if that is 0 when they are told
+    to."""
 
     ranks: int
     experts: int
@@ -48,7 +49,7 @@ class Scenario:
     rejoin: bool = False
     min_ranks: int = 1
     refuser: int = -1
-    """The rank that cannot begin these steps."""
+    """The rank that refuses the steps of `refused_steps`."""
     refused_steps: tuple[int, ...] = ()
 
     def refuses(self, step: int, rank: int) -> bool:
@@ -73,7 +74,7 @@ class Scenario:
         return Placement.even(self.experts, self.ranks, self.copies)
 
     def tables(self, alive: list[bool]) -> list[list[int]]:
-        """By rank; all are on one host, and over tcp do not know it."""
+        """Returns each rank's table. All ranks are on one host, but over tcp do not know it."""
         near = set(range(self.ranks)) if self.fabric == "local" else set()
         return [
             self.placement.table(alive, rank, near - {rank}).tolist() for rank in range(self.ranks)
@@ -112,7 +113,7 @@ class Batch:
     weights: torch.Tensor
 
     def arrived(self, shape: MoeShape) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The rows and scales that reach experts."""
+        """Returns the rows and scales that reach experts."""
         if shape.wire != FP8 or shape.input == FP8:
             return self.x.to(getattr(torch, shape.wire)), self.scales
         blocks = self.x.float().split(shape.scale_block, dim=1)
@@ -122,7 +123,7 @@ class Batch:
         return (self.x.float() / of_elements).to(torch.float8_e4m3fn), scales
 
     def values(self, shape: MoeShape) -> torch.Tensor:
-        """What the experts compute with, in float64."""
+        """Returns the values that the experts compute with, in float64."""
         return as_double(*self.arrived(shape), shape)
 
 
@@ -131,21 +132,21 @@ def as_double(rows: torch.Tensor, scales: torch.Tensor | None, shape: MoeShape) 
 
 
 def per_element(scales: torch.Tensor, shape: MoeShape) -> torch.Tensor:
-    """[rows, hidden]; the last block of a row may be short."""
+    """Returns scales, [rows, hidden]; the last block of a row may be short."""
     index = torch.arange(shape.hidden) // shape.scale_block
     return scales[:, index]
 
 
 def expert(number: int | torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """What a logical expert makes of rows, in float64."""
+    """Returns the output of a logical expert, in float64."""
     return values * ((number % 7) - 3) / 2 + (number % 5) / 8
 
 
 def expected(
     scenario: Scenario, batch: Batch, contributed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums of a rank's tokens over the experts that contributed, and by how much rounding may
-    change them."""
+    """Returns the sums of a rank's tokens over the experts that contributed, and by how much
+    rounding may change them."""
     shape = scenario.shape
     values = batch.values(shape)
     total = torch.zeros(values.shape, dtype=torch.float64)

@@ -47,7 +47,7 @@ def run(group: AllToAll, calls: int, slot: int = 0) -> None:
         if wrong != STEP[done]
     ],
 )
-def test_a_call_out_of_order_names_itself_and_the_next_one(
+def test_the_error_of_a_call_out_of_order_names_it_and_the_next_one(
     group: AllToAll, done: int, wrong: str
 ) -> None:
     run(group, done)

@@ -1,4 +1,4 @@
-"""Ranks that are killed or frozen within a step: what the others get, and how they go on."""
+"""Ranks that are killed or frozen within a step: what the other ranks get, and how they go on."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ FAULTY: Final = Scenario(ranks=4, experts=12, top_k=3, copies=2, victim=2)
 
 @pytest.mark.parametrize(("phase", "fabric"), CASES)
 def test_a_killed_rank_costs_its_part_of_a_step(drive: Drive, phase: Any, fabric: Any) -> None:
-    """With replicas, all experts answer again from the next step on. Its place is taken again."""
+    """Replicas answer for all experts from the next step on, and a newcomer takes the place."""
     base = replace(FAULTY, phase=phase, fabric=fabric)
     drive(base, replace(base, victim=0, rejoin=True, layout="tokens", overlap=True))
 
 
 @pytest.mark.parametrize(("phase", "fabric"), CASES)
 def test_a_frozen_rank_is_excluded(drive: Drive, phase: Any, fabric: Any) -> None:
-    """It hears of it when it runs again, and may join as a newcomer."""
+    """The rank learns of it when it runs again; a newcomer may take its place."""
     base = replace(FAULTY, fault="freeze", phase=phase, fabric=fabric)
     drive(base, replace(base, victim=0, rejoin=True, layout="padded"))
 
 
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
 def test_a_step_is_refused_while_a_rank_is_lost(drive: Drive, fabric: str, fault: Any) -> None:
-    """The others agree on both at once, or on one after the other."""
+    """The other ranks agree on both at once, or on one after the other."""
     base = replace(FAULTY, fault=fault, fabric=fabric, refuser=1, refused_steps=(5, 6))
     drive(
         base,

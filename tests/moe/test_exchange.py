@@ -69,7 +69,7 @@ def test_steps_overlap(drive: Drive, fabric: str) -> None:
     drive(base, replace(base, layout="tokens", pauses=True))
 
 
-def test_steps_that_a_rank_refuses_fail_at_all_and_the_others_are_whole(
+def test_refused_steps_fail_at_all_ranks_and_the_other_steps_are_whole(
     drive: Drive, fabric: str
 ) -> None:
     base = Scenario(ranks=3, experts=9, top_k=3, fabric=fabric, steps=12, refuser=2)

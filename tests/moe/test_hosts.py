@@ -1,4 +1,4 @@
-"""Which ranks share a host, from what they say."""
+"""The grouping of ranks by host, from the ranks that each has added."""
 
 from __future__ import annotations
 

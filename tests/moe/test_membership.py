@@ -1,4 +1,4 @@
-"""The state machine of views, in small groups whose messages arrive when a test says."""
+"""The state machine of views, in small groups whose messages arrive when a test delivers them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvxfer.moe.view_messages import (
 
 
 class Group:
-    """Ranks and what they say: in flight until deliver()."""
+    """Ranks, and their messages, which are in flight until deliver()."""
 
     def __init__(self, ranks: int, *, min_ranks: int = 1) -> None:
         self.ranks = {
@@ -51,7 +51,7 @@ class Group:
                     pass
 
     def kill(self, *ranks: int) -> None:
-        """Every other rank sees their connections end."""
+        """Ends the ranks' connections at every other rank."""
         self.dead |= {*ranks}
         for rank in self.alive():
             for dead in ranks:
@@ -70,7 +70,8 @@ class Group:
         self.do(rank, self.ranks[rank].waiting(next_step))
 
     def deliver(self, *, only_to: int | None = None) -> None:
-        """All that is in flight, and what is said of it; those that are asked do not answer."""
+        """Delivers what is in flight, and the messages that follow; ranks that are asked do not
+        answer."""
         while ready := [each for each in self.sent if only_to in (None, each[1].rank)]:
             sender, send = ready[0]
             self.sent.remove(ready[0])
@@ -89,7 +90,7 @@ class Group:
 
 
 def _change(group: Group, steps: dict[int, int]) -> None:
-    """All come to their boundaries before these steps, and agree."""
+    """Brings all ranks to their boundaries before these steps, and makes them agree."""
     for rank, step in steps.items():
         group.boundary(rank, step)
     group.deliver()
@@ -117,7 +118,7 @@ def test_survivors_adopt_one_view_from_the_earliest_step_on() -> None:
     assert not any(group.ranks[rank].blocked for rank in (0, 2, 3))
 
 
-def test_numbers_name_the_deciding_rank() -> None:
+def test_the_number_of_a_view_names_the_deciding_rank() -> None:
     group = Group(4)
     group.kill(0)
     _change(group, dict.fromkeys((1, 2, 3), 0))
@@ -139,7 +140,7 @@ def test_a_rank_waits_until_another_begins_a_change() -> None:
     assert group.ranks[0].blocked
 
 
-def test_what_is_lost_later_is_told_again() -> None:
+def test_a_loss_during_a_change_is_reported_again() -> None:
     group = Group(5)
     group.kill(4)
     for rank in (0, 1, 2, 3):
@@ -151,7 +152,7 @@ def test_what_is_lost_later_is_told_again() -> None:
     assert group.view(0).members == group.view(2).members == (0, 1, 2)
 
 
-def test_a_decision_of_a_leader_that_is_lost_is_taken_from_those_that_have_it() -> None:
+def test_the_decision_of_a_lost_leader_is_taken_from_members_that_have_it() -> None:
     group = Group(5)
     group.kill(4)
     for rank in (0, 1, 2, 3):
@@ -168,7 +169,7 @@ def test_a_decision_of_a_leader_that_is_lost_is_taken_from_those_that_have_it() 
     assert group.view(3).members == (1, 2, 3)
 
 
-def test_a_decision_is_passed_on_to_one_that_lost_its_leader_before() -> None:
+def test_a_decision_is_passed_on_to_a_member_that_lost_its_leader_before() -> None:
     member = Membership(1, 4, first_view(4))
     member.lose(3, silent=True)
     member.boundary(1)
@@ -198,13 +199,15 @@ def test_a_view_of_a_rank_that_is_lost_is_refused() -> None:
 @pytest.mark.parametrize(
     ("silent", "goes"),
     [
-        ((True, False), 3),  # rank 1 heard nothing of rank 3, and ended the connection
+        ((True, False), 3),  # rank 1 heard nothing from rank 3, and ended the connection
         ((False, True), 1),
         ((False, False), 3),
         ((True, True), 3),
     ],
 )
-def test_one_of_two_that_accuse_each_other_goes(silent: tuple[bool, bool], goes: int) -> None:
+def test_one_of_two_ranks_that_lost_each_other_is_excluded(
+    silent: tuple[bool, bool], goes: int
+) -> None:
     group = Group(5)
     group.do(1, group.ranks[1].lose(3, silent=silent[0]))
     group.do(3, group.ranks[3].lose(1, silent=silent[1]))
@@ -222,7 +225,7 @@ def test_one_of_two_that_accuse_each_other_goes(silent: tuple[bool, bool], goes:
     assert {fenced for _, fenced in group.fenced} == {goes}
 
 
-def test_hearsay_of_one_makes_no_rank_lost() -> None:
+def test_the_report_of_one_rank_does_not_make_another_lost() -> None:
     member = Membership(2, 4, first_view(4))
     member.received(0, Flush(0, 1, lost=(3,), closed=(3,)))
     member.waiting(1)
@@ -230,7 +233,7 @@ def test_hearsay_of_one_makes_no_rank_lost() -> None:
 
 
 @pytest.mark.parametrize("closed", [(), (2,)])
-def test_a_rank_that_another_has_ended_goes(closed: tuple[int, ...]) -> None:
+def test_a_rank_that_another_reports_as_lost_is_excluded(closed: tuple[int, ...]) -> None:
     member = Membership(2, 4, first_view(4))
     member.received(0, Flush(0, 1, lost=(2,), closed=closed))
     (end,) = member.waiting(1)
@@ -244,13 +247,13 @@ def test_a_rank_that_another_has_ended_goes(closed: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "dead", "silent", "asked"),
     [
-        (5, (4,), False, {4}),  # most survive: those whose connection ended
+        (5, (4,), False, {4}),  # most survive: ranks whose connection ended are asked
         (5, (4,), True, set()),
         (4, (2, 3), True, {2, 3}),
         (5, (2, 3, 4), True, {2, 3, 4}),
     ],
 )
-def test_whom_a_leader_asks(
+def test_the_ranks_that_a_leader_asks(
     ranks: int, dead: tuple[int, ...], silent: bool, asked: set[int]
 ) -> None:
     group = Group(ranks)
@@ -264,7 +267,7 @@ def test_whom_a_leader_asks(
     assert bool(group.adopted[0]) == (not asked)
 
 
-def test_a_few_also_ask_those_of_older_views() -> None:
+def test_few_survivors_also_ask_members_of_older_views() -> None:
     group = Group(4)
     group.kill(3)
     _change(group, dict.fromkeys((0, 1, 2), 0))
@@ -291,7 +294,7 @@ def test_the_larger_side_goes_on(survivors: tuple[int, ...], answer: Yield | Wai
     assert isinstance(member.ended, RankExcluded) == isinstance(answer, Yield) == bool(rest)
 
 
-def test_who_is_in_no_later_view_is_excluded() -> None:
+def test_a_rank_outside_of_the_later_view_is_excluded() -> None:
     group = Group(3)
     group.kill(2)
     _change(group, dict.fromkeys((0, 1), 4))
@@ -299,8 +302,8 @@ def test_who_is_in_no_later_view_is_excluded() -> None:
     assert group.ranks[1].ended is None
 
 
-def test_of_two_halves_that_have_gone_on_the_smaller_is_excluded() -> None:
-    """Also where it has seen more views."""
+def test_the_smaller_of_two_halves_that_went_on_is_excluded() -> None:
+    """The smaller half is excluded even if it has seen more views."""
     view = View(number=6, previous=0, members=(0, 1, 2), newcomers=(), first_step=1)
     larger, smaller = Membership(2, 6, view), Membership(2, 6, view)
     assert larger.asked(Ask(4, 16, (4, 5))) == (Reply(4, Excluded(6)),)
@@ -336,7 +339,7 @@ def test_a_group_of_fewer_than_min_ranks_ends() -> None:
 
 
 def _set_up(group: Group, rank: int) -> Membership:
-    """A process that takes the place of a rank that is no member, set up with all."""
+    """A process that takes the place of a rank that is not a member, connected to all ranks."""
     newcomer = Membership(rank, group.count, None)
     for member in group.alive():
         newcomer.newcomer(member)
@@ -348,7 +351,7 @@ def _set_up(group: Group, rank: int) -> Membership:
 
 
 def _group_with_newcomer() -> Group:
-    """Of ranks 0, 2 and 3, and a newcomer in the place of rank 1 that has announced itself."""
+    """A group of ranks 0, 2 and 3, and an announced newcomer in the place of rank 1."""
     group = Group(4)
     group.kill(1)
     _change(group, dict.fromkeys((0, 2, 3), 5))
@@ -409,7 +412,7 @@ def test_of_two_newcomers_that_do_not_know_each_other_one_is_admitted() -> None:
 
 
 def _leader_decides(group: Group) -> None:
-    """Rank 0, and its VIEW is on the way."""
+    """Makes rank 0 decide; its VIEW is in flight."""
     group.boundary(0, 6)
     group.deliver()
     group.waiting(2, 6)
@@ -417,7 +420,7 @@ def _leader_decides(group: Group) -> None:
     group.deliver(only_to=0)
 
 
-def test_members_tell_a_newcomer_its_view_where_the_leader_is_lost() -> None:
+def test_members_tell_a_newcomer_its_view_if_the_leader_is_lost() -> None:
     group = _group_with_newcomer()
     _leader_decides(group)
     group.deliver(only_to=2)
@@ -428,7 +431,7 @@ def test_members_tell_a_newcomer_its_view_where_the_leader_is_lost() -> None:
     assert group.view(1) == group.view(2)
 
 
-def test_a_newcomer_of_a_view_that_none_else_has_is_told() -> None:
+def test_a_newcomer_whose_view_no_other_rank_has_is_excluded() -> None:
     group = _group_with_newcomer()
     _leader_decides(group)
     group.deliver(only_to=1)
@@ -443,7 +446,7 @@ def test_a_newcomer_of_a_view_that_none_else_has_is_told() -> None:
     assert isinstance(group.ranks[1].ended, RankExcluded)
 
 
-def test_a_newcomer_that_two_halves_let_in_leaves_one() -> None:
+def test_a_newcomer_that_two_halves_admitted_leaves_one() -> None:
     newcomer = Membership(1, 5, None)
     for rank in (0, 2, 3, 4):
         newcomer.newcomer(rank)
@@ -463,7 +466,7 @@ def test_a_rank_that_is_a_member_is_no_newcomer() -> None:
 
 
 def _agree(group: Group, next_steps: dict[int, int]) -> None:
-    """What was refused is heard, and these ranks wait."""
+    """Delivers refusals, and makes these ranks wait."""
     group.deliver()
     for rank, step in next_steps.items():
         group.waiting(rank, step)
@@ -483,13 +486,13 @@ def test_a_refused_step_is_left_out_by_all_members() -> None:
     assert not any(group.ranks[rank].blocked for rank in range(3))
 
 
-def test_a_group_of_one_leaves_it_out_at_once() -> None:
+def test_a_group_of_one_leaves_a_refused_step_out_at_once() -> None:
     group = Group(1)
     group.refuse(0, 3)
     assert group.view(0).refused == (Refusal(3, 0, "why"),)
 
 
-def test_of_two_that_refuse_one_step_the_lower_is_named() -> None:
+def test_the_lower_of_two_ranks_that_refuse_a_step_is_named() -> None:
     group = Group(3)
     group.refuse(2, 7, "second")
     group.refuse(1, 7, "first")
@@ -506,7 +509,7 @@ def test_two_may_refuse_different_steps() -> None:
     assert group.view(0).first_step == 7
 
 
-def test_later_views_repeat_what_some_rank_has_before_it() -> None:
+def test_later_views_repeat_refusals_of_steps_that_some_rank_has_before_it() -> None:
     group = Group(2)
     group.refuse(1, 7)
     _agree(group, {0: 6})
@@ -518,7 +521,7 @@ def test_later_views_repeat_what_some_rank_has_before_it() -> None:
     assert [each.step for each in group.view(0).refused] == [8, 9]
 
 
-def test_where_the_refusing_rank_is_lost_first_the_step_is_run_without_it() -> None:
+def test_if_the_refusing_rank_is_lost_first_the_step_is_run_without_it() -> None:
     group = Group(3)
     group.refuse(2, 7)
     _agree(group, {1: 8})
@@ -528,7 +531,7 @@ def test_where_the_refusing_rank_is_lost_first_the_step_is_run_without_it() -> N
     assert group.view(1).refused == ()
 
 
-def test_no_more_is_refused_than_a_message_holds() -> None:
+def test_refusals_are_bounded_by_what_a_message_holds() -> None:
     group = Group(2)
     for step in range(MOST_REFUSALS + 5):
         group.refuse(1, step, "x" * 2 * MOST_WHY)

@@ -1,4 +1,4 @@
-"""Memory that is handed over to another process of the host."""
+"""Memory that is handed over to another process on the host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def memory() -> Iterator[Handed]:
         yield handed
 
 
-def test_what_is_given_is_taken(taker: MemorySocket, memory: Handed) -> None:
+def test_memory_that_is_given_is_taken(taker: MemorySocket, memory: Handed) -> None:
     secret = taker.expect()
     give(taker.name, secret, memory)
     os.write(memory.memory, b"bytes")

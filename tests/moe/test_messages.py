@@ -62,6 +62,6 @@ def hello(**changes: object) -> bytes:
         hello(placement={"ranks": [[0, 2]]}),
     ],
 )
-def test_what_no_rank_says_is_refused_by_name(data: bytes) -> None:
+def test_the_error_for_an_invalid_message_names_its_sender(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="'stranger' sent a message that cannot be read"):
         decode(data, "stranger")

@@ -1,4 +1,4 @@
-"""A layer of experts in torch, spread over processes, is the dense layer."""
+"""A layer of experts in torch, spread over processes, computes what the dense layer does."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_ranks(layer: Layer) -> None:
     ],
 )
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_spread_layer_is_the_dense_one(
+def test_a_spread_layer_equals_the_dense_one(
     dtypes: dict[str, Any], tolerance: float, overlap: bool
 ) -> None:
     shape = MoeShape(experts=8, hidden=64, top_k=3, max_tokens=20, **dtypes)

@@ -10,7 +10,7 @@ from kvxfer.moe.placement import NO_REPLICA, Placement
 
 @st.composite
 def placements(draw: st.DrawFn) -> Placement:
-    """Any: each expert on one rank or more, in any order."""
+    """Draws any placement: each expert on one rank or more, in any order."""
     ranks = draw(st.integers(1, 9))
     experts: list[list[int]] = [[] for _ in range(ranks)]
     for expert in range(draw(st.integers(1, 24))):
@@ -21,7 +21,7 @@ def placements(draw: st.DrawFn) -> Placement:
 
 @st.composite
 def views(draw: st.DrawFn, placement: Placement) -> tuple[list[bool], list[set[int]]]:
-    """The ranks that are alive, and for each rank the ranks on its host."""
+    """Draws the live ranks, and for each rank the ranks on its host."""
     ranks = range(len(placement.ranks))
     alive = draw(st.lists(st.booleans(), min_size=len(ranks), max_size=len(ranks)))
     hosts = [draw(st.integers(0, 2)) for _ in ranks]
@@ -82,7 +82,7 @@ def test_even_placement_gives_each_rank_its_share(
         assert sum(expert in each for each in placement.ranks) == copies
 
 
-def test_any_rank_may_die_where_experts_have_two_copies() -> None:
+def test_any_rank_may_die_if_experts_have_two_copies() -> None:
     placement = Placement.even(64, 8, copies=2)
     for dead in range(8):
         alive = [rank != dead for rank in range(8)]
@@ -100,8 +100,6 @@ def test_any_rank_may_die_where_experts_have_two_copies() -> None:
         (((0, 1), (1, 1)), "rank 1 has an expert twice"),
     ],
 )
-def test_a_placement_that_cannot_be_is_refused(
-    ranks: tuple[tuple[int, ...], ...], said: str
-) -> None:
+def test_an_invalid_placement_is_refused(ranks: tuple[tuple[int, ...], ...], said: str) -> None:
     with pytest.raises(InvalidArgument, match=said):
         Placement(ranks)

@@ -1,4 +1,4 @@
-"""Steps that a rank cannot begin: what all ranks hear, and how they go on. All in one process."""
+"""Steps that a rank refuses: the errors of all ranks, and how they go on. All in one process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def form(fabric: str, timeout: float = 30.0) -> list[AllToAll]:
 
 
 def on_each(groups: list[AllToAll], run: Callable[[AllToAll], Any]) -> list[Any]:
-    """What it returns at each rank, or raises of kvxfer's."""
+    """Runs a function at each rank; returns its results, or kvxfer's errors."""
 
     def of(group: AllToAll) -> Any:
         try:
@@ -67,7 +67,8 @@ def begin(group: AllToAll, slot: int = 0) -> int:
 
 
 def end(group: AllToAll, slot: int = 0) -> bool:
-    """Whether experts that change nothing give each token twice itself."""
+    """Ends a step in which experts that change nothing return each token twice; True if they
+    did."""
     got = group.dispatch_recv(slot=slot)
     group.combine_send(got.x.copy(), slot=slot)
     combined = group.combine_recv(slot=slot)
@@ -99,7 +100,7 @@ BAD: Final[dict[str, tuple[tuple[Any, Any, Any], str]]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_step_that_one_rank_refuses_fails_at_all_by_its_reason(
+def test_a_step_that_one_rank_refuses_fails_at_all_with_its_reason(
     groups: list[AllToAll], name: str
 ) -> None:
     arguments, why = BAD[name]
@@ -148,7 +149,7 @@ def test_two_ranks_refuse_different_steps(groups: list[AllToAll]) -> None:
 
 
 def test_the_step_in_the_other_slot_is_whole(groups: list[AllToAll]) -> None:
-    """Two are under way, and the second is refused; then the slot takes the next one."""
+    """Two steps are under way, and the second is refused; then its slot takes the next one."""
 
     def run(group: AllToAll) -> list[object]:
         assert begin(group, slot=0) == 0

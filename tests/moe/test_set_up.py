@@ -1,4 +1,4 @@
-"""How ranks meet: all in one process, each in a thread, with real engines."""
+"""The set-up of groups, all ranks in one process, each in a thread, with real engines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPE: dict[str, Any] = {"experts": 6, "hidden": 32, "top_k": 2, "max_tokens": 4
 
 
 class Gather:
-    """What all_gather_object() does, among threads."""
+    """A stand-in for all_gather_object(), among threads."""
 
     def __init__(self, ranks: int) -> None:
         self._said = [""] * ranks
@@ -39,7 +39,7 @@ class Gather:
 
 
 def together(ranks: int, made: Callable[[int], AllToAll]) -> list[AllToAll | KvxferError]:
-    """What becomes of each rank: its group, or its error."""
+    """Sets up all ranks at once; returns each rank's group, or its error."""
 
     def of(rank: int) -> AllToAll | KvxferError:
         try:
@@ -93,8 +93,8 @@ def test_a_rank_that_differs_is_refused_by_name_on_all_sides(
     assert "rank 1" in str(errors[0]) or "ranks 1" in str(errors[0]) or "and 1" in str(errors[0])
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
-    """Addresses are known before the ranks are there."""
+def test_the_error_names_a_rank_that_does_not_connect() -> None:
+    """The addresses are given, not exchanged."""
     ports = [free_port() for _ in range(3)]
     addresses = [f"kvx://127.0.0.1:{port}/{'0' * 32}" for port in ports]
 
@@ -114,7 +114,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert all("ranks [2] have not connected" in str(error) for error in errors), errors
 
 
-def test_ranks_meet_by_addresses_that_are_known_before(fabric: str) -> None:
+def test_ranks_meet_by_addresses_that_are_known_beforehand(fabric: str) -> None:
     ports = [free_port() for _ in range(3)]
     addresses = [f"kvx://127.0.0.1:{port}/{'0' * 32}" for port in ports]
 
@@ -149,7 +149,8 @@ def test_another_cluster_key_is_refused() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_newcomer_in_the_place_of_a_live_rank_is_refused(fabric: str, rank: int) -> None:
-    """Long before its deadline: as soon as the members would have noticed a loss."""
+    """Fails as soon as the members would have noticed a loss, long before the newcomer's
+    timeout."""
     gather = Gather(2)
     options: dict[str, Any] = {"ranks": 2, "cluster_key": KEY, "torch": False, "fabrics": [fabric]}
     shape, ended = MoeShape(**SHAPE), threading.Event()
@@ -182,7 +183,7 @@ def test_a_newcomer_in_the_place_of_a_live_rank_is_refused(fabric: str, rank: in
     close(groups)
 
 
-def test_a_newcomer_says_that_no_member_is_in_a_call() -> None:
+def test_the_error_of_a_newcomer_says_that_no_member_is_in_a_call() -> None:
     [group] = together(1, lone)
     assert isinstance(group, AllToAll)
     with group, pytest.raises(DeadlineExceeded, match=r"was not let in by kvx.*: it calls no step"):
@@ -197,7 +198,7 @@ def test_a_newcomer_says_that_no_member_is_in_a_call() -> None:
         )
 
 
-def test_a_step_that_another_rank_does_not_run_names_it(fabric: str) -> None:
+def test_the_error_names_a_rank_that_does_not_run_the_step(fabric: str) -> None:
     gather = Gather(2)
 
     def made(rank: int) -> AllToAll:
@@ -236,9 +237,7 @@ def test_a_step_that_another_rank_does_not_run_names_it(fabric: str) -> None:
         (lambda group, x: group.dispatch_send(x.repeat(5, 0), *router(5)), "5"),
     ],
 )
-def test_a_call_that_cannot_be_is_refused(
-    call: Callable[[AllToAll, Any], object], said: str
-) -> None:
+def test_an_invalid_call_is_refused(call: Callable[[AllToAll, Any], object], said: str) -> None:
     [group] = together(1, lone)
     assert isinstance(group, AllToAll)
     with group, pytest.raises(InvalidArgument, match=said):
@@ -267,7 +266,7 @@ def test_a_capacity_that_is_too_small_is_refused_and_may_be_raised() -> None:
         assert group.combine_recv().contributed.all()
 
 
-def test_memory_is_told_by_part() -> None:
+def test_memory_is_reported_by_part() -> None:
     [group] = together(1, lone)
     assert isinstance(group, AllToAll)
     with group:

@@ -45,7 +45,7 @@ def test_dtypes_that_are_left_out_follow_the_input(
         ({"scale_block": 128}, "is for a wire of float8"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
+def test_an_invalid_shape_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidArgument, match=said):
         MoeShape(**SIZES | given)
 

@@ -1,4 +1,4 @@
-"""A browser, and a fleet behind the page. Run by `make test-page`, which has both at hand."""
+"""A browser, and a fleet behind the page, for `make test-page`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
 
 HERE = Path(__file__).parent
-# Where `npm ci` has put the packages of package.json.
+# The folder in which `npm ci` has put the packages of package.json.
 PACKAGES = os.environ.get("KVXFER_PAGE_PACKAGES", "")
 CHROMIUM = os.environ.get("KVXFER_CHROMIUM", "/usr/bin/chromium")
 # The cores of a test machine are busy; what is tested is the result, not the speed.

@@ -53,7 +53,7 @@ class Zones(Fleet):
             self._begin(name).ready()
 
     def start_control_plane(self, *options: str | Path) -> Server:
-        """Also again, at the same address."""
+        """Starts the control plane, or starts it again at the same address."""
         return super().start_control_plane(
             *("--tokens-file", self.folder / "tokens", "--lease-seconds", "9"),
             *("--scaling-policy", self.folder / "scaling.yaml", *options),

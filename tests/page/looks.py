@@ -1,4 +1,4 @@
-"""What the tests do with a page: sign in, look for barriers, take its picture."""
+"""Actions of the tests on a page: sign in, find barriers, take a picture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def live(page: Page) -> None:
 
 
 def shown_again(page: Page, times: int) -> None:
-    """Returns when the page has shown the fleet anew so often, as it does each second."""
+    """Returns when the page has updated its view of the fleet `times` times, once a second."""
     page.evaluate(
         """times => new Promise((shown) => new MutationObserver((_, observer) => {
             times -= 1;
@@ -44,7 +44,7 @@ def shown_again(page: Page, times: int) -> None:
 
 
 def barriers(page: Page, packages: Path) -> list[str]:
-    """What axe-core finds against WCAG 2.2 AA and good practice, each as one line."""
+    """Returns the violations of WCAG 2.2 AA and good practice that axe-core finds, a line each."""
     if not page.evaluate("'axe' in window"):
         page.evaluate((packages / "axe-core" / "axe.min.js").read_text())
     options = {"runOnly": {"type": "tag", "values": _RULES}}
@@ -58,7 +58,7 @@ def barriers(page: Page, packages: Path) -> list[str]:
 
 
 def take_picture(page: Page, name: str, height: int) -> None:
-    """The top of the page as docs/img/NAME.png, with few colours: small, and still like itself."""
+    """Saves the top of the page as docs/img/NAME.png, with few colours to keep the file small."""
     from PIL import Image
 
     width = (page.viewport_size or {"width": 1280})["width"]

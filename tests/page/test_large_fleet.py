@@ -1,4 +1,4 @@
-"""10,000 instances behind the page: it stays small, and one gets from the whole to each of them."""
+"""10,000 instances behind the page: the page stays small and leads to each of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ZONES, RACKS, HOSTS = 4, 250, 2_500
 
 
 async def filled() -> EmbeddedRegistry:
-    """Each decode worker on its host with a prefill worker that sends to it."""
+    """Returns 10,000 instances: each decode worker on a host with a prefill that sends to it."""
     registry = EmbeddedRegistry(LeasePolicy(lease_seconds=3600))
     for number in range(INSTANCES):
         role = "prefill" if number % 2 else "decode"
@@ -45,7 +45,7 @@ async def filled() -> EmbeddedRegistry:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    # No loop runs in this thread, but playwright has made one its own.
+    # Playwright has an event loop in this thread, so `asyncio.run` needs another thread.
     made: list[EmbeddedRegistry] = []
     thread = threading.Thread(target=lambda: made.append(asyncio.run(filled())))
     thread.start()
@@ -54,7 +54,7 @@ def url() -> Iterator[str]:
         yield server.url
 
 
-def test_ten_thousand_instances_are_seen_and_none_is_out_of_reach(page, url, packages):
+def test_ten_thousand_instances_are_shown_and_each_can_be_reached(page, url, packages):
     page.add_init_script(
         "window.held = []; new PerformanceObserver((list) => held.push(...list.getEntries()"
         ".map((each) => each.duration))).observe({ type: 'longtask', buffered: true })"

@@ -35,14 +35,14 @@ def tile(page: Page, name: str):
 
 
 def open_dialog(page: Page, name: str):
-    """The dialog of an instance, once it has its facts."""
+    """Opens the dialog of an instance and returns it when it shows the facts."""
     page.locator("#instances").get_by_role("button", name=name).click()
     dialog = page.get_by_role("dialog")
     expect(dialog.locator("#instance-facts")).to_contain_text("last heartbeat")
     return dialog
 
 
-def test_a_wrong_token_is_told_and_a_right_one_stays_in_its_tab(page, context, fleet, packages):
+def test_a_wrong_token_is_reported_and_a_valid_one_stays_in_its_tab(page, context, fleet, packages):
     sign_in(page, fleet.url, "not-a-token-of-anybody")
     problem = page.get_by_role("alert")
     expect(problem).to_have_text(re.compile("does not know this token"))
@@ -67,7 +67,7 @@ def test_a_wrong_token_is_told_and_a_right_one_stays_in_its_tab(page, context, f
     assert page.evaluate("Object.values(sessionStorage)") == []
 
 
-def test_what_goes_on_is_seen_in_light_in_dark_and_on_a_phone(page, fleet, packages):
+def test_the_fleet_is_shown_in_light_in_dark_and_on_a_phone(page, fleet, packages):
     sign_in(page, fleet.url, ADMIN)
     live(page)
     for name in NAMES:
@@ -79,7 +79,7 @@ def test_what_goes_on_is_seen_in_light_in_dark_and_on_a_phone(page, fleet, packa
     ]
     with Requests(fleet.router.url) as requests:
         pairs = page.locator("#pairs")
-        # One prefill worker has tcp only, the other one is on the host of both decode workers.
+        # prefill-1 has tcp only; prefill-0 is on the host of both decode workers.
         for prefill, fabric in (("prefill-0", "local"), ("prefill-1", "tcp")):
             row = pairs.locator("tr", has_text=prefill).first
             expect(row).to_have_text(re.compile(rf"→ decode-\d{fabric}[1-9.]+ .B/s"))
@@ -103,7 +103,7 @@ def test_what_goes_on_is_seen_in_light_in_dark_and_on_a_phone(page, fleet, packa
     assert requests.answered > 0
 
 
-def test_all_of_it_works_by_keyboard(page, fleet, packages):
+def test_everything_works_by_keyboard(page, fleet, packages):
     sign_in(page, fleet.url, ADMIN)
     live(page)
     page.reload()
@@ -122,7 +122,7 @@ def test_all_of_it_works_by_keyboard(page, fleet, packages):
     expect(tiles.last).to_be_focused()
     name = tiles.last.locator(".name").inner_text()
     expect(tiles.last).to_have_accessible_name(re.compile(f"^{name} .* prefill, ready, KV"))
-    shown_again(page, 2)  # and the focus is where it was
+    shown_again(page, 2)  # the focus stays where it was
     expect(tiles.last).to_be_focused()
     page.keyboard.press("Enter")
     dialog = page.get_by_role("dialog")
@@ -132,12 +132,12 @@ def test_all_of_it_works_by_keyboard(page, fleet, packages):
     page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
     expect(tiles.last).to_be_focused()
-    # The map's one stop, and on to the next thing.
+    # The map is a single tab stop.
     page.keyboard.press("Tab")
     expect(page.get_by_role("group", name="Table of traffic by pair")).to_be_focused()
 
 
-def test_the_view_is_narrowed_shared_and_gone_back_from(page, context, fleet):
+def test_a_filtered_view_can_be_shared_and_left_by_going_back(page, context, fleet):
     sign_in(page, fleet.url, ADMIN)
     live(page)
     rows = page.locator("#instances tr")
@@ -161,7 +161,7 @@ def test_the_view_is_narrowed_shared_and_gone_back_from(page, context, fleet):
     expect(page.locator("#map-note")).to_have_text("no instance matches")
 
 
-def test_who_may_only_look_is_offered_nothing_else(page, fleet):
+def test_a_monitor_token_is_offered_no_action(page, fleet):
     sign_in(page, fleet.url, MONITOR)
     live(page)
     dialog = open_dialog(page, "decode-0")
@@ -170,7 +170,7 @@ def test_who_may_only_look_is_offered_nothing_else(page, fleet):
     expect(dialog.get_by_role("button", name="Change role")).to_be_hidden()
 
 
-def test_an_update_of_weights_is_followed(page, fleet, packages):
+def test_the_progress_of_a_weight_update_is_shown(page, fleet, packages):
     sign_in(page, fleet.url, ADMIN)
     live(page)
     expect(page.locator("#updates-note")).to_have_text("none was announced")
@@ -210,7 +210,7 @@ def test_the_drain_button_drains_a_real_worker(page, fleet):
     sign_in(page, fleet.url, ADMIN)
     live(page)
     with Requests(fleet.router.url, at_once=2):
-        # With a request on it the worker stays to be seen draining.
+        # A worker with a request takes long enough to be seen draining.
         expect(page.locator("#transfers")).to_contain_text("prefill-1 →")
         dialog = open_dialog(page, "prefill-1")
         dialog.get_by_label("Deadline in seconds").fill("60")
@@ -240,7 +240,7 @@ def test_a_lost_control_plane_shows_as_stale_and_recovers(page, fleet, packages)
     expect(page.locator("#connection")).to_have_text("Stale")
     expect(stale).to_have_text(re.compile(r"^Stale: the control plane .* This is from .* s ago"))
     expect(page.get_by_role("status").first).to_have_text(re.compile("^Stale: the control plane"))
-    expect(rows).to_have_count(there)  # the last that was known
+    expect(rows).to_have_count(there)  # the last known ones
     assert barriers(page, packages) == []
     dialog = page.get_by_role("dialog")
     page.locator("#instances").get_by_role("button", name="decode-0").click()
@@ -249,7 +249,7 @@ def test_a_lost_control_plane_shows_as_stale_and_recovers(page, fleet, packages)
     fleet.start_control_plane()
     live(page)
     expect(stale).to_be_hidden()
-    # It has lost its memory; its workers have not.
+    # The new process knows no instance, but its workers register again.
     expect(rows).to_have_count(there)
 
 
@@ -261,7 +261,7 @@ def test_a_lost_control_plane_shows_as_stale_and_recovers(page, fleet, packages)
         ("LICENSE-uPlot", "LICENSE"),
     ],
 )
-def test_what_is_vendored_is_what_npm_has(packages, vendored, published):
+def test_vendored_files_equal_those_of_npm(packages, vendored, published):
     from kvxfer.api.routes.page import FOLDER
 
     ours = (FOLDER / "vendor" / vendored).read_bytes()

@@ -1,10 +1,9 @@
-"""Prefill and decode with caches in memory of a GPU: `python -m tests.reference.gpu_pair FABRIC
-MODE`.
+"""Prefill and decode with caches in GPU memory: `python -m tests.reference.gpu_pair FABRIC MODE`.
 
-On the double, kernels are interpreted in the order of its streams, and all else that the model
-computes runs on the processor; on a GPU with torch built for it, everything runs there. MODE
-`ordered` compares the tokens with those of one process on the processor; `unordered` lets layers
-leave without regard to the stream, which has to show in them.
+On the double, kernels are interpreted in the order of its streams, and the rest of the model runs
+on the processor. On a GPU, with a torch built for it, everything runs there. MODE `ordered`
+compares the tokens with those of one process on the processor. `unordered` sends layers without
+regard to the stream, which has to change tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from verify.polling import eventually
 from .tiny import TINY
 from .workers import BLOCK_SIZE, MODEL, OnGpu, WorkerPair, single_process, start_worker
 
-# Prompts that end at, before and behind the end of a block, and of what a kernel takes at once.
+# Prompts that end at, before and after the end of a block, and of the tokens of a kernel's step.
 LENGTHS: Final = (1, 3, 4, 5, 15, 16, 17, 31, 33, 63, 64, 65)
 TOKENS: Final = 8
 ON_DOUBLE: Final = not torch.cuda.is_available()
@@ -52,7 +51,7 @@ class Unordered(StreamOrder):
 
 @dataclass(frozen=True, slots=True)
 class DoubleStream:
-    """Of the double, with what a torch.cuda.Stream has."""
+    """A stream of the double, with the members of a torch.cuda.Stream."""
 
     cuda_stream: int
 
@@ -61,7 +60,7 @@ class DoubleStream:
 
 
 class CacheOnDouble(GpuKvCache):
-    """What the processor computes waits for what the kernels give it; stores are not waited for."""
+    """A cache whose attention waits for the kernels; its stores are not waited for."""
 
     stream: DoubleStream
 
@@ -85,7 +84,7 @@ class CacheOnDouble(GpuKvCache):
 
 
 class OnDouble:
-    """A worker of the double."""
+    """A worker on the double."""
 
     model = MODEL
 
@@ -113,7 +112,7 @@ class OnDouble:
 
 
 class OnRealGpu:
-    """A worker of GPU 0."""
+    """A worker on GPU 0."""
 
     def __init__(self, order: type[StreamOrder]) -> None:
         self._order = order
@@ -132,8 +131,8 @@ class OnRealGpu:
 
 
 async def decoded(workers: WorkerPair, prompt: list[int]) -> list[int]:
-    """The tokens of a prompt, whose blocks are offered before prefill begins: what it sends leaves
-    at once."""
+    """Returns the tokens of a prompt. Its blocks are offered before prefill begins, so each layer
+    is sent at once."""
     request = workers.request(prompt, max_tokens=TOKENS)
     decode = asyncio.create_task(workers.decode.service.complete(request))
     await eventually(lambda: len(workers.prefill.endpoint._prefill_side._early) > 0)

@@ -1,4 +1,4 @@
-"""Checkpoint folders: what loads, and the one clear error for each that does not."""
+"""Checkpoint folders: those that load, and one clear error for each that does not."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ async def test_a_cancelled_caller_returns_only_when_its_computation_has_ended(
 
     task = asyncio.create_task(compute.run(computation))
     await asyncio.to_thread(started.wait)
-    for _ in range(3):  # nor may a second cancellation cut it short
+    for _ in range(3):  # a second cancellation does not cut the computation short either
         task.cancel()
         await asyncio.sleep(0)
     assert not task.done()
@@ -65,7 +65,7 @@ async def test_a_cancelled_caller_returns_only_when_its_computation_has_ended(
     assert ended == [True]
 
 
-async def test_a_running_computation_is_told_that_it_is_abandoned(compute: ComputeThread) -> None:
+async def test_a_running_computation_learns_that_it_is_abandoned(compute: ComputeThread) -> None:
     started, told = threading.Event(), threading.Event()
     abandon = Abandon()
 

@@ -25,7 +25,7 @@ PROMPT = list(b"experts")
 
 
 def mixtral() -> Any:
-    """transformers' model with the weights of ours."""
+    """Returns transformers' model with the weights of ours."""
     config = TINY_EXPERTS
     theirs: Any = transformers.MixtralForCausalLM(
         transformers.MixtralConfig(
@@ -81,7 +81,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers() -> None:
 
 
 def test_each_expert_counts() -> None:
-    """Tokens that are right despite a lost expert would show nothing."""
+    """If tokens stayed right without an expert, comparing tokens would not test the experts."""
     whole = ModelRunner(model(), ByteTokenizer(), PagedKvCache(TINY_EXPERTS, 32, 4))
     expected = whole.generate(PROMPT, 24)
     changed = 0

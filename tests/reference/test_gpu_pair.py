@@ -1,4 +1,4 @@
-"""The reference engine with caches in memory of a GPU, on the double of a driver or on a GPU."""
+"""The reference engine with caches in GPU memory, on the double of a driver or on a GPU."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def test_decode_gives_the_tokens_of_a_single_process(fabric: str) -> None:
 
 
 @pytest.mark.skipif(ON_GPU, reason="how late a GPU is depends on the GPU; the double is slow")
-def test_layers_that_leave_without_regard_to_the_stream_show_in_the_tokens() -> None:
+def test_layers_sent_without_regard_to_the_stream_change_tokens() -> None:
     run_on_driver("tests.reference.gpu_pair", "local", "unordered")

@@ -1,4 +1,4 @@
-"""The model against transformers' LlamaForCausalLM, and what paging must not change."""
+"""The model against transformers' LlamaForCausalLM; and paging, which must not change results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROMPT_LENGTHS = (1, 15, 16, 17, 150)
 
 
 def save_checkpoint(folder: Path, **changes: Any) -> Any:
-    """A random LlamaForCausalLM saved to `folder`; biases are random too."""
+    """Saves a random LlamaForCausalLM, with random biases, to `folder`."""
     sizes: dict[str, Any] = {
         "vocab_size": 128,
         "hidden_size": 64,
@@ -48,7 +48,7 @@ def save_checkpoint(folder: Path, **changes: Any) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
-        # 0.02, the default, gives logits so flat that greedy output means nothing.
+        # With 0.02, the default, logits are so flat that greedy output means nothing.
         "initializer_range": 0.2,
     }
     config = transformers.LlamaConfig(**sizes | changes)
@@ -92,7 +92,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(variant: str, tmp_pa
         assert tokens == generated[0, length:].tolist()
 
 
-def test_output_is_bit_equal_whatever_blocks_and_memory_a_sequence_has() -> None:
+def test_output_is_bit_equal_in_any_blocks_and_memory() -> None:
     model = LlamaModel(TINY, seeded_weights(TINY, seed=3))
     prompt = torch.tensor(list(b"which block a page lies in must not show in a single bit"))
     rng = random.Random(11)
@@ -109,7 +109,7 @@ def test_output_is_bit_equal_whatever_blocks_and_memory_a_sequence_has() -> None
         assert torch.equal(result, results[0])
 
 
-def test_on_layer_comes_once_per_layer_in_order_with_the_layer_complete_in_the_cache() -> None:
+def test_on_layer_is_called_once_for_each_layer_when_it_is_complete_in_the_cache() -> None:
     model = LlamaModel(TINY, seeded_weights(TINY, seed=3))
     prompt = torch.tensor(list(b"layer by layer"))
     blocks = torch.tensor([5, 0, 7, 2])
@@ -144,7 +144,7 @@ def test_an_error_in_on_layer_ends_the_prefill() -> None:
     assert seen == [0]
 
 
-def test_no_block_but_the_sequences_own_is_written(tiny_runner: ModelRunner) -> None:
+def test_only_blocks_of_the_sequence_are_written(tiny_runner: ModelRunner) -> None:
     everything = torch.arange(32)
     assert not any(plane.any() for plane in tiny_runner.cache.read(0, everything, 128))
     prompt = list(b"only these")
@@ -157,7 +157,7 @@ def test_no_block_but_the_sequences_own_is_written(tiny_runner: ModelRunner) -> 
 
 
 def test_losing_one_block_of_one_layer_shows_in_the_tokens() -> None:
-    """Comparing greedy tokens is a test of the transfer only if seeded weights are this touchy."""
+    """Otherwise comparing greedy tokens would not test the transfer."""
     model = LlamaModel(TINY, seeded_weights(TINY, seed=3))
     cache = PagedKvCache(TINY, num_blocks=40, block_size=4)
     rng = random.Random(5)

@@ -38,7 +38,7 @@ def addresses(parameters: Parameters) -> list[int]:
     return [each.data_ptr() for each in found]
 
 
-def test_a_model_with_applied_weights_is_one_that_was_loaded_with_them() -> None:
+def test_a_model_with_applied_weights_equals_one_loaded_with_them() -> None:
     before, after = seeded_weights(TINY, 1), seeded_weights(TINY, 2)
     model, fresh = LlamaModel(TINY, before), LlamaModel(TINY, after)
     assert tokens_of(model) != tokens_of(fresh)
@@ -61,7 +61,7 @@ def test_the_model_does_not_change_what_it_was_loaded_from() -> None:
     assert all(torch.equal(before[name], each) for name, each in seeded_weights(TINY, 1).items())
 
 
-def test_weights_come_in_other_types() -> None:
+def test_weights_may_have_other_types() -> None:
     after = {name: each.bfloat16() for name, each in seeded_weights(TINY, 2).items()}
     model = LlamaModel(TINY, seeded_weights(TINY, 1))
     model.apply(after, version=1)
@@ -76,7 +76,7 @@ def test_a_missing_or_misshapen_box_changes_nothing(shard: Shard) -> None:
     before = cut(BIASED, seeded_weights(BIASED, 1), shard)
     here.load(before)
     after = cut(BIASED, seeded_weights(BIASED, 2), shard)
-    name = "model.layers.2.mlp.up_proj.weight"  # not the first one
+    name = "model.layers.2.mlp.up_proj.weight"  # not the first parameter
     with pytest.raises(InvalidArgument, match=f"no {name}"):
         here.load({each: box for each, box in after.items() if each != name})
     with pytest.raises(InvalidArgument, match=rf"{name} has the shape \[1, 2\]"):

@@ -17,7 +17,7 @@ from kvxfer.reference.weights import seeded_weights
 from .tiny import TINY, shifted_planes
 
 
-def test_prefill_and_decode_steps_give_what_the_single_run_gives(tiny_runner: ModelRunner) -> None:
+def test_prefill_and_decode_steps_give_the_tokens_of_a_single_run(tiny_runner: ModelRunner) -> None:
     prompt = "the quick brown fox"
     expected = tiny_runner.generate(prompt, 10)
     assert len(expected) == 10
@@ -85,7 +85,7 @@ def test_an_empty_cache_is_refused() -> None:
         PagedKvCache(TINY, 0, 4)
 
 
-def test_without_a_folder_the_model_is_the_demo_model_each_time_the_same() -> None:
+def test_without_a_folder_the_model_is_always_the_same_demo_model() -> None:
     (first, tokenizer), (second, _) = load_model(None), load_model(None)
     assert first.config == DEMO_CONFIG
     assert isinstance(tokenizer, ByteTokenizer)
@@ -97,6 +97,6 @@ def test_without_a_folder_the_model_is_the_demo_model_each_time_the_same() -> No
     assert torch.equal(*logits)
 
 
-def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"has no config\.json"):
         load_model(tmp_path)

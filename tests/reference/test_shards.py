@@ -18,7 +18,7 @@ from .tiny import TINY
 
 BIASED = replace(TINY, attention_bias=True, mlp_bias=True)
 UNEVEN = replace(TINY, vocab_size=250)  # 63 rows for each of 4 ranks, 61 for the last one
-FEW = replace(TINY, vocab_size=5)  # 2, 2, 1 and nothing
+FEW = replace(TINY, vocab_size=5)  # 2, 2, 1 and 0 rows
 TIED = replace(TINY, tie_embeddings=True)
 
 
@@ -48,7 +48,7 @@ def test_a_rank_has_the_kv_head_of_its_query_heads() -> None:
     assert local_config(TINY, 4).num_kv_heads == 1
 
 
-def test_holdings_are_boxes_without_padding_and_without_what_is_empty() -> None:
+def test_holdings_are_boxes_without_padding_and_not_empty() -> None:
     of_rank = [
         {each.name: each for each in holdings_of(FEW, Shard(rank, 4)).parameters}
         for rank in range(4)
@@ -61,7 +61,7 @@ def test_holdings_are_boxes_without_padding_and_without_what_is_empty() -> None:
 
 
 @pytest.mark.parametrize("config", [BIASED, FEW, TIED])
-def test_the_planner_takes_them(config: LlamaConfig) -> None:
+def test_the_planner_takes_the_holdings(config: LlamaConfig) -> None:
     train = [holdings_of(config, Shard())]
     infer = [holdings_of(config, Shard(rank, 4), "float32") for rank in range(4)]
     plan = plan_weights(map_of(train, infer))
@@ -78,9 +78,7 @@ def test_the_planner_takes_them(config: LlamaConfig) -> None:
         (TINY, 0, "0 ranks compute nothing"),
     ],
 )
-def test_what_cannot_be_split_is_refused_by_name(
-    config: LlamaConfig, ranks: int, words: str
-) -> None:
+def test_the_error_names_what_cannot_be_split(config: LlamaConfig, ranks: int, words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
         boxes_of(config, Shard(0, ranks))
 

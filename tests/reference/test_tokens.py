@@ -26,7 +26,7 @@ def test_bytes_are_tokens_and_come_back() -> None:
     assert tokenizer.decode([0x41, 0xC3, 0xA9]) == "Aé"
 
 
-def test_what_is_no_utf8_decodes_to_replacement_characters() -> None:
+def test_invalid_utf8_decodes_to_replacement_characters() -> None:
     assert ByteTokenizer().decode([0x41, 0xC3, 300, 0x42]) == "A��B"
 
 

@@ -1,4 +1,4 @@
-"""How running requests and new ones meet an update, by its policy."""
+"""Running requests and new ones in an update, for each policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.native
 
 
 class Served:
-    """A gate, and a model that is nothing but its version."""
+    """A gate, and a model that consists only of its version."""
 
     def __init__(self, compute: ComputeThread, drain_seconds: float = PATIENCE) -> None:
         self.compute, self.version = compute, 0
@@ -41,7 +41,7 @@ class Served:
     async def request(
         self, tokens: int, goes_on: asyncio.Event, demanded: int | None = None
     ) -> list[VersionSpan]:
-        """Two steps, then the rest once it may go on."""
+        """Runs two steps, and the others once `goes_on` is set."""
         async with self.gate.admit(demanded) as admission:
             for at in range(tokens):
                 if at == 2:
@@ -57,7 +57,7 @@ async def served() -> AsyncIterator[Served]:
 
 
 async def begun(served: Served, goes_on: asyncio.Event, **kwargs: int) -> asyncio.Task:  # type: ignore[type-arg]
-    """A request of five tokens that has two."""
+    """Starts a request of five tokens; returns when it has two."""
     task = asyncio.create_task(served.request(5, goes_on, **kwargs))
     await eventually(
         lambda: any(each.spans and each.spans[0].tokens == 2 for each in running(served))
@@ -107,7 +107,7 @@ async def test_between_waves_nothing_is_served(served: Served, policy: Policy) -
     assert served.gate.version == 3
 
 
-async def test_what_does_not_end_in_time_is_aborted() -> None:
+async def test_requests_that_do_not_end_in_time_are_aborted() -> None:
     with contextlib.closing(ComputeThread()) as compute:
         served = Served(compute, drain_seconds=0.05)
         goes_on = asyncio.Event()
@@ -150,7 +150,7 @@ async def test_a_step_that_is_queued_behind_the_update_is_not_run(served: Served
     assert admission.spans == []
 
 
-async def test_keep_goes_on_and_tells_spans(served: Served) -> None:
+async def test_keep_continues_requests_and_reports_spans(served: Served) -> None:
     goes_on = asyncio.Event()
     old = await begun(served, goes_on)
     await served.gate.update(served.swap, Policy.KEEP)
@@ -177,7 +177,7 @@ async def test_only_the_served_version_is_given(served: Served) -> None:
     assert await served.request(1, asyncio.Event(), 1) == [VersionSpan(1, 0, 1)]
 
 
-async def test_a_demand_is_looked_at_after_the_update_that_it_waits_for(served: Served) -> None:
+async def test_a_demand_is_checked_after_the_update_that_it_waits_for(served: Served) -> None:
     settled = asyncio.Event()
     update = asyncio.create_task(
         served.gate.update(served.swap, settle=lambda: settled.wait())  # type: ignore[arg-type,return-value]
@@ -195,7 +195,9 @@ async def test_a_demand_is_looked_at_after_the_update_that_it_waits_for(served: 
     assert await waiting[1] == [VersionSpan(1, 0, 1)]
 
 
-async def test_a_cancelled_transfer_of_an_aborted_request_is_its_abort(served: Served) -> None:
+async def test_an_aborted_request_whose_transfer_is_cancelled_fails_by_its_abort(
+    served: Served,
+) -> None:
     with pytest.raises(TransferCancelled):
         async with served.gate.admit():
             raise TransferCancelled("by the peer")

@@ -1,4 +1,4 @@
-"""The HTTP face: answers, problem documents, and clients that leave."""
+"""A worker's HTTP API: answers, problem documents, and clients that leave."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_another_version_than_the_served_one_is_refused(
     assert [answer.status_code for answer in answers] == [200, 200]
 
 
-async def test_metrics_say_what_moved_and_what_was_refused(
+async def test_metrics_report_what_moved_and_what_was_refused(
     workers: WorkerPair, clients: tuple[httpx2.AsyncClient, httpx2.AsyncClient]
 ) -> None:
     prefill, decode = clients
@@ -92,7 +92,7 @@ async def test_metrics_say_what_moved_and_what_was_refused(
     assert sent.replace("sent", "received") in received.splitlines()
 
 
-async def test_metrics_say_how_transfers_ended_and_who_was_lost(
+async def test_metrics_report_how_transfers_ended_and_which_peer_was_lost(
     workers: WorkerPair, clients: tuple[httpx2.AsyncClient, httpx2.AsyncClient]
 ) -> None:
     prefill, decode = clients
@@ -159,7 +159,7 @@ async def test_decode_streams_a_token_per_event(
 
 
 def chat_of(request: CompletionRequest) -> dict[str, Any]:
-    """The same as a chat of two messages, without its prompt."""
+    """Returns the request as a chat of two messages, without its prompt."""
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
@@ -215,7 +215,7 @@ async def test_a_chat_that_cannot_be_read_gets_a_problem_document(
         assert detail in answer.json()["detail"]
 
 
-async def test_an_error_before_the_first_token_is_no_stream(
+async def test_an_error_before_the_first_token_is_not_streamed(
     workers: WorkerPair, clients: tuple[httpx2.AsyncClient, httpx2.AsyncClient]
 ) -> None:
     body = workers.request("x", stream=True).model_dump()
@@ -238,7 +238,7 @@ async def test_an_error_before_the_first_token_is_no_stream(
         ),
     ],
 )
-async def test_a_router_is_told_the_tokens_of_a_prompt(
+async def test_tokenize_returns_the_tokens_of_a_prompt(
     body: dict[str, Any],
     tokens: list[int],
     workers: WorkerPair,

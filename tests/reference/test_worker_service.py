@@ -1,4 +1,4 @@
-"""Both sides of a request: the tokens of a single process, and no block left behind."""
+"""Both sides of a request: the tokens of a single process, and no block left in use."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_workers_of_different_block_sizes_give_the_same_tokens(
         await eventually(workers.all_blocks_free)
 
 
-async def test_load_has_what_was_measured_of_requests(workers: WorkerPair) -> None:
+async def test_the_load_reports_measurements_of_requests(workers: WorkerPair) -> None:
     prefill, decode = workers.prefill.service, workers.decode.service
     assert (decode.load().tokens_per_second, decode.load().ttft_p90) == (0, None)
     _, answer = await complete(workers, workers.request(PROMPT, max_tokens=20))
@@ -88,7 +88,7 @@ async def test_load_has_what_was_measured_of_requests(workers: WorkerPair) -> No
     assert load.ttft_p90 == pytest.approx(answer.timings.first_token)
     assert load.itl_p90 is not None
     assert 0 < load.itl_p90 <= answer.timings.decode
-    # One request of twenty tokens since the worker began, however long ago that is.
+    # The worker has had one request of twenty tokens since it began, however long ago that is.
     assert load.requests_per_second is not None
     assert load.tokens_per_second == pytest.approx(20 * load.requests_per_second, rel=0.1)
     load = prefill.load()
@@ -97,7 +97,7 @@ async def test_load_has_what_was_measured_of_requests(workers: WorkerPair) -> No
     assert load.ttft_p90 is None, "decode is where the first token shows"
 
 
-async def test_a_refused_request_is_no_load(workers: WorkerPair) -> None:
+async def test_a_refused_request_does_not_count_as_load(workers: WorkerPair) -> None:
     forged = workers.request(PROMPT)
     forged.kv_transfer_params.ticket = forged.kv_transfer_params.ticket[:-4] + "AAAA"
     for worker in (workers.prefill, workers.decode):
@@ -111,14 +111,15 @@ async def test_a_refused_request_is_no_load(workers: WorkerPair) -> None:
         assert (load.requests_per_second, load.tokens_per_second) == (0, 0)
 
 
-async def test_prefill_says_exactly_what_moved(workers: WorkerPair) -> None:
+async def test_prefill_reports_exactly_what_moved(workers: WorkerPair) -> None:
     prefill, decode = await complete(workers, workers.request(PROMPT, max_tokens=2))
     blocks = -(-len(PROMPT) // 4)
     stats = prefill.transfer
     assert stats.fabric == workers.decode.engine.peers[0].fabric
     assert stats.pages == blocks * TINY.num_layers * 2
     assert stats.bytes == blocks * 4 * TINY.num_kv_heads * TINY.head_size * 4 * TINY.num_layers * 2
-    # A fresh pool gives out neighbouring blocks: one write per plane and layer.
+    # A fresh pool gives out neighbouring blocks, so there is one write for each plane of each
+    # layer.
     assert stats.writes == TINY.num_layers * 2
     assert 0 < stats.seconds < prefill.timings.prefill + prefill.timings.send
     assert decode.timings.prefill == prefill.timings.prefill
@@ -192,7 +193,7 @@ async def test_two_different_prompts_under_one_ticket_are_refused(workers: Worke
     await eventually(workers.all_blocks_free)
 
 
-async def test_a_decode_request_that_is_given_up_ends_prefill_and_frees_both_sides(
+async def test_a_cancelled_decode_request_ends_prefill_and_frees_both_sides(
     workers: WorkerPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = hold_prefill_at(workers, monkeypatch, layer=1)
@@ -213,7 +214,7 @@ async def test_a_decode_request_that_is_given_up_ends_prefill_and_frees_both_sid
     await eventually(workers.all_blocks_free)
 
 
-async def test_a_prefill_request_that_is_given_up_ends_decode_and_frees_both_sides(
+async def test_a_cancelled_prefill_request_ends_decode_and_frees_both_sides(
     workers: WorkerPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = hold_prefill_at(workers, monkeypatch, layer=1)
@@ -230,14 +231,14 @@ async def test_a_prefill_request_that_is_given_up_ends_decode_and_frees_both_sid
     with pytest.raises(KvxferError, match="cancelled"):
         await decode
     await eventually(workers.all_blocks_free)
-    # The layer it was at is the last one it computed.
+    # The layer at which it was held is the last one that it computed.
     assert layers.computed == [0, 1]
 
 
-async def test_blocks_of_a_prefill_that_is_given_up_go_back_when_its_stream_has_ended(
+async def test_blocks_of_a_cancelled_prefill_are_freed_when_its_stream_has_ended(
     workers: WorkerPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU: kernels that are queued still write into them."""
+    """On a GPU, queued kernels still write into the blocks."""
     free_at_settle: list[int] = []
 
     class Order(StreamOrder):
@@ -259,7 +260,7 @@ async def test_blocks_of_a_prefill_that_is_given_up_go_back_when_its_stream_has_
     )
     await asyncio.to_thread(layers.reached.wait)
     prefill.cancel()
-    await asyncio.sleep(0)  # it has to hear of that before the last layer is computed
+    await asyncio.sleep(0)  # it has to see the cancellation before it computes the last layer
     layers.go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await prefill
@@ -268,7 +269,7 @@ async def test_blocks_of_a_prefill_that_is_given_up_go_back_when_its_stream_has_
     await eventually(workers.all_blocks_free)
 
 
-async def test_a_request_that_is_given_up_while_it_decodes_frees_its_blocks(
+async def test_a_request_that_is_cancelled_while_it_decodes_frees_its_blocks(
     workers: WorkerPair,
 ) -> None:
     request = workers.request(PROMPT, max_tokens=90)
@@ -283,7 +284,7 @@ async def test_a_request_that_is_given_up_while_it_decodes_frees_its_blocks(
 
 
 class Layers:
-    """Where a prefill is, and what lets it go on."""
+    """The progress of a held prefill, and the event that continues it."""
 
     def __init__(self) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
@@ -291,7 +292,7 @@ class Layers:
 
 
 def hold_prefill_at(workers: WorkerPair, monkeypatch: pytest.MonkeyPatch, layer: int) -> Layers:
-    """Makes the next prefill stop in its computation until it is let go on."""
+    """Makes the next prefill stop at this layer until `go_on` is set."""
     layers = Layers()
     runner = workers.prefill.service.runner
     prefill = runner.prefill
@@ -311,7 +312,7 @@ def hold_prefill_at(workers: WorkerPair, monkeypatch: pytest.MonkeyPatch, layer:
 
 
 async def test_a_worker_takes_the_side_that_a_ticket_gives_it(workers: WorkerPair) -> None:
-    """After a change of role: what was paired before goes on, what comes is the other way."""
+    """After a change of role, requests paired before go on, and new ones use the other side."""
     before = workers.request(PROMPT, max_tokens=8)
     workers.prefill.service.take_role(Role.DECODE)
     workers.decode.service.take_role(Role.PREFILL)

@@ -31,6 +31,6 @@ def test_a_tail_of_another_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", encode_tail(TAIL)[:-3]])
-def test_bytes_that_are_no_tail_are_refused(data: bytes) -> None:
+def test_bytes_that_are_not_a_tail_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="the tail of a transfer cannot be read"):
         decode_tail(data, model="demo", tokens=TOKENS)

@@ -14,15 +14,15 @@ def pieces(tokens: list[int]) -> list[str]:
     return [*(stream.push(token) for token in tokens), stream.flush()]
 
 
-def test_a_character_comes_when_it_is_complete() -> None:
+def test_a_character_is_sent_when_it_is_complete() -> None:
     assert pieces(list("a€b".encode())) == ["a", "", "", "€", "b", ""]
 
 
-def test_a_torn_character_comes_at_the_end() -> None:
+def test_an_incomplete_character_is_sent_at_the_end() -> None:
     assert pieces(list("a€".encode())[:-1]) == ["a", "", "", "\ufffd"]
 
 
-def test_pieces_of_any_tokens_are_the_text_of_all(rng: random.Random) -> None:
+def test_pieces_of_any_tokens_add_up_to_the_whole_text(rng: random.Random) -> None:
     for _ in range(300):
         tokens = [
             byte
@@ -34,8 +34,8 @@ def test_pieces_of_any_tokens_are_the_text_of_all(rng: random.Random) -> None:
         assert "".join(pieces(tokens)) == ByteTokenizer().decode(tokens)
 
 
-def test_the_first_token_is_written_as_it_is_after_the_prompt(tmp_path: Path) -> None:
-    """So that an answer goes on as it would have, where it becomes a part of the prompt."""
+def test_the_first_token_has_the_text_that_it_has_after_the_prompt(tmp_path: Path) -> None:
+    """An answer then continues the same way after it has become a part of the prompt."""
     words = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2}, "▁one"))
     words.decoder = decoders.Metaspace()
     words.save(str(tmp_path / "tokenizer.json"))
@@ -48,6 +48,6 @@ def test_the_first_token_is_written_as_it_is_after_the_prompt(tmp_path: Path) ->
         assert whole == "one two three"
 
 
-def test_a_prompt_that_ends_in_a_character_is_no_context() -> None:
+def test_a_prompt_that_ends_within_a_character_is_not_used_as_context() -> None:
     torn = list("a€".encode())[:-1]
     assert text_after(ByteTokenizer(), torn, list(b"bc")) == "bc"

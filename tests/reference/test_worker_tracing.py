@@ -45,7 +45,7 @@ def tracer(spans: InMemorySpanExporter) -> Tracer:
 async def both(
     workers: WorkerPair, tracer: Tracer | None, headers: dict[str, str]
 ) -> list[httpx2.Response]:
-    """A request at both workers, as a router sends it."""
+    """Sends a request to both workers, as a router does."""
     body = workers.request("traced", max_tokens=4).model_dump()
     sides = []
     for worker in (workers.prefill, workers.decode):
@@ -85,7 +85,7 @@ async def test_a_recorded_request_has_spans_down_to_each_layer(
 
 
 @pytest.mark.parametrize("workers", ["local"], indirect=True)
-async def test_a_prompt_that_waits_for_earlier_ones_says_so(
+async def test_the_span_of_a_prompt_shows_that_it_waited_for_earlier_ones(
     workers: WorkerPair, tracer: Tracer, spans: InMemorySpanExporter
 ) -> None:
     ended, prefill = threading.Event(), workers.prefill
@@ -106,7 +106,7 @@ async def test_a_prompt_that_waits_for_earlier_ones_says_so(
 
 @pytest.mark.parametrize("workers", ["local"], indirect=True)
 @pytest.mark.parametrize("header", [{}, {"traceparent": RECORDED[:-1] + "0"}])
-async def test_nothing_is_kept_of_a_request_that_nobody_records(
+async def test_no_span_is_kept_of_a_request_that_is_not_recorded(
     workers: WorkerPair, tracer: Tracer, spans: InMemorySpanExporter, header: dict[str, str]
 ) -> None:
     answers = await both(workers, tracer, header)
@@ -115,10 +115,10 @@ async def test_nothing_is_kept_of_a_request_that_nobody_records(
 
 
 @pytest.mark.parametrize("workers", ["local"], indirect=True)
-async def test_a_ticket_carries_the_trace_to_an_engine_that_is_not_told_otherwise(
+async def test_a_ticket_carries_the_trace_to_an_engine_that_sees_no_headers(
     workers: WorkerPair, tracer: Tracer, spans: InMemorySpanExporter
 ) -> None:
-    """As in vLLM, whose connector sees no headers."""
+    """vLLM's connector, for example, sees no headers."""
     params = workers.request("traced").kv_transfer_params
     claims = verify_ticket(params.ticket, workers.cluster_key, now=SYSTEM_CLOCK.unix())
     ticket = sign_ticket(replace(claims, traceparent=RECORDED), workers.cluster_key)

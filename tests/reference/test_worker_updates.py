@@ -56,13 +56,13 @@ class Job:
     seed: int = 0
 
     async def push(self, version: int) -> UpdateReport:
-        """The weights of this seed, to the workers that take updates."""
+        """Pushes the weights of this seed to the workers that take updates."""
         self.seed = version
         push = self.trainer.push(version)
         return await asyncio.to_thread(push.result, 2 * PATIENCE)
 
     async def pushed(self, version: int) -> UpdateReport:
-        """push(), to both workers, which know of each other's weights when this returns."""
+        """Pushes to both workers; returns when they know each other's new version."""
         report = await self.push(version)
 
         def known() -> bool:
@@ -87,7 +87,7 @@ async def stack() -> AsyncIterator[contextlib.AsyncExitStack]:
 async def started(
     stack: contextlib.AsyncExitStack, *taking: Role, arena_bytes: int | None = None
 ) -> Job:
-    """Workers of these roles take updates; with a bound of the arena, in waves."""
+    """Starts a pair; workers of these roles take updates, in waves if the arena has a bound."""
     key = secrets.token_hex(16)
     job: Job
     trainer = Trainer(
@@ -180,7 +180,7 @@ async def test_an_update_aborts_a_prompt_that_is_computed(
     await eventually(lambda: not workers.prefill.gate._open.is_set())
     layers.go_on.set()
     for side in sides:
-        # A side whose peer was updated first hears of that.
+        # A side whose peer was updated first learns of that from the peer.
         with pytest.raises((RequestAborted, TransferCancelled, LayoutMismatch)):
             await side
     report = await push
@@ -192,7 +192,7 @@ async def test_an_update_aborts_a_prompt_that_is_computed(
     await eventually(workers.all_blocks_free)
 
 
-async def test_a_decode_that_is_kept_tells_which_tokens_are_of_which_version(
+async def test_a_kept_decode_reports_which_tokens_are_of_which_version(
     stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = await started(stack, Role.PREFILL, Role.DECODE)
@@ -218,7 +218,7 @@ async def test_a_decode_that_is_kept_tells_which_tokens_are_of_which_version(
     ("policy", "demanded", "error"),
     [(Policy.ABORT, None, RequestAborted), (Policy.KEEP, 0, WrongVersion)],
 )
-async def test_a_decode_ends_that_may_not_go_on_with_other_weights(
+async def test_a_decode_that_may_not_continue_with_other_weights_ends(
     policy: Policy,
     demanded: int | None,
     error: type[KvxferError],

@@ -1,4 +1,4 @@
-"""A model that every test of the reference engine can afford."""
+"""A model that is small enough for every test of the reference engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TINY_EXPERTS = replace(
 def shifted_planes(
     config: LlamaConfig, num_blocks: int, block_size: int, offset: int = 0
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Zeroed planes of each layer, over memory that begins `offset` bytes late."""
+    """Returns zeroed planes of each layer, over memory that begins `offset` bytes late."""
     nbytes = num_blocks * block_size * config.num_kv_heads * config.head_size * 4
 
     def plane() -> torch.Tensor:

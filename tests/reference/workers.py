@@ -39,7 +39,7 @@ MODEL = LlamaModel(TINY, seeded_weights(TINY, seed=1))
 
 
 def single_process() -> ModelRunner:
-    """What the workers' output is compared with."""
+    """Returns a runner of the same model, whose output the workers' output has to equal."""
     return ModelRunner(MODEL, ByteTokenizer(), PagedKvCache(TINY, BLOCKS, BLOCK_SIZE))
 
 
@@ -53,12 +53,12 @@ class Worker:
 
 
 class OnGpu(Protocol):
-    """What a worker has whose cache is memory of GPU 0."""
+    """The GPU side of a worker whose cache is in memory of GPU 0."""
 
     model: LlamaModel
 
     def begin(self) -> None:
-        """In the compute thread, before anything else."""
+        """Runs in the compute thread before anything else."""
 
     def view(self, cache: KvCache) -> PagedKvCache: ...
 
@@ -67,7 +67,7 @@ class OnGpu(Protocol):
 
 @dataclass
 class WorkerPair:
-    """Both workers, and what a router would have from the control plane."""
+    """Both workers, and the tickets that a router would get from the control plane."""
 
     prefill: Worker
     decode: Worker

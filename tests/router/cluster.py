@@ -1,4 +1,4 @@
-"""A fleet whose processes a test freezes and kills, with a tiny model."""
+"""A fleet with a tiny model, whose processes a test freezes and kills."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from verify.processes.fleet import Fleet
 from verify.processes.programs import http
 
 BLOCKS: Final = 512
-# A busy machine, or one that stalls, costs no lease and no peer. The control plane hears up to a
-# third of the lease later that a worker is idle, for which most tests wait.
+# On a busy machine no lease ends and no peer is lost. The control plane learns up to a third of the
+# lease later that a worker is idle, for which most tests wait.
 _LEASE_SECONDS: Final = "12"
 _PEER_SECONDS: Final = "30"
 
 
 class Cluster(Fleet):
-    """A control plane, a router, and one that brokers. `serve` are further options of the control
-    plane; `traced` sends the spans of all others there."""
+    """A control plane, a router, and a router with brokered handshakes. `serve` are further options
+    of the control plane; with `traced`, all others send their spans there."""
 
     def __init__(self, model: Path, *serve: str, traced: bool = False) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Cluster(Fleet):
         self.brokering = self.start_router("--handshake", "brokered", name="brokering")
 
     def start_workers(self, *names: str) -> None:
-        """Starts those that do not run; returns when they are ready."""
+        """Starts those that are not running; returns when they are ready."""
         options = ("--blocks", str(BLOCKS), "--threads", "1", "--peer-timeout", _PEER_SECONDS)
         missing = [name for name in names if name not in self.running]
         for worker in [self.begin_worker(n, "--model", self._model, *options) for n in missing]:
@@ -44,7 +44,7 @@ class Cluster(Fleet):
 
     @contextlib.contextmanager
     def frozen(self, name: str) -> Iterator[None]:
-        """It runs again in the end, unless it was killed meanwhile."""
+        """Freezes a process, which runs again at the end unless it was killed."""
         server = self.running[name]
         server.freeze()
         try:
@@ -54,7 +54,7 @@ class Cluster(Fleet):
                 server.resume()
 
     def bury(self) -> None:
-        """Ends the leases of workers that were killed: their names are free again."""
+        """Ends the leases of killed workers, so that their names are free again."""
         for name, one in self.instances().items():
             if name not in self.running:
                 self.client.deregister(name, one.epoch)
@@ -64,25 +64,25 @@ class Cluster(Fleet):
 
     def idle(self) -> bool:
         """Whether no reservation is open, every block of every worker is free, and the control
-        plane knows that: it would pair others otherwise."""
+        plane knows it; otherwise it would pair other workers."""
         health = [worker.get("/healthz").json() for worker in self.workers.values()]
         busy = any(h["free_blocks"] != BLOCKS or h["running"] for h in health)
         return not busy and not self.transfers() and not self._reported_busy()
 
     def _reported_busy(self) -> bool:
         return any(
-            # A transfer that decode has not told of since counts against it as well.
+            # A transfer that decode has not reported since counts against it as well.
             one.started or one.load.running or one.load.free_blocks not in (None, BLOCKS)
             for name, one in self.instances().items()
             if name in self.running
         )
 
     def metric(self, name: str, url: str = "") -> float:
-        """A metric of the router, or of what is at another URL."""
+        """A metric of the router, or of the server at another URL."""
         lines = http().get(f"{url or self.router.url}/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Returns when `condition`, which blocks, holds."""
+    """Returns when `condition`, which blocks, is true."""
     await eventually(lambda: asyncio.to_thread(condition), 120)

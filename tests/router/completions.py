@@ -1,4 +1,4 @@
-"""What a client asks a real cluster for, and the events that it answers with."""
+"""Requests of a client to a real cluster, and the events of its answers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def tokens_of(answer: httpx2.Response) -> list[int]:
 
 
 class Stream:
-    """The events of an answer, as they come."""
+    """The events of an answer, as they arrive."""
 
     def __init__(self, answer: httpx2.Response) -> None:
         self._bytes = answer.aiter_bytes()
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any] | None]:
-        """None is [DONE]."""
+        """Yields each event, and None for [DONE]."""
         parser = EventParser()
         async for part in self._bytes:
             for event in parser.feed(part):

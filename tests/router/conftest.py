@@ -1,4 +1,4 @@
-"""The network of virtual tests; the model that real workers run, and the same one in the test's own
+"""The network of virtual tests; and a model that real workers run, also loaded in the test's own
 process."""
 
 from __future__ import annotations

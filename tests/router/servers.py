@@ -1,4 +1,4 @@
-"""What workers answer in tests; and a router and workers on real sockets."""
+"""Answers of workers in tests; and a router and workers on real sockets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ USAGE = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
 
 
 class RunningRouter:
-    """`kvxfer router` in a thread of this process; `deadline` is that of its calls of the control
+    """`kvxfer router` in a thread of this process; `deadline` bounds its calls of the control
     plane."""
 
     def __init__(
@@ -111,13 +111,13 @@ def chat_chunk(finish_reason: str | None = None, **delta: str) -> bytes:
 
 
 def whole(kind: str, choice: dict[str, Any], **more: Any) -> bytes:
-    """An answer in one piece."""
+    """Returns an answer in one piece."""
     told = {"id": "x", "object": kind, "created": 1, "model": "llama", "usage": USAGE}
     return json.dumps({**told, "choices": [{"index": 0, **choice}], **more}).encode()
 
 
 def either(stream: bytes, one_piece: bytes) -> Answer:
-    """What was asked for."""
+    """Returns an answer that is a stream or in one piece, as the request asks."""
     streams = answers(200, "text/event-stream", stream)
     tells = answers(200, "application/json", one_piece)
 

@@ -1,4 +1,4 @@
-"""OpenAI's API as the router has it: answers, streams, and one clear error for every bad input."""
+"""OpenAI's API of the router: answers, streams, and one clear error for every bad input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHATTED = {"model": "llama", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def noting(bodies: dict[str, dict[str, Any]], role: Role) -> Any:
-    """An answer that keeps what it was asked."""
+    """Returns an answer that keeps the request's body."""
 
     async def note(body: dict[str, Any], reply: Reply) -> None:
         bodies[role] = body
@@ -48,7 +48,7 @@ def noting(bodies: dict[str, dict[str, Any]], role: Role) -> Any:
 
 @pytest.fixture
 async def asked(network: Network, control_plane: EmbeddedRegistry) -> dict[str, dict[str, Any]]:
-    """What two workers were asked last, by role."""
+    """The bodies of the last requests to two workers, by role."""
     bodies: dict[str, dict[str, Any]] = {}
     await network.join("p", Role.PREFILL, noting(bodies, Role.PREFILL))
     await network.join("d", Role.DECODE, noting(bodies, Role.DECODE))
@@ -84,7 +84,7 @@ async def test_an_answer_in_one_piece_is_decodes_byte_for_byte(client, asked) ->
     assert answer.headers["content-type"] == "application/json"
     assert answer.content == COMPLETION
     prefill, decode = asked["prefill"], asked["decode"]
-    # By which vLLM tells its connector of a request that its API refuses.
+    # With it, vLLM tells its connector of a request that its API refuses.
     assert decode["kv_transfer_params"].pop("do_remote_prefill") is True
     assert prefill["kv_transfer_params"] == decode["kv_transfer_params"]
     assert prefill["kv_transfer_params"].keys() == {"ticket", "prefill_engine_address"}
@@ -153,7 +153,7 @@ async def test_decode_streams_as_the_client_has_asked(client, asked) -> None:
     assert "stream_options" not in asked["prefill"]
 
 
-async def test_a_chat_is_the_workers_to_understand(client, asked) -> None:
+async def test_a_chat_reaches_the_workers_as_it_came(client, asked) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
@@ -201,7 +201,7 @@ async def test_aliases_and_adapters_are_listed_and_served(
     for name in ("p", "d"):
         epoch = (await control_plane.instance(name)).epoch
         await control_plane.heartbeat(name, epoch, load=Load(models=("sql", "llama-latest")))
-    await passes(1)  # for so long the router remembers what the fleet serves
+    await passes(1)  # the router remembers for a second what the fleet serves
     listed = (await client.get("/v1/models")).json()["data"]
     assert [model["id"] for model in listed] == ["llama", "llama-latest", "sql"]
     answer = await client.post(COMPLETIONS, json={**ASKED, "model": "sql"})
@@ -271,7 +271,7 @@ async def test_health_is_answered_as_inference_servers_do(client) -> None:
         (CHAT, {**CHATTED, "kv_transfer_params": "x"}, "kv_transfer_params", "router makes"),
     ],
 )
-async def test_what_a_client_may_not_say_names_the_member(
+async def test_the_error_names_a_member_that_clients_may_not_set(
     client, asked, route, body, param, message
 ) -> None:
     error = error_of(await client.post(route, json=body), 400, "invalid-argument")
@@ -280,7 +280,7 @@ async def test_what_a_client_may_not_say_names_the_member(
     assert not asked
 
 
-async def test_a_request_without_a_model_is_for_the_only_one(client, asked, network) -> None:
+async def test_a_request_without_a_model_is_for_the_only_model(client, asked, network) -> None:
     answer = await client.post(COMPLETIONS, json={"prompt": "hi"})
     assert answer.status_code == 200
     assert "model" not in asked["decode"]
@@ -314,21 +314,21 @@ async def test_a_prompt_that_no_worker_can_hold_is_too_long(network, asked) -> N
         assert (await client.post(COMPLETIONS, json=text)).status_code == 200
 
 
-async def test_without_workers_it_is_a_503_that_says_when_to_come_again(
+async def test_without_workers_the_answer_is_a_503_that_says_when_to_retry(
     network, control_plane, clock
 ) -> None:
     async with network.routed(capacity_seconds=5) as client:
         for stream in (False, True):
             asked_at = clock.monotonic()
             answer = await client.post(COMPLETIONS, json={**ASKED, "stream": stream})
-            # It asks again until the next pause, of up to 0.2 s, would end too late.
+            # The router asks again until the next pause, of up to 0.2 s, would end too late.
             assert 4.8 <= clock.monotonic() - asked_at <= 5
             error = error_of(answer, 503, "no-capacity")
             assert "no instance of model 'llama' is registered" in error["message"]
             assert answer.headers["retry-after"] == "1"
 
 
-async def test_a_control_plane_that_stalls_while_a_request_waits_is_named(
+async def test_the_error_names_a_control_plane_that_stalls_while_a_request_waits(
     network, control_plane, clock
 ) -> None:
     answering, came = network.apps["control-plane"], clock.monotonic()
@@ -364,7 +364,7 @@ async def test_a_request_waits_in_one_call_as_long_as_it_may(network, control_pl
     assert "no instance of model 'llama' is registered" in error["message"]
 
 
-async def test_workers_that_come_while_a_request_waits_serve_it(
+async def test_workers_that_join_while_a_request_waits_serve_it(
     network, control_plane, clock
 ) -> None:
     async with network.routed(capacity_seconds=5) as client:
@@ -378,7 +378,7 @@ async def test_workers_that_come_while_a_request_waits_serve_it(
         assert clock.monotonic() - came <= 0.2
 
 
-async def test_a_model_that_nobody_runs_is_not_found(client, asked) -> None:
+async def test_a_model_that_no_worker_serves_is_not_found(client, asked) -> None:
     error = error_of(
         await client.post(COMPLETIONS, json={**ASKED, "model": "qwen"}), 404, "model_not_found"
     )
@@ -393,19 +393,19 @@ async def test_other_paths_and_methods_are_refused_in_the_same_shape(client) -> 
     )
 
 
-async def test_without_a_control_plane_it_is_not_ready(network, clock) -> None:
+async def test_without_a_control_plane_the_router_is_not_ready(network, clock) -> None:
     async with network.routed(deadline=0.3, capacity_seconds=0.2) as client:
         assert (await client.get("/healthz")).status_code == 200
         error_of(await client.get("/readyz"), 503, "control-plane-unavailable")
         asked_at = clock.monotonic()
         answer = await client.post(COMPLETIONS, json=ASKED)
-        # 0.05 s for the address of a worker that tokenizes, then those for a pair.
+        # 0.05 s to find a worker that tokenizes, then the wait for a pair.
         assert clock.monotonic() - asked_at <= 0.05 + 0.2
         error_of(answer, 503, "control-plane-unavailable")
         assert answer.headers["retry-after"] == "1"
 
 
-async def test_more_requests_than_it_may_have_are_turned_away(network, control_plane) -> None:
+async def test_requests_above_the_bound_are_refused(network, control_plane) -> None:
     came, go_on = asyncio.Event(), asyncio.Event()
 
     async def waits(body: dict[str, Any], reply: Reply) -> None:
@@ -423,7 +423,7 @@ async def test_more_requests_than_it_may_have_are_turned_away(network, control_p
         assert (await first).status_code == 200
 
 
-async def test_clients_show_an_api_key(network, asked, tmp_path: Path) -> None:
+async def test_clients_need_an_api_key(network, asked, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# who\nalice 0123456789abcdef0123\n")
     async with network.routed(api_keys=watch_api_keys(keys)) as client:
@@ -442,7 +442,7 @@ async def test_clients_show_an_api_key(network, asked, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("scope", "status"), [("router", 200), ("worker", 502)])
-async def test_its_token_at_the_control_plane_needs_the_scope_router(
+async def test_the_routers_token_needs_the_scope_router(
     network, tmp_path: Path, scope: str, status: int
 ) -> None:
     token, joining = "0123456789abcdef0123", "abcdef01234567890123"
@@ -457,5 +457,5 @@ async def test_its_token_at_the_control_plane_needs_the_scope_router(
     assert answer.status_code == status
     if status == 502:
         error = error_of(answer, 502, "forbidden")
-        assert "does not let this router in" in error["message"]
+        assert "the control plane refuses this router" in error["message"]
         assert token not in answer.text

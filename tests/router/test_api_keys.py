@@ -1,4 +1,4 @@
-"""How fast wrong API keys are answered, and that right ones are not held up by them."""
+"""The rate at which wrong API keys are answered; it does not delay right ones."""
 
 from __future__ import annotations
 

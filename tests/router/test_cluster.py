@@ -27,7 +27,7 @@ def whole(model: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 async def cluster(whole: Cluster) -> AsyncIterator[Cluster]:
-    """Two prefill and two decode workers, idle; idle again in the end."""
+    """Two prefill and two decode workers, idle before and after each test."""
     await until(whole.idle)
     yield whole
     await until(whole.idle)

@@ -18,7 +18,7 @@ from .completions import asked, streamed, tokens_of
 
 pytestmark = pytest.mark.realtime
 
-LONG = 3000  # tokens: what is under way stays so until a test has done its worst
+LONG = 3000  # tokens: requests stay under way until a test is done with its faults
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def whole(model: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 async def cluster(whole: Cluster) -> AsyncIterator[Cluster]:
-    """Two prefill and two decode workers, idle; idle again in the end."""
+    """Two prefill and two decode workers, idle before and after each test."""
     names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
     await asyncio.to_thread(whole.bury)
     await asyncio.to_thread(whole.start_workers, *names)
@@ -90,7 +90,7 @@ async def test_a_client_that_leaves_before_the_first_token_is_forgotten_on_both_
 
 
 def computed(cluster: Cluster) -> float:
-    """Requests whose prompt prefill has computed: the router has given back their reservation."""
+    """Requests whose prompt prefill has computed: the router has released their reservation."""
     return cluster.metric("kvxfer_transfers_ended_total", cluster.url)
 
 
@@ -119,7 +119,7 @@ async def test_a_worker_killed_before_the_first_token_costs_a_retry_and_no_answe
     cluster: Cluster, client: httpx2.AsyncClient, single: ModelRunner, doomed: str, stream: bool
 ) -> None:
     retries = cluster.metric("kvxfer_router_retries_total")
-    # Frozen, so that the request is there when it dies.
+    # Frozen, so that the request has reached it when it is killed.
     with cluster.frozen(doomed):
         request = asyncio.create_task(
             client.post("/v1/completions", json=asked("not in vain", stream=stream))

@@ -23,8 +23,8 @@ from .servers import PREFILLS, RunningRouter, chunk, http_worker
 pytestmark = pytest.mark.native
 
 ASKED: Final = {"model": "llama", "prompt": "hi"}
-# More than the four ends of two connections hold: Linux lets a receiver grow to tcp_rmem's third
-# value, 32 MiB where it is large.
+# More than the four ends of two connections hold: Linux lets a receive buffer grow to tcp_rmem's
+# third value, 32 MiB on large machines.
 SOCKETS_HOLD: Final = 256 << 20
 
 
@@ -66,7 +66,7 @@ async def test_a_cookie_of_a_worker_is_its_clients_alone(
 
 
 async def test_connections_to_workers_are_kept(control_plane: RunningControlPlane) -> None:
-    """An answer that is not read to its end costs one."""
+    """An answer that is not read to its end costs one connection."""
     connections: set[Any] = set()
     app = FastAPI()
 
@@ -90,7 +90,7 @@ async def test_connections_to_workers_are_kept(control_plane: RunningControlPlan
 
 
 def endless(sent: collections.Counter[str]) -> Answer:
-    """A stream without an end; `sent` counts, by prompt, its bytes that found room somewhere."""
+    """Streams without an end; `sent` counts, by prompt, the bytes that were written."""
 
     async def send(body: dict[str, Any], reply: Reply) -> None:
         await reply.begin(200, "text/event-stream")
@@ -98,7 +98,7 @@ def endless(sent: collections.Counter[str]) -> Answer:
         while True:
             await reply.write(event)
             sent[body["prompt"]] += len(event)
-            await asyncio.sleep(0)  # uvicorn sends nothing, and does not wait, once the client left
+            await asyncio.sleep(0)  # uvicorn neither sends nor waits once the client has left
 
     return send
 
@@ -109,7 +109,7 @@ def stream(client: httpx2.AsyncClient, prompt: str) -> Any:
 
 
 async def take(body: AsyncIterator[bytes], nbytes: int) -> None:
-    """Reads at least so much."""
+    """Reads at least `nbytes`."""
     while nbytes > 0:
         nbytes -= len(await anext(body))
 
@@ -117,9 +117,9 @@ async def take(body: AsyncIterator[bytes], nbytes: int) -> None:
 async def test_a_slow_client_holds_decode_back_and_not_the_stream_in_memory(
     control_plane: RunningControlPlane,
 ) -> None:
-    """While the client does not read one stream, decode stops sending it once the sockets on the
-    way are full, and goes on with another stream of the same router. Without backpressure it would
-    send as much of both, without an end."""
+    """While the client does not read one stream, decode stops sending it once the sockets between
+    are full, and goes on with another stream of the same router. Without backpressure it would send
+    the same amount of both, without an end."""
     sent: collections.Counter[str] = collections.Counter()
     async with (
         routed(control_plane, worker_app(PREFILLS), worker_app(endless(sent))) as client,

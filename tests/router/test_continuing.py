@@ -1,4 +1,4 @@
-"""`--continue-streams`: a stream whose decode worker is lost goes on at another one."""
+"""`--continue-streams`: another worker continues the stream of a decode worker that is lost."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PREFILLS = answers(
 
 @dataclass
 class Said:
-    """What the events of a stream say together."""
+    """The contents of all events of a stream."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Said:
     error: dict[str, Any] | None = None
     done: bool = False
     seen: set[str] = field(default_factory=set)
-    """Names of members of choices that are not null."""
+    """The names of members of choices that are not null."""
 
 
 def said_by(content: bytes) -> Said:
@@ -120,7 +120,7 @@ class Fleet:
 async def ask(
     network: Network, path: str, body: Mapping[str, Any], **settings: Any
 ) -> tuple[httpx2.Response, str]:
-    """A stream, and the router's metrics after it."""
+    """Sends a request for a stream; returns the answer, and the router's metrics after it."""
     settings = {"continue_streams": True, **settings}
     async with network.routed(**settings) as client:
         answer = await client.post(path, json={**ASKED[path], **body, "stream": True})
@@ -128,7 +128,7 @@ async def ask(
 
 
 def undisturbed(path: str, body: Mapping[str, Any], request_id: str) -> Said:
-    """What one worker says that is not lost."""
+    """Returns what a worker that is not lost sends."""
     asked = {**ASKED[path], **body, "stream": True}
     said = said_by(b"".join(events(Model(), asked, request_id)))
     for usage in said.usage:
@@ -138,7 +138,7 @@ def undisturbed(path: str, body: Mapping[str, Any], request_id: str) -> Said:
 
 
 def died_of(path: str, body: Mapping[str, Any], rng: random.Random) -> int:
-    """Some event that is not the first one, but for that of a role."""
+    """Returns a random number of events, at least one, and at least two if there are more."""
     number = len(list(events(Model(), {**ASKED[path], **body}, "x")))
     return rng.randrange(2, number) if number > 2 else 1
 
@@ -162,10 +162,10 @@ OTHERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("path", ASKED)
-async def test_all_streams_of_lost_workers_say_what_undisturbed_ones_say(
+async def test_streams_of_lost_workers_equal_undisturbed_ones(
     network: Network, control_plane: EmbeddedRegistry, rng: random.Random, path: str
 ) -> None:
-    """Wherever it is lost, whatever stop strings there are."""
+    """Workers are lost after any event, with all kinds of stop strings."""
     lost = VllmLike()
     fleet = Fleet(network, lost)
     await fleet.join()
@@ -235,7 +235,7 @@ async def test_the_other_worker_is_asked_for_what_is_missing(
 async def test_no_token_is_seen_twice_or_missing_at_any_temperature(
     network: Network, control_plane: EmbeddedRegistry, rng: random.Random, path: str
 ) -> None:
-    """The other worker chooses others: those that the client has seen are not chosen again."""
+    """The other worker's model chooses other tokens, but never again those that the client has."""
     lost = VllmLike(counts=lambda number: 1 + number % 3)
     fleet = Fleet(network, lost, VllmLike(seed=1))
     await fleet.join()
@@ -317,7 +317,7 @@ def breaks_off(path: str) -> Answer:
 
 
 @pytest.mark.parametrize(("path", "body", "member"), REFUSED)
-async def test_the_error_names_the_member_that_prevents_it(
+async def test_the_error_names_the_member_that_prevents_continuing(
     network: Network, control_plane: EmbeddedRegistry, path: str, body: Any, member: str
 ) -> None:
     fleet = Fleet(network, breaks_off(path))
@@ -335,7 +335,7 @@ async def test_the_error_names_the_member_that_prevents_it(
 
 
 @pytest.mark.parametrize(("path", "body"), HARMLESS)
-async def test_members_without_effect_do_not_prevent_it(
+async def test_members_without_effect_do_not_prevent_continuing(
     network: Network, control_plane: EmbeddedRegistry, path: str, body: Any
 ) -> None:
     fleet = Fleet(network, VllmLike(dies_after=6))
@@ -380,10 +380,10 @@ def chat_event(**choice: Any) -> bytes:
         (chat_event(delta={"content": "a"}), "return_token_ids"),
     ],
 )
-async def test_a_stream_whose_text_is_not_what_its_tokens_say_is_not_continued(
+async def test_a_stream_whose_text_may_differ_from_its_tokens_is_not_continued(
     network: Network, control_plane: EmbeddedRegistry, told: bytes, member: str
 ) -> None:
-    """Of a server with a parser, or of one that tells no tokens."""
+    """The server has a parser, or sends no tokens."""
     lost = answers(200, EVENTS, ROLE + told)
     await Fleet(network, lost, VllmLike(dies_after=0)).join()
     answer, _ = await ask(network, CHAT, {})
@@ -395,7 +395,7 @@ async def test_a_stream_whose_text_is_not_what_its_tokens_say_is_not_continued(
 
 
 @pytest.mark.parametrize("path", ASKED)
-async def test_by_default_the_error_is_the_end_and_bodies_are_the_clients(
+async def test_by_default_streams_end_with_the_error_and_bodies_are_not_changed(
     network: Network, control_plane: EmbeddedRegistry, path: str
 ) -> None:
     lost = VllmLike(dies_after=6)
@@ -412,7 +412,9 @@ async def test_by_default_the_error_is_the_end_and_bodies_are_the_clients(
     assert 'kvxfer_router_failed_streams_total{code="peer-lost"} 1.0' in metrics
 
 
-async def test_a_stream_goes_on_once(network: Network, control_plane: EmbeddedRegistry) -> None:
+async def test_a_stream_is_continued_only_once(
+    network: Network, control_plane: EmbeddedRegistry
+) -> None:
     fleet = Fleet(network, VllmLike(dies_after=6), VllmLike(dies_after=3))
     await fleet.join()
     answer, metrics = await ask(network, COMPLETIONS, {"ignore_eos": True})
@@ -426,7 +428,7 @@ async def test_a_stream_goes_on_once(network: Network, control_plane: EmbeddedRe
 async def test_the_worker_that_was_lost_is_avoided(
     network: Network, control_plane: EmbeddedRegistry
 ) -> None:
-    """It is still the least loaded one."""
+    """The lost worker is still the least loaded one."""
     lost = VllmLike(dies_after=6)
     fleet = Fleet(network, lost)
     await fleet.join()
@@ -438,10 +440,10 @@ async def test_the_worker_that_was_lost_is_avoided(
     assert "kvxfer_router_retries_total{" not in metrics
 
 
-async def test_a_continuation_that_fails_before_it_says_anything_is_tried_again(
+async def test_a_continuation_that_fails_before_its_first_event_is_tried_again(
     network: Network, control_plane: EmbeddedRegistry
 ) -> None:
-    """At others than the worker that was lost."""
+    """The lost worker is not tried again."""
     lost, fails = VllmLike(dies_after=6), VllmLike(dies_after=0)
     fleet = Fleet(network, lost, fails)
     await fleet.join()
@@ -479,7 +481,7 @@ async def test_a_stream_that_lacks_only_its_end_gets_it_from_the_router(
     assert "kvxfer_router_continued_streams_total 0.0" in metrics
 
 
-async def test_an_error_that_a_worker_tells_in_its_stream_is_its_loss(
+async def test_an_error_in_the_stream_of_a_worker_counts_as_its_loss(
     network: Network, control_plane: EmbeddedRegistry
 ) -> None:
     async def says_error(_body: dict[str, Any], reply: Reply) -> None:
@@ -508,7 +510,7 @@ async def test_one_worker_that_serves_alone_takes_over_from_another(
     assert "kvxfer_router_continued_streams_total 1.0" in metrics
 
 
-async def test_a_silent_worker_is_a_lost_one(
+async def test_a_silent_worker_counts_as_lost(
     network: Network, control_plane: EmbeddedRegistry, clock: VirtualClock
 ) -> None:
     async def falls_silent(_body: dict[str, Any], _reply: Reply) -> None:
@@ -525,7 +527,7 @@ async def test_a_silent_worker_is_a_lost_one(
     assert not lost.under_way
 
 
-async def test_a_client_that_leaves_frees_the_worker_that_goes_on(
+async def test_a_client_that_leaves_frees_the_worker_that_continues(
     network: Network, control_plane: EmbeddedRegistry
 ) -> None:
     begun = asyncio.Event()

@@ -1,4 +1,4 @@
-"""`kvxfer router --continue-streams` over real workers: a decode worker is killed in mid-stream."""
+"""`kvxfer router --continue-streams` over real workers: a decode worker is killed mid-stream."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture
 def fleet(model: Path) -> Iterator[Fleet]:
-    """One pair."""
+    """A fleet with one pair."""
     with Fleet() as fleet:
-        # A frozen worker keeps its lease, and a busy machine costs no peer.
+        # A frozen worker keeps its lease, and on a busy machine no peer is lost.
         fleet.start_control_plane("--lease-seconds", "120")
         fleet.start_router("--continue-streams", "--first-token-seconds", "120")
         start(fleet, model, "prefill-0", "decode-0")
@@ -44,7 +44,7 @@ def start(fleet: Fleet, model: Path, *names: str) -> None:
 
 
 def body_of(number: int) -> tuple[str, str, dict[str, Any]]:
-    """Its route, its prompt and its body: every other one is a chat, and ten are different."""
+    """Returns route, prompt and body of a request. Every second one is a chat; ten differ."""
     said = f"Stream {number % 10} " + "goes on " * (number % 5)
     common = {"model": MODEL, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
     common |= {"return_token_ids": True, "stream_options": {"include_usage": True}}

@@ -1,5 +1,5 @@
-"""The fleet of the tutorial and of the runbooks, with fewer blocks: its router is told nothing of
-the engine, and what it is asked at once is answered in turn."""
+"""The fleet of the tutorial and of the runbooks, with fewer blocks. Its router knows nothing of the
+engine, and serves in turn the requests that come at once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from verify.processes.fleet import Fleet
 pytestmark = pytest.mark.native
 
 REQUESTS = 6
-# As many tokens as bytes: one prompt fits the blocks and two do not. All six would, at four bytes
-# for a token.
+# A token is a byte here, so one prompt fits the blocks and two do not. At four bytes for a token,
+# all six would.
 BLOCKS = 48
 PROMPT = "All that is asked at once. " * 18
 ASKED = {"model": "kvxfer-demo-8l", "max_tokens": 8, "ignore_eos": True}
@@ -29,12 +29,12 @@ def fleet() -> Iterator[Fleet]:
         fleet.start_control_plane()
         for name in ("prefill-1", "decode-1"):
             fleet.begin_worker(name, "--blocks", str(BLOCKS), "--threads", "1")
-        # A busy machine is given its time.
+        # The limits leave time for a busy machine.
         fleet.start_router("--capacity-seconds", "300", "--first-token-seconds", "300")
         yield fleet
 
 
-async def test_what_is_asked_at_once_is_answered(fleet: Fleet) -> None:
+async def test_requests_that_come_at_once_are_all_answered(fleet: Fleet) -> None:
     await eventually(lambda: asyncio.to_thread(fleet.whole), 120)
     async with httpx2.AsyncClient(base_url=fleet.router.url, timeout=None) as client:
 

@@ -1,4 +1,4 @@
-"""Requests and the bytes of their bodies count from before they are read."""
+"""Requests and the bytes of their bodies count before they are read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Unfinished:
         yield BODY[10:]
 
     async def finish(self) -> httpx2.Response:
-        """The answer, once the router has let the request go."""
+        """Ends the body; returns the answer, once the router does not count the request any
+        more."""
         self._go_on.set()
         answer = await self.answer
         await passes(0.1)

@@ -1,4 +1,4 @@
-"""The router's view of the models of a fleet: one question a second, whatever clients ask for."""
+"""The router's view of a fleet's models: one query a second, whatever clients ask for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def control_plane(network: Network):
 
 @contextmanager
 def listings(network: Network) -> Iterator[list[int]]:
-    """The status of each answer of the control plane to GET /v1/instances."""
+    """Collects the status of each answer of the control plane to GET /v1/instances."""
     told: list[int] = []
     app = network.apps["control-plane"]
 
@@ -101,7 +101,7 @@ async def test_adapters_that_come_and_go_are_not_remembered_for_ever(network, co
             assert {*names} < {card["id"] for card in listed}
             await passes(1.1)
         assert len(models._seen) == 4096
-        # One of a moment ago may come back with its worker.
+        # A model of a moment ago may come back with its worker.
         await registry.heartbeat("p", epoch, load=Load(models=("new",)))
         gone = await client.post("/v1/completions", json={**ASKED, "model": "lora-8-7"})
         assert gone.status_code == 503

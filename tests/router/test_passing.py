@@ -1,4 +1,4 @@
-"""What goes through the router unchanged, both ways, and what of prefill's answer gets into it."""
+"""Requests and answers pass the router unchanged, but for what it takes from prefill's answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ JSON = "application/json"
 
 
 class Workers:
-    """A prefill and a decode worker that keep what they were asked, and answer as they are told."""
+    """A prefill and a decode worker that keep their requests, and answer as the test sets."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -62,11 +62,11 @@ class Workers:
 
     @property
     def names(self) -> str:
-        """Who was asked, in no order."""
+        """The workers that were asked, in no order."""
         return "".join(sorted(name for name, _, _ in self.asked))
 
     def body(self, name: str) -> dict[str, Any]:
-        """What a worker was asked last."""
+        """Returns the body of the last request to a worker."""
         found: dict[str, Any] = json.loads([body for who, _, body in self.asked if who == name][-1])
         return found
 
@@ -115,7 +115,7 @@ async def test_decode_gets_the_members_byte_for_byte(
         b'{"model": "llama", "prompt": "\\ud800"}',
     ],
 )
-async def test_what_only_pythons_json_reads_reaches_both(
+async def test_json_that_only_python_reads_reaches_both_workers(
     network: Network, workers: Workers, content: bytes
 ) -> None:
     async with network.routed() as client:
@@ -136,7 +136,7 @@ async def test_what_only_pythons_json_reads_reaches_both(
         (b'{"model": "llama", "prompt":  null}', JSON),
     ],
 )
-async def test_a_body_without_a_prompt_is_for_one_worker_to_refuse(
+async def test_one_worker_refuses_a_body_without_a_prompt(
     network: Network, workers: Workers, content: bytes, content_type: str
 ) -> None:
     refusal = answers(400, JSON, b'{"error": {"message": "no object", "code": 400}}')
@@ -181,10 +181,10 @@ PAIRED = [
 
 
 @pytest.mark.parametrize("path", ASKED)
-async def test_prefill_of_messages_is_told_that_its_limit_is_not_the_clients(
+async def test_prefill_of_messages_learns_that_its_limit_is_not_the_clients(
     network: Network, workers: Workers, path: str
 ) -> None:
-    """Else vLLM refuses a budget of thinking that is more than one token."""
+    """Otherwise vLLM refuses a thinking budget of more than one token."""
     await ask(network, path)
     prefill, decode = (workers.body(name)["kv_transfer_params"] for name in "pd")
     assert prefill.pop("do_remote_decode", False) is (path == MESSAGES)
@@ -193,7 +193,7 @@ async def test_prefill_of_messages_is_told_that_its_limit_is_not_the_clients(
 
 
 @pytest.mark.parametrize(("path", "more"), ALONE)
-async def test_what_a_pair_cannot_compute_is_served_by_one_worker_as_it_came(
+async def test_what_a_pair_cannot_compute_goes_unchanged_to_one_worker(
     network: Network, workers: Workers, control_plane: EmbeddedRegistry, path: str, more: Any
 ) -> None:
     assert (await ask(network, path, **more)).status_code == 200
@@ -214,7 +214,7 @@ async def test_all_else_is_served_by_a_pair(
     assert sent == {**ASKED[path], **more}
 
 
-async def test_a_fleet_that_serves_pairs_only_says_what_it_cannot(
+async def test_the_error_of_a_fleet_of_pairs_says_what_it_cannot_compute(
     network: Network, control_plane: EmbeddedRegistry
 ) -> None:
     workers = Workers(network)
@@ -227,10 +227,9 @@ async def test_a_fleet_that_serves_pairs_only_says_what_it_cannot(
 
 
 @pytest.mark.parametrize(("content", "lacks"), [(b"[1]", "body"), (b"{}", "prompt")])
-async def test_a_body_without_a_prompt_is_no_work_for_one_worker(
+async def test_a_fleet_of_pairs_refuses_a_body_without_a_prompt(
     network: Network, control_plane: EmbeddedRegistry, content: bytes, lacks: str
 ) -> None:
-    """Nor for a pair."""
     workers = Workers(network)
     await workers.join()
     async with network.routed() as client:
@@ -253,7 +252,7 @@ async def test_a_body_without_a_prompt_is_no_work_for_one_worker(
         ("GET", "/v1/responses/resp_1?stream=true"),
     ],
 )
-async def test_routes_without_a_cache_are_one_workers(
+async def test_routes_without_a_cache_go_to_one_worker(
     network: Network, workers: Workers, method: str, path: str
 ) -> None:
     async def tells(_body: dict[str, Any], reply: Reply) -> None:
@@ -270,7 +269,7 @@ async def test_routes_without_a_cache_are_one_workers(
     assert (json.loads(content) if content else None) == body
 
 
-async def test_a_name_that_the_client_gives_in_its_body_is_the_requests(
+async def test_a_request_id_in_the_body_names_the_request(
     network: Network, workers: Workers
 ) -> None:
     got: list[str] = []
@@ -304,7 +303,7 @@ STREAM = (
             {"index": 0, "function": {"arguments": '{"'}},
         ]
     )
-    # Usage in each chunk: continuous_usage_stats.
+    # Usage in each chunk, as with continuous_usage_stats.
     + data_event({"choices": [], "usage": {**USAGE, "prompt_tokens_details": None}})
     + b"event: odd\r\ndata: 1\r\n\r\n"
     + DONE
@@ -365,7 +364,7 @@ async def test_bytes_are_activity_and_comments_reach_the_client(
     assert max(after - before for before, after in itertools.pairwise(seen)) < 0.25
 
 
-async def test_comments_do_not_keep_another_pair_from_trying(
+async def test_comments_do_not_prevent_a_retry_on_another_pair(
     network: Network, control_plane: EmbeddedRegistry
 ) -> None:
     async def comments_and_fails(_body: dict[str, Any], reply: Reply) -> None:
@@ -380,7 +379,7 @@ async def test_comments_do_not_keep_another_pair_from_trying(
     assert answer.content.endswith(DONE)
 
 
-async def test_what_fails_after_a_comment_is_told_in_the_stream(
+async def test_an_error_after_a_comment_is_sent_in_the_stream(
     network: Network, workers: Workers
 ) -> None:
     async def comments_and_refuses(_body: dict[str, Any], reply: Reply) -> None:
@@ -427,10 +426,10 @@ async def test_a_refusal_is_passed_on_as_it_is_and_tried_once(
     assert workers.names == "dp"
 
 
-async def test_what_prefill_refuses_decode_says_in_its_own_words(
+async def test_the_refusal_of_decode_is_preferred_to_that_of_prefill(
     network: Network, workers: Workers
 ) -> None:
-    """Prefill is asked for one token, and first."""
+    """Prefill refuses first, but it was asked for one token only."""
 
     async def refuses_later(body: dict[str, Any], reply: Reply) -> None:
         await passes(0.3)
@@ -450,7 +449,7 @@ async def test_what_prefill_refuses_decode_says_in_its_own_words(
 @pytest.mark.parametrize(
     ("status", "asked"), [(500, 2), (502, 4), (503, 4), (504, 4), (507, 2), (429, 1)]
 )
-async def test_errors_of_a_worker_are_tried_elsewhere_as_often_as_that_helps(
+async def test_the_status_of_an_error_decides_how_often_other_workers_are_tried(
     network: Network, workers: Workers, status: int, asked: int
 ) -> None:
     async def fails(_body: dict[str, Any], reply: Reply) -> None:
@@ -465,7 +464,7 @@ async def test_errors_of_a_worker_are_tried_elsewhere_as_often_as_that_helps(
 
 
 @pytest.mark.parametrize("status", [401, 403])
-async def test_a_worker_that_does_not_let_the_router_in_is_the_routers_fault(
+async def test_a_worker_that_refuses_the_routers_key_gives_a_502(
     network: Network, workers: Workers, status: int
 ) -> None:
     workers.decodes = workers.prefills = answers(status, JSON, b'{"error": "Unauthorized"}')
@@ -560,7 +559,7 @@ async def test_errors_of_the_router_have_the_shape_of_the_api(
     )
 
 
-# --- what prefill knows of the prompt --------------------------------------------------------
+# --- prefill's knowledge of the prompt -------------------------------------------------------
 
 
 def with_cached(cached: int | None) -> dict[str, Any]:
@@ -584,7 +583,7 @@ async def test_cached_tokens_are_those_of_prefill(network: Network, workers: Wor
     assert answer.content == chunk("a") + data_event({"choices": [], **with_cached(128)}) + DONE
 
 
-async def test_an_answer_whose_prefill_is_lost_says_nothing_of_cached_tokens(
+async def test_an_answer_whose_prefill_is_lost_reports_no_cached_tokens(
     network: Network, workers: Workers
 ) -> None:
     async def hangs_up_later(_body: dict[str, Any], _reply: Reply) -> None:
@@ -633,7 +632,7 @@ MESSAGES_USAGE = {
         ),
     ],
 )
-async def test_other_apis_have_their_own_words_for_it(
+async def test_other_apis_report_cached_tokens_in_their_own_members(
     network: Network, workers: Workers, path: str, of_prefill: Any, of_decode: Any, expected: Any
 ) -> None:
     workers.prefills = answers(200, JSON, json.dumps(of_prefill).encode())
@@ -670,7 +669,7 @@ async def test_logprobs_of_the_prompt_are_those_of_prefill(
     assert answer.json()["prompt_logprobs"] == LOGPROBS
 
 
-async def test_one_worker_tells_logprobs_that_prefill_has_of_a_part_of_the_prompt(
+async def test_one_worker_computes_logprobs_if_prefill_has_only_a_part_of_them(
     network: Network, workers: Workers
 ) -> None:
     usage = {**USAGE, "prompt_tokens": len(LOGPROBS) + 1}
@@ -683,14 +682,14 @@ async def test_one_worker_tells_logprobs_that_prefill_has_of_a_part_of_the_promp
 
 
 @pytest.mark.parametrize("wrong", ["1", -2, 1.5, True])
-async def test_what_is_no_number_of_logprobs_is_decodes_to_refuse(
+async def test_decode_refuses_a_wrong_number_of_prompt_logprobs(
     network: Network, workers: Workers, wrong: Any
 ) -> None:
     await ask(network, COMPLETIONS, prompt_logprobs=wrong)
     assert workers.body("d")["prompt_logprobs"] == wrong
 
 
-async def test_a_stream_with_logprobs_of_the_prompt_is_decodes_to_refuse(
+async def test_decode_refuses_a_stream_with_prompt_logprobs(
     network: Network, workers: Workers
 ) -> None:
     await ask(network, COMPLETIONS, prompt_logprobs=1, stream=True)
@@ -704,7 +703,7 @@ async def test_a_stream_with_logprobs_of_the_prompt_is_decodes_to_refuse(
     ("origins", "allowed"),
     [((), None), (("https://ui.example",), "https://ui.example"), (("*",), "*")],
 )
-async def test_pages_of_other_origins_need_leave(
+async def test_pages_of_other_origins_need_permission(
     network: Network, workers: Workers, origins: tuple[str, ...], allowed: str | None
 ) -> None:
     headers = {"Origin": "https://ui.example"}

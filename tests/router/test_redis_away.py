@@ -1,4 +1,4 @@
-"""A cluster of real processes while Redis is away: what goes on, and what is refused."""
+"""A cluster of real processes while Redis is unavailable: what goes on, and what is refused."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_a_cluster_outlives_a_redis_that_comes_back_with_its_data(
 
         async with streamed(router, asked("before and after", 1500)) as events:
             tokens = (await anext(events))["choices"][0]["token_ids"]
-            # The router gives the stream's reservation back now; later it could not.
+            # The router releases the stream's reservation now; later it could not.
             await until(lambda: len(cluster.transfers()) == 1)
             began = time.monotonic()
             await asyncio.to_thread(redis.freeze if how == "paused" else redis.stop)
@@ -150,7 +150,7 @@ async def writes_are_refused(
 
 
 async def moved_by(ticket: OpenedTransfer, prompt: str) -> list[int]:
-    """What decode answers where both workers are sent a request with a ticket from before."""
+    """Sends both workers a request with an earlier ticket; returns decode's tokens."""
     content = json.dumps(asked(prompt)).encode()
     request = read_request(COMPLETIONS, content, request_id=ticket.request_id)
     async with (

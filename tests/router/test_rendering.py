@@ -1,5 +1,5 @@
-"""Chats are rendered once, and prompts find their cached beginning by a worker's tokenizer, or go
-by load."""
+"""Chats are rendered once. A worker's tokenizer finds the cached beginning of prompts; otherwise
+load decides."""
 
 from __future__ import annotations
 
@@ -115,13 +115,13 @@ async def test_a_worker_that_is_late_holds_up_no_request_and_its_answer_serves_t
     assert 'kvxfer_router_tokenized_total{outcome="late"} 1.0' in counted
 
 
-async def test_what_is_reserved_is_what_is_known_of_the_tokens(
+async def test_reservations_use_what_is_known_of_the_tokens(
     network: Network,
     control_plane: EmbeddedRegistry,
     fleet: Fleet,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A text whose tokens come too late has as many bytes for each as texts before."""
+    """If its tokens come too late, a text counts as many bytes for a token as earlier texts had."""
     reserve, reserved = control_plane.reserve, list[int]()
 
     async def noted(request: Any, *arguments: Any, **options: Any) -> Any:
@@ -141,7 +141,7 @@ async def test_what_is_reserved_is_what_is_known_of_the_tokens(
         fleet.tokenize = never
         await ask(client, path, {**body, "prompt": "é" * 100})
         await ask(client, path, {**body, "prompt": "short"})
-        # Which tells nothing of the length of a text.
+        # The answer to a chat tells nothing of the bytes of a text's tokens.
         fleet.tokenize = fleet.tokens
         await ask(client, CHAT[0], {**CHAT[1], "messages": [{"role": "user", "content": "hi"}]})
         await ask(client, path, {**body, "prompt": "short"})
@@ -150,7 +150,7 @@ async def test_what_is_reserved_is_what_is_known_of_the_tokens(
 
 
 @pytest.mark.parametrize("status", [400, 422])
-async def test_a_prompt_that_a_tokenizer_refuses_is_no_reason_not_to_ask_for_the_next(
+async def test_a_tokenizer_that_refuses_a_prompt_is_asked_for_the_next_one(
     network: Network, fleet: Fleet, status: int
 ) -> None:
     fleet.tokenize = answers(status, "application/json", b"{}")
@@ -166,7 +166,7 @@ async def test_a_prompt_that_a_tokenizer_refuses_is_no_reason_not_to_ask_for_the
     ("status", "content"),
     [(404, b""), (200, b"no JSON"), (200, b'{"tokens": [-1]}'), (200, b'{"tokens": "1"}')],
 )
-async def test_a_worker_that_cannot_say_is_left_alone_for_a_while(
+async def test_a_worker_that_cannot_tokenize_is_not_asked_for_a_while(
     network: Network, fleet: Fleet, clock: VirtualClock, status: int, content: bytes
 ) -> None:
     fleet.tokenize = answers(status, "application/json", content)
@@ -189,7 +189,7 @@ async def test_a_worker_that_cannot_say_is_left_alone_for_a_while(
     ],
     ids=["off", "short", "an image"],
 )
-async def test_nobody_is_asked_where_that_tells_nothing(
+async def test_no_tokenizer_is_asked_if_its_answer_would_not_help(
     network: Network, fleet: Fleet, path: str, body: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     async with network.routed(**settings) as client:
@@ -210,7 +210,7 @@ BODIES = {
 
 
 class Renderers:
-    """A pair whose prefill worker renders chats as it is told; `asked` has its requests, `given`
+    """A pair whose prefill worker renders chats with `render`. `asked` has its requests, `given`
     the tokens that the two workers were given."""
 
     def __init__(self, network: Network, render: Answer) -> None:
@@ -240,8 +240,8 @@ def renders(status: int = 200, **changes: Any) -> Answer:
 async def test_a_chat_is_rendered_once_each_time_and_both_workers_get_its_tokens(
     network: Network, control_plane: EmbeddedRegistry, path: str
 ) -> None:
-    """Each time, as the template may have the time in it; the first time, too, when no worker is
-    known before the pair."""
+    """A chat is rendered anew for each request, as the template may have the time in it; and also
+    at first, when no worker is known before the pair."""
     fleet = Renderers(network, renders())
     await fleet.start()
     body = {"model": "llama", **BODIES[path]}
@@ -269,13 +269,13 @@ async def test_a_chat_is_rendered_once_each_time_and_both_workers_get_its_tokens
 async def test_each_worker_renders_what_none_has_rendered_for_both(
     network: Network, control_plane: EmbeddedRegistry, render: Answer, asked: int
 ) -> None:
-    """A worker that cannot is left alone for a while."""
+    """A worker that cannot render is not asked for a while."""
     fleet = Renderers(network, render)
     await fleet.start()
     async with network.routed() as client:
         for _ in range(2):
             await ask(client, *CHAT)
-    # Before the pair is known, and at its prefill worker.
+    # It is asked before the pair is known, and then as its prefill worker.
     assert len(fleet.asked) in (asked, asked - 1)
     assert fleet.given == [None] * 4
 
@@ -310,7 +310,7 @@ async def test_a_chat_waits_for_its_tokens_and_not_for_ever(
     ],
     ids=["off", "an image", "text wanted"],
 )
-async def test_what_is_not_to_be_rendered_is_not(
+async def test_chats_that_must_not_be_rendered_are_not(
     network: Network, control_plane: EmbeddedRegistry, more: Any, settings: dict[str, Any]
 ) -> None:
     fleet = Renderers(network, renders())

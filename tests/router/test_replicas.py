@@ -25,7 +25,7 @@ REQUESTS = 8
 
 @pytest.fixture
 def cluster(model: Path, empty_redis: RedisServer) -> Iterator[Cluster]:
-    """The first replica and a router, to which others are added."""
+    """A cluster with the first replica and a router; a test adds others."""
     with Cluster(model, "--registry", empty_redis.url) as cluster:
         cluster.start_workers("prefill-0", "decode-0")
         yield cluster
@@ -36,7 +36,7 @@ async def test_two_routers_never_overbook_the_only_pair_and_both_answer(
 ) -> None:
     serve = ("serve", "--port", "0", "--registry", empty_redis.url, "--lease-seconds", "60")
     replicas = [cluster.url, *(cluster.start(f"replica-{n}", *serve).url for n in (1, 2))]
-    # So much is reserved for a prompt that two fit and a third does not.
+    # The reservation for a prompt is so large that two fit and a third does not.
     options = ("router", "--port", "0", "--capacity-seconds", "100", "--first-token-seconds", "200")
     prompts = ["".join(chr(97 + (n + k) % 26) for k in range(3000)) for n in range(REQUESTS)]
     each = 3000 // 16 + 1
@@ -59,7 +59,7 @@ async def test_two_routers_never_overbook_the_only_pair_and_both_answer(
                 return tokens
 
             async def reserved() -> set[int]:
-                """How many transfers an instance has, as any replica tells it."""
+                """Returns the numbers of transfers of an instance, as each replica reports them."""
                 found: set[int] = set()
                 for url in replicas:
                     for instance in (await client.get(f"{url}/v1/instances")).json()["instances"]:
@@ -74,7 +74,8 @@ async def test_two_routers_never_overbook_the_only_pair_and_both_answer(
             def waiting() -> float:
                 return sum(cluster.metric("kvxfer_router_waiting", one.url) for one in routers)
 
-            # The first prompts tell both routers how long a text is; the worker will not answer.
+            # The first prompts teach both routers the length of a text, as the worker will not
+            # answer.
             for number, router in enumerate(routers):
                 asked_worker = 'kvxfer_router_tokenized_total{outcome="asked"}'
                 while not await asyncio.to_thread(cluster.metric, asked_worker, router.url):
@@ -82,7 +83,7 @@ async def test_two_routers_never_overbook_the_only_pair_and_both_answer(
             await until(cluster.idle)
             with cluster.frozen("prefill-0"):
                 answers = asyncio.gather(*(ask(number) for number in range(REQUESTS)))
-                # All have asked for a pair by then, and go on asking.
+                # By then all have asked for a pair, and continue to ask.
                 await until(lambda: waiting() == REQUESTS - 2)
                 await eventually(both_are_full)
             while not answers.done():

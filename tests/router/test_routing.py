@@ -1,4 +1,4 @@
-"""Which failures are tried again, on whom, how often, and for how long."""
+"""Retries: which failures, on which pair, how often, and for how long."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ EVENTS = "text/event-stream"
 
 
 class NotedWorkers:
-    """Workers by id, prefill where it begins with p; `asked` has the ids in the order they were
-    asked."""
+    """Workers by id; those that begin with p are prefill workers. `asked` has the ids of the
+    workers in the order of their requests."""
 
     def __init__(self, network: Network, **workers: Answer) -> None:
         self.asked: list[str] = []
@@ -121,7 +121,7 @@ async def test_what_another_pair_may_do_better_is_tried_on_another_pair(
         await PREFILLS(body, reply)
 
     async def decodes_later(body: dict[str, Any], reply: Reply) -> None:
-        """It cannot be faster than the failure of a prefill worker."""
+        """Decodes, but not before a prefill worker has failed."""
         await first_failed.wait()
         await DECODES(body, reply)
 
@@ -196,7 +196,7 @@ async def test_what_every_pair_would_refuse_is_tried_once(
 
 
 def failing(times: int, bad: Answer, then: Answer) -> Answer:
-    """A worker that fails so often, and works from then on."""
+    """Returns a worker that fails `times` times, and then works."""
     left = [bad] * times
 
     async def answer(body: dict[str, Any], reply: Reply) -> None:
@@ -228,7 +228,7 @@ async def test_the_only_pair_is_tried_again_after_a_pause(
     assert not await control_plane.transfers()
 
 
-async def test_what_the_only_pair_says_in_the_end_is_what_the_client_is_told(
+async def test_the_client_gets_the_last_error_of_the_only_pair(
     network: Network, control_plane: EmbeddedRegistry
 ) -> None:
     fleet = NotedWorkers(network, p1=waits, d1=problem(403, "ticket-invalid"))
@@ -266,7 +266,7 @@ async def test_room_at_a_worker_is_waited_for_and_costs_no_attempt(
         await (FULL if full else {"p": PREFILLS, "d": DECODES}[side])(body, reply)
 
     async def decodes_in_time(body: dict[str, Any], reply: Reply) -> None:
-        """It cannot be faster than a prefill worker that has no room."""
+        """Decodes, but not while the prefill worker has no room."""
         await (waits if clock.monotonic() < room_at else DECODES)(body, reply)
 
     other = {"d1": decodes_in_time} if side == "p" else {"p1": PREFILLS}
@@ -276,7 +276,7 @@ async def test_room_at_a_worker_is_waited_for_and_costs_no_attempt(
         counted = (await client.get("/metrics")).text
     assert answer.status_code == 200, answer.text
     assert room_at <= clock.monotonic() <= room_at + 0.8
-    # It is not hammered: 0.8 s at most between two, after the first few half of that on average.
+    # Pauses grow to at most 0.8 s; after the first few they are half of that on average.
     asked = fleet.asked.count(f"{side}1")
     assert 6 <= asked <= 40
     assert f'kvxfer_router_retries_total{{code="block-pool-exhausted"}} {asked - 1:.1f}' in counted
@@ -303,10 +303,10 @@ async def test_a_fleet_without_room_is_a_503_when_the_wait_for_it_ends(
     assert {f"{side}1", f"{side}2"} <= set(fleet.asked[:4])
 
 
-async def test_a_pair_is_waited_for_no_longer_than_in_all(
+async def test_waits_for_room_and_for_a_pair_have_one_limit_together(
     network: Network, control_plane: EmbeddedRegistry, clock: VirtualClock
 ) -> None:
-    """With room at a worker, which drains then, and so for a pair."""
+    """The router waits for room at a worker; then the worker drains, and it waits for a pair."""
     drains = asyncio.Event()
 
     async def drained(body: dict[str, Any], reply: Reply) -> None:
@@ -321,18 +321,18 @@ async def test_a_pair_is_waited_for_no_longer_than_in_all(
         async with network.client() as operator:
             await operator.drain("d1")
         answer = await request
-        # The last question of a wait for a pair comes up to a pause before its end.
+        # The last query for a pair comes up to a pause before the end of the wait.
         assert 5 - 0.2 <= clock.monotonic() - came <= 5
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no-capacity")
 
 
-async def test_a_client_that_leaves_while_a_worker_is_given_time_leaves_no_reservation(
+async def test_a_client_that_leaves_while_it_waits_for_room_leaves_no_reservation(
     network: Network, control_plane: EmbeddedRegistry, clock: VirtualClock
 ) -> None:
     fleet = NotedWorkers(network, p1=waits, d1=FULL)
     async with fleet.routed() as client:
         request = asyncio.create_task(client.post("/v1/completions", json=ASKED))
-        # In a pause after one of its questions.
+        # Cancels in a pause after one of the requests to the worker.
         while fleet.asked.count("d1") < 4 or not await control_plane.transfers():
             await passes(0.001)
         request.cancel()
@@ -361,7 +361,7 @@ async def test_an_answer_in_one_piece_has_two_deadlines(
     prefill: Answer,
     seconds: float,
 ) -> None:
-    """One until the prompt is computed, one until its end."""
+    """One deadline is for the prompt, the other for the whole answer."""
     fleet = NotedWorkers(network, p1=prefill, d1=waits)
     async with fleet.routed(first_token_seconds=30, answer_seconds=100) as client:
         came = clock.monotonic()
@@ -371,10 +371,11 @@ async def test_an_answer_in_one_piece_has_two_deadlines(
     assert not await control_plane.transfers()
 
 
-async def test_a_worker_that_does_not_say_that_it_lives_is_given_up(
+async def test_a_worker_that_shows_no_sign_of_life_is_given_up(
     network: Network, control_plane: EmbeddedRegistry, clock: VirtualClock
 ) -> None:
-    """Decode computes an answer in one piece, which shows no sign of life before its end."""
+    """Decode sends an answer in one piece, so nothing of it arrives before its end. Until then
+    only `/health` shows that the worker lives."""
     alive = True
 
     async def health(_body: dict[str, Any], reply: Reply) -> None:
@@ -441,7 +442,7 @@ async def test_after_the_first_token_a_stream_ends_with_an_error_and_an_answer_i
     assert f'kvxfer_router_failed_streams_total{{code="{code}"}} 1.0' in metrics
 
 
-async def test_a_pair_that_comes_after_the_client_has_left_goes_back(
+async def test_a_pair_reserved_after_the_client_has_left_is_released(
     network: Network, control_plane: EmbeddedRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reserve, reserved, answer = control_plane.reserve, asyncio.Event(), asyncio.Event()

@@ -1,4 +1,4 @@
-"""The router over TLS on both sides: its clients', and that of the control plane."""
+"""The router over TLS on both sides: to its clients and to the control plane."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ ASKED = {"model": "llama", "prompt": "hi"}
 async def test_router_and_control_plane_over_https(tmp_path: Path) -> None:
     ours, theirs = make_certificates(tmp_path / "ours"), make_certificates(tmp_path / "theirs")
     router_tls = ServerTls(ours.server_cert, ours.server_key)
-    # The control plane asks for client certificates too, of another CA than the router's clients.
+    # The control plane also asks for client certificates, from another CA than the router's
+    # clients.
     fleet_tls = ServerTls(theirs.server_cert, theirs.server_key, theirs.ca_file)
     known = Credentials(
         ca_file=theirs.ca_file, cert_file=theirs.client_cert, key_file=theirs.client_key

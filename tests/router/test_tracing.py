@@ -1,4 +1,4 @@
-"""One trace from the router to decode's first step, of real processes, and how it is drawn."""
+"""A trace from the router to decode's first step, of real processes, and its timeline."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_one_trace_goes_from_the_router_to_the_first_step_of_decode(traced
     sent = sum(span["attributes"]["kvxfer.bytes"] for span in writes)
     assert sent == only("kv.send")["attributes"]["kvxfer.bytes"] > 0
     assert sent == only("kv.receive")["attributes"]["kvxfer.bytes"]
-    # One host, one clock: what follows from another comes after it.
+    # One host, one clock: an effect comes after its cause.
     assert only("ticket")["end"] <= only("prefill")["start"]
     for write in writes:
         assert write["start"] <= write["end"] <= only("kv.send")["end"]

@@ -1,4 +1,4 @@
-"""One worker serves a request where no pair of ready workers could."""
+"""One worker serves a request if no pair of ready workers can."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["workers"]
 @pytest.mark.parametrize("path", ASKED)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("gone", "left"), [("p", "d"), ("d", "p")])
-async def test_where_there_are_no_pairs_one_worker_serves_the_request(
+async def test_without_a_pair_one_worker_serves_the_request(
     network: Network, workers: Workers, path: str, stream: bool, gone: str, left: str
 ) -> None:
     async with network.client() as operator:
@@ -34,10 +34,10 @@ async def test_where_there_are_no_pairs_one_worker_serves_the_request(
     assert 'kvxfer_router_unpaired_total{reason="no-pair"} 1.0' in metrics
 
 
-async def test_a_pair_that_comes_while_one_worker_is_tried_is_taken(
+async def test_a_pair_that_becomes_ready_while_one_worker_is_tried_is_used(
     network: Network, workers: Workers
 ) -> None:
-    """The answer's header is of the attempt that it came of."""
+    """The answer's header is that of the attempt that gave the answer."""
     async with network.client() as operator:
         await operator.drain("p")
 

@@ -1,5 +1,5 @@
-"""A worker that streams as vLLM 0.32 does, with a made-up model: text comes when characters are
-complete, as Hugging Face's `tokenizers` decodes them, and stop strings keep text back."""
+"""A worker that streams as vLLM 0.32 does, with a made-up model. Text is sent when characters are
+complete, as Hugging Face's `tokenizers` decodes them, and stop strings hold text back."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ JsonObject = dict[str, Any]
 
 EVENTS: Final = "text/event-stream; charset=utf-8"
 CONTEXT: Final = 512
-"""Tokens of a prompt and its answer at most."""
+"""The most tokens of a prompt and its answer."""
 
 
 def _tokenizer() -> Tokenizer:
-    """Each byte is a token, and some words are."""
+    """Makes a tokenizer: each byte is a token, and some words are."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [*alphabet, *("ab", "END", "Ġthe", "Ġa", "xE")]
     made = Tokenizer(models.BPE({piece: at for at, piece in enumerate(pieces)}, []))
@@ -58,7 +58,7 @@ def prompt_of(body: JsonObject) -> list[int]:
 
 
 class Model:
-    """Tokens that depend on all tokens before them, and on nothing else, but for `seed`."""
+    """A model whose tokens depend on `seed` and on all tokens before them only."""
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
@@ -66,7 +66,7 @@ class Model:
     def next(self, ids: Sequence[int]) -> int:
         digest = hashlib.blake2b(repr((self._seed, list(ids))).encode(), digest_size=4).digest()
         chosen = int.from_bytes(digest, "big")
-        if chosen % 16:  # else a character stays torn
+        if chosen % 16:  # otherwise a character stays incomplete
             for piece in _PIECES:
                 for begun in range(len(piece) - 1, 0, -1):
                     if list(ids[-begun:]) == piece[:begun]:
@@ -82,8 +82,8 @@ class Output(NamedTuple):
 
 
 def generated(model: Model, body: JsonObject) -> Iterator[Output]:
-    """The outputs of one token each, as vLLM's detokenizer and its search for stop strings (v1/
-    engine/detokenizer.py) make them."""
+    """Yields outputs of one token each, as vLLM's detokenizer and its search for stop strings
+    (v1/engine/detokenizer.py) make them."""
     prompt = prompt_of(body)
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     limit = limit or (CONTEXT if "messages" in body else 16)
@@ -122,7 +122,7 @@ def generated(model: Model, body: JsonObject) -> Iterator[Output]:
 
 
 def _stopped(text: str, new: int, stops: Sequence[str]) -> tuple[str, int] | None:
-    """The stop string that the new characters complete first, and where it begins."""
+    """Returns the stop string that the new characters complete first, and where it begins."""
     found = [
         (at + len(stop), stop, at)
         for stop in stops
@@ -135,8 +135,8 @@ def _stopped(text: str, new: int, stops: Sequence[str]) -> tuple[str, int] | Non
 
 
 def merged(outputs: Iterator[Output], counts: Callable[[int], int]) -> Iterator[Output]:
-    """As vLLM merges what a slow reader has not fetched: `counts` tells how many by their number
-    so far."""
+    """Merges outputs as vLLM does for a slow reader: `counts` gives the number to merge next, from
+    the number merged so far."""
     number = 0
     waiting: list[Output] = []
     for output in outputs:
@@ -154,7 +154,7 @@ def merged(outputs: Iterator[Output], counts: Callable[[int], int]) -> Iterator[
 def events(
     model: Model, body: JsonObject, request_id: str, counts: Callable[[int], int] = lambda _: 1
 ) -> Iterator[bytes]:
-    """The events of an answer, with [DONE]."""
+    """Yields the events of an answer, and [DONE]."""
     chat = "messages" in body
     prompt, told = prompt_of(body), 0
     wants_ids = body.get("return_token_ids", False)
@@ -201,8 +201,8 @@ def usage(prompt: int, completion: int) -> JsonObject:
 
 
 class VllmLike:
-    """A decode worker, which keeps what it was asked. It is lost after `dies_after` events, and
-    then again each time."""
+    """A decode worker, which keeps its requests. It is lost after `dies_after` events of each
+    request."""
 
     def __init__(
         self,
@@ -240,14 +240,14 @@ class VllmLike:
 
 
 async def detokenizes(body: JsonObject, reply: Reply) -> None:
-    """POST /detokenize."""
+    """Answers POST /detokenize."""
     await reply.begin(200, "application/json")
     text = TOKENIZER.decode(body["tokens"], skip_special_tokens=False)
     await reply.write(json.dumps({"prompt": text}).encode())
 
 
 async def lists_models(_body: JsonObject, reply: Reply) -> None:
-    """GET /v1/models."""
+    """Answers GET /v1/models."""
     await reply.begin(200, "application/json")
     card = {"id": "llama", "object": "model", "max_model_len": CONTEXT}
     await reply.write(json.dumps({"object": "list", "data": [card]}).encode())

@@ -25,7 +25,7 @@ async def replica(
     there: bool = True,
     prefix: str = "kvxfer",
 ) -> AsyncIterator[RedisRegistry]:
-    """With a short timeout only where Redis is to be missed: a busy machine takes its time."""
+    """Opens a registry. A test without Redis gives a short timeout; others need a long one."""
     url = server if isinstance(server, str) else server.url
     keyspace = Keyspace(prefix)
     registry = RedisRegistry(

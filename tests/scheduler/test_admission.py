@@ -1,4 +1,4 @@
-"""Requests that wait for a pair: whose turn it is, what wakes them, and what they leave."""
+"""Requests that wait for a pair: their order, what wakes them, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from verify.polling import eventually
 from .conftest import RegistryUnderTest
 from .redis_replica import replica
 
-# Of the 64 blocks of an instance, 16 tokens each.
+# The tokens of all 64 blocks of an instance, 16 each.
 WHOLE = 1024
 
 
@@ -36,7 +36,7 @@ def admission_of(registry: Any, clock: Any, **settings: Any) -> Admission:
 
 
 async def queued(admission: Admission, count: int) -> None:
-    """Until so many requests wait."""
+    """Waits until `count` requests wait."""
     await eventually(lambda: sum(admission.waiting.values()) == count)
 
 
@@ -49,7 +49,7 @@ async def enter(admission: Admission, request: TransferRequest) -> asyncio.Task[
 
 @pytest.fixture
 async def full(fleet: RegistryUnderTest) -> AsyncIterator[tuple[RegistryUnderTest, Transfer]]:
-    """A pair that one request fills."""
+    """A fleet with one pair, and the transfer that fills it."""
     await fleet.join("p")
     await fleet.join("d", Role.DECODE)
     admission = admission_of(fleet.registry, fleet.clock)
@@ -100,7 +100,7 @@ async def with_the_adapter(fleet: RegistryUnderTest) -> Callable[[], Any]:
     "prepared",
     [newly_registered, newly_ready, with_free_blocks, in_another_role, with_the_adapter],
 )
-async def test_every_kind_of_room_wakes(fleet, prepared):
+async def test_every_kind_of_new_room_wakes_a_request(fleet, prepared):
     lease = await fleet.join("p")
     model = "sql" if prepared is with_the_adapter else None
     if model is not None:
@@ -115,7 +115,7 @@ async def test_every_kind_of_room_wakes(fleet, prepared):
 async def order_of_service(
     fleet: RegistryUnderTest, held: Transfer, admission: Admission, asked: list[TransferRequest]
 ) -> list[str]:
-    """The ids of requests that enter one after the other, as they are served one at a time."""
+    """Enters the requests in this order, and returns their ids in the order of their service."""
     tasks = [await enter(admission, request) for request in asked]
     served = []
     for _ in asked:
@@ -160,7 +160,7 @@ async def test_turns_count_in_tokens(full):
     assert Counter(served[:6]) == {"long": 2, "short": 4}
 
 
-async def test_who_comes_anew_claims_nothing_for_the_time_before(full):
+async def test_new_tenant_has_no_claim_for_the_time_before(full):
     fleet, held = full
     admission = admission_of(fleet.registry, fleet.clock, tenants={"old": 1.0, "new": 1.0})
     tasks = [await enter(admission, waiting(request_id="old", tenant="old")) for _ in range(8)]
@@ -185,7 +185,7 @@ async def test_who_comes_anew_claims_nothing_for_the_time_before(full):
         task.cancel()
 
 
-async def test_large_request_is_not_passed_by_small_ones_of_its_model(full):
+async def test_large_request_is_not_overtaken_by_small_ones_of_its_model(full):
     fleet, held = full
     admission = admission_of(fleet.registry, fleet.clock)
     await release(fleet, held)
@@ -214,20 +214,20 @@ async def test_requests_of_other_models_are_not_held_up(full):
     stuck.cancel()
 
 
-async def test_of_too_many_the_tenant_with_most_loses_its_last(full):
+async def test_beyond_the_limit_the_tenant_with_the_most_requests_loses_its_last(full):
     fleet, _ = full
     admission = admission_of(
         fleet.registry, fleet.clock, max_waiting=4, tenants={"a": 1.0, "b": 1.0}
     )
     tasks = [await enter(admission, waiting(tenant="a", request_id=f"a{n}")) for n in range(4)]
-    with pytest.raises(NoCapacity, match="4 requests wait, as many as may") as refused:
+    with pytest.raises(NoCapacity, match="4 requests wait, which is the limit") as refused:
         await admission.open(waiting(tenant="a"))
     assert refused.value.details["retry_after_seconds"] == 60.0
     coming = asyncio.create_task(admission.open(waiting(tenant="b")))
     with pytest.raises(NoCapacity):
         await tasks.pop()
     assert admission.waiting == {OTHERS: 0, "a": 3, "b": 1}
-    # also of one tenant: the last of the worst priority
+    # within one tenant, the last of the worst priority is refused
     urgent = asyncio.create_task(admission.open(waiting(tenant="a", priority=-1)))
     with pytest.raises(NoCapacity):
         await tasks.pop()
@@ -235,7 +235,39 @@ async def test_of_too_many_the_tenant_with_most_loses_its_last(full):
         task.cancel()
 
 
-async def test_refusal_says_when_to_come_again_by_the_rate_at_which_requests_are_served(full):
+async def test_tenant_beyond_its_share_is_refused_while_another_one_waits(full):
+    fleet, _ = full
+    admission = admission_of(
+        fleet.registry, fleet.clock, max_waiting=8, tenants={"a": 3.0, "b": 1.0}
+    )
+    tasks = [await enter(admission, waiting(tenant="a")) for _ in range(2)]
+    tasks += [await enter(admission, waiting(tenant="b")) for _ in range(2)]
+    with pytest.raises(
+        NoCapacity, match="2 requests of its tenant wait, which is the limit"
+    ) as said:
+        await admission.open(waiting(tenant="b"))
+    assert said.value.details["retry_after_seconds"] > 0
+    tasks += [await enter(admission, waiting(tenant="a")) for _ in range(4)]
+    assert admission.waiting == {OTHERS: 0, "a": 6, "b": 2}
+    for task in tasks:
+        assert not task.done()
+        task.cancel()
+
+
+async def test_place_of_a_request_counts_the_time_that_it_waited_before(full):
+    fleet, held = full
+    admission = admission_of(fleet.registry, fleet.clock, max_waiting=2)
+    first, second = [await enter(admission, waiting(request_id=n)) for n in ("first", "second")]
+    await fleet.pass_time(1.0)
+    back = asyncio.create_task(admission.open(waiting(waited_seconds=5.0, request_id="back")))
+    with pytest.raises(NoCapacity):
+        await second
+    await release(fleet, held)
+    assert (await back).request_id == "back"
+    first.cancel()
+
+
+async def test_refusal_says_when_to_retry_from_the_rate_of_service(full):
     fleet, held = full
     admission = admission_of(fleet.registry, fleet.clock, max_waiting=10)
     tasks = [await enter(admission, waiting()) for _ in range(10)]
@@ -246,13 +278,13 @@ async def test_refusal_says_when_to_come_again_by_the_rate_at_which_requests_are
     tasks += [await enter(admission, waiting()) for _ in range(5)]
     with pytest.raises(NoCapacity) as refused:
         await admission.open(waiting())
-    # 10 are before it, and one is served in a second
+    # 10 are before it, and one is served each second
     assert 8 <= float(str(refused.value.details["retry_after_seconds"])) <= 12
     for task in tasks:
         task.cancel()
 
 
-async def test_wait_in_vain_names_what_is_missing(full):
+async def test_wait_that_ends_without_a_pair_names_what_is_missing(full):
     fleet, _ = full
     admission = admission_of(fleet.registry, fleet.clock)
     with pytest.raises(NoCapacity, match=r"within the 0\.05 s") as refused:
@@ -263,7 +295,7 @@ async def test_wait_in_vain_names_what_is_missing(full):
     ]
 
 
-async def test_what_no_wait_can_mend_is_refused_at_once(full):
+async def test_request_that_fits_no_instance_is_refused_at_once(full):
     fleet, _ = full
     with pytest.raises(PromptTooLong):
         await admission_of(fleet.registry, fleet.clock).open(waiting(prompt_tokens=WHOLE + 1))
@@ -271,7 +303,7 @@ async def test_what_no_wait_can_mend_is_refused_at_once(full):
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_request_that_is_given_up_leaves_nothing(full, turns):
-    """Also where it is given up in the moment in which it gets its pair."""
+    """Holds also at the moment in which the request gets its pair."""
     fleet, held = full
     admission = admission_of(fleet.registry, fleet.clock)
     task = await enter(admission, waiting())

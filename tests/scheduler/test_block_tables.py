@@ -1,4 +1,4 @@
-"""Block tables: what every implementation of the registry promises of them, and replicas beyond."""
+"""Block tables: what every implementation of the registry promises, and replicas."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def opened(fleet):
 
 
 def waiting_at(registry: Registry) -> dict[str, set[asyncio.Future[None]]]:
-    """The waits that have begun and have no answer, by transfer."""
+    """Returns the waits that have no answer yet, by transfer."""
     mirror = getattr(registry, "_mirror", None)
     arrivals = registry._arrivals if mirror is None else mirror.arrivals
     return arrivals._waiting
@@ -48,7 +48,7 @@ def waiting_at(registry: Registry) -> dict[str, set[asyncio.Future[None]]]:
 async def ask(
     registry: Registry, transfer_id: str = "t-1", *, seconds: float = 30
 ) -> asyncio.Task[BlockTable]:
-    """A wait that has begun, and has no answer yet."""
+    """Starts a wait, and returns its task when the wait has begun."""
     before = len(waiting_at(registry).get(transfer_id, ()))
     waiting = asyncio.create_task(registry.block_table(transfer_id, wait_seconds=seconds))
     await eventually(lambda: len(waiting_at(registry).get(transfer_id, ())) > before)
@@ -61,7 +61,7 @@ async def test_table_is_kept_as_decode_made_it(opened):
         assert await opened.registry.block_table("t-1") == TABLE
 
 
-async def test_transfer_takes_one_table_and_the_same_again(opened):
+async def test_transfer_accepts_one_table_and_the_same_again(opened):
     await opened.registry.put_block_table("t-1", TABLE)
     await opened.registry.put_block_table("t-1", TABLE)
     for other in (block_table(imm=65538), block_table(blocks=b"\4\0\0\0\7\0\0\0")):
@@ -83,7 +83,7 @@ async def test_wait_ends_with_the_table(opened):
     assert await asyncio.gather(*waits) == [TABLE] * 3
 
 
-async def test_wait_in_vain_ends_by_itself(opened):
+async def test_wait_without_a_table_ends_after_its_time(opened):
     with pytest.raises(UnknownBlockTable, match="'t-1' has no block table yet"):
         await opened.registry.block_table("t-1")
     waiting = await ask(opened.registry, seconds=0.05)
@@ -130,7 +130,7 @@ async def test_table_and_waits_end_with_the_transfer(opened, end, there):
             await waiting
     with pytest.raises(UnknownTransfer):
         await opened.registry.block_table("t-1")
-    # Nothing of it is left for a transfer of that name.
+    # A later transfer with the same id does not find the table.
     if end == "instance gone":
         await opened.join("d", Role.DECODE)
     await open_between(opened, "p", "d")
@@ -203,7 +203,7 @@ async def test_replica_that_comes_later_finds_the_table(empty_redis):
 
 
 @pytest.mark.native
-async def test_table_is_in_redis_once_and_goes_with_its_transfer(empty_redis):
+async def test_table_is_in_redis_once_and_ends_with_its_transfer(empty_redis):
     table = block_table(blocks=bytes(400_000))
     async with replica(empty_redis) as one:
         transfer_id = await open_at(one)
@@ -217,7 +217,7 @@ async def test_table_is_in_redis_once_and_goes_with_its_transfer(empty_redis):
 
 
 @pytest.mark.realtime
-async def test_while_redis_is_away_there_is_no_table_and_a_wait_ends_with_that():
+async def test_while_redis_is_unavailable_tables_and_waits_fail():
     with RedisServer() as server:
         async with replica(server, timeout=0.5) as registry:
             transfer_id = await open_at(registry)
@@ -234,7 +234,7 @@ async def test_while_redis_is_away_there_is_no_table_and_a_wait_ends_with_that()
 
 
 @pytest.mark.realtime
-async def test_wait_ends_where_redis_comes_back_without_its_data():
+async def test_wait_ends_if_redis_comes_back_without_its_data():
     with RedisServer() as server:
         async with replica(server, timeout=2.0) as registry:
             transfer_id = await open_at(registry)

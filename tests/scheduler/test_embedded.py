@@ -13,7 +13,7 @@ from tests.virtual_time import passes
 from verify.control_plane import worker
 
 
-async def test_epochs_and_change_ids_go_on_ascending_when_the_process_restarts(clock):
+async def test_epochs_and_change_ids_ascend_over_a_restart_of_the_process(clock):
     before = EmbeddedRegistry(clock=clock)
     epochs = [(await before.register(worker(f"p-{i}"))).epoch for i in range(1000)]
     clock.advance(0.5)
@@ -23,7 +23,7 @@ async def test_epochs_and_change_ids_go_on_ascending_when_the_process_restarts(c
     assert (await after.register(worker("p-0"))).epoch > max(epochs)
 
 
-async def test_watcher_of_the_process_before_a_restart_gets_a_snapshot(clock):
+async def test_watcher_from_before_a_restart_gets_a_snapshot(clock):
     before = EmbeddedRegistry(clock=clock)
     seen = (await before.register(worker("p"))).epoch
     clock.advance(0.5)
@@ -48,7 +48,7 @@ async def test_closed_registry_says_that_it_is_stopping(call):
         await getattr(registry, call)()
 
 
-async def test_while_the_process_stood_still_nobody_could_renew_a_lease(clock):
+async def test_no_lease_ends_while_the_process_stands_still(clock):
     registry = EmbeddedRegistry(LeasePolicy(6.0), clock=clock, silence_seconds=1.0)
     lease = await registry.register(worker("p"), state=InstanceState.READY)
     await registry.register(worker("d", Role.DECODE), state=InstanceState.READY)
@@ -56,7 +56,7 @@ async def test_while_the_process_stood_still_nobody_could_renew_a_lease(clock):
     for _ in range(3):
         clock.advance(60)  # the first caller is not the worker
         assert len(await registry.instances()) == 2
-    assert await registry.transfers() == (), "its ticket is good no longer"
+    assert await registry.transfers() == (), "its ticket has expired"
     assert (await registry.heartbeat("p", lease.epoch)).epoch == lease.epoch
     for _ in range(12):
         assert await registry.instances()
@@ -76,7 +76,7 @@ async def test_a_wait_for_a_table_ends_after_exactly_its_time(clock):
     assert clock.monotonic() == began + 4
 
 
-async def test_what_serves_knows_when_it_stood_still():
+async def test_a_registry_that_serves_notices_that_it_stood_still():
     registry = make_registry(EMBEDDED, LeasePolicy(6.0))
     assert isinstance(registry, EmbeddedRegistry)
     assert registry._silence_seconds == 1.0

@@ -26,7 +26,7 @@ async def test_a_task_that_swallows_a_cancellation_ends_too():
     assert swallowed == 1
 
 
-async def test_what_a_task_failed_with_is_raised():
+async def test_the_error_of_a_failed_task_is_raised():
     async def fails() -> None:
         raise ValueError("broken")
 

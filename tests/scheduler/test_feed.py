@@ -41,7 +41,7 @@ def test_after_gives_the_next_changes_up_to_the_limit():
     assert feed.after(106, limit=100) == []
 
 
-async def test_wait_returns_at_once_where_there_is_news():
+async def test_wait_returns_at_once_if_there_is_a_later_change():
     feed = feed_with(2)
     await feed.wait(101)
 

@@ -124,7 +124,7 @@ async def test_role_both_takes_either_side(registry):
 )
 async def test_pair_that_does_not_map_is_refused_by_the_field(field, change):
     prefill: dict[str, object] = {}
-    if field.endswith("_rank"):  # the sizes have to be the same for the ranks to be what differs
+    if field.endswith("_rank"):  # the sizes must be equal, so that the ranks differ
         size = field.replace("rank", "size")
         prefill = {"layout": replace(LAYOUT, **{size: 2})}
     if field == "mla":
@@ -170,6 +170,6 @@ async def test_every_field_of_a_layout_is_compared():
         ("p", "nobody", UnknownInstance, "'nobody'"),
     ],
 )
-async def test_pair_that_is_none_is_refused(registry, prefill_id, decode_id, error, text):
+async def test_invalid_pair_is_refused(registry, prefill_id, decode_id, error, text):
     with pytest.raises(error, match=text):
         await shake_hands(registry, prefill_id, decode_id)

@@ -1,4 +1,4 @@
-"""The conformance suite, secrets: only a call that shows an instance's acts as the instance."""
+"""The conformance suite, secrets: only a call with an instance's secret acts as the instance."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ async def test_call_with_another_secret_changes_nothing(fleet, call):
     epoch = await join(fleet)
     before = await fleet.registry.instance("p")
     for shown, said in ((OTHERS, "shows another one"), ("", "shows none")):
-        with pytest.raises(Forbidden, match=f"as instance 'p', and this one {said}") as refused:
+        needs = f"as instance 'p' needs the secret of its lease, and this one {said}"
+        with pytest.raises(Forbidden, match=needs) as refused:
             await CALLS[call](fleet.registry, epoch, shown)
         assert refused.value.details == {"instance_id": "p"}
     assert await fleet.registry.instance("p") == before
@@ -49,7 +50,7 @@ async def test_call_with_another_secret_changes_nothing(fleet, call):
 
 
 @pytest.mark.parametrize("call", sorted(CALLS.keys() - {"require"}))
-async def test_caller_that_is_no_worker_shows_none(fleet, call):
+async def test_caller_that_is_no_worker_needs_no_secret(fleet, call):
     await CALLS[call](fleet.registry, await join(fleet), None)
 
 
@@ -71,7 +72,7 @@ async def test_each_registration_has_another_secret(fleet):
     await fleet.registry.heartbeat("p", lease.epoch, secret=OTHERS)
 
 
-async def test_id_that_lives_is_taken_by_no_other_process(fleet):
+async def test_live_id_is_refused_to_another_process(fleet):
     epoch = await join(fleet, incarnation="i")
     for incarnation in ("", "another"):
         with pytest.raises(InstanceExists):
@@ -82,12 +83,12 @@ async def test_id_that_lives_is_taken_by_no_other_process(fleet):
     await fleet.registry.heartbeat("p", lease.epoch, secret=OTHERS)
 
 
-async def test_secret_is_asked_of_the_instance_that_lives(fleet):
+async def test_secret_of_an_unknown_instance_is_not_asked_for(fleet):
     with pytest.raises(UnknownInstance):
         await fleet.registry.require_secret("p", MINE)
 
 
-async def test_what_is_read_tells_that_there_is_a_secret_and_not_which(fleet):
+async def test_reads_show_that_there_is_a_secret_but_not_the_secret(fleet):
     epoch = await join(fleet)
     await fleet.registry.drain("p", seconds=1)
     told = await fleet.registry.instance("p")
@@ -113,7 +114,7 @@ async def test_secret_holds_at_every_replica(empty_redis):
 
 
 @pytest.mark.native
-async def test_heartbeat_writes_no_more_to_the_log(empty_redis):
+async def test_heartbeat_with_a_secret_writes_no_more_to_the_log(empty_redis):
     async with replica(empty_redis) as registry:
         sizes = {}
         for name, secret in (("p", ""), ("q", MINE)):

@@ -1,6 +1,6 @@
-"""Fleets of thousands: what a choice, a refusal and a heartbeat cost does not follow their number.
+"""Fleets of thousands: the cost of a choice, a refusal and a heartbeat does not grow with them.
 
-Beside that, refusals and choices from what the index has in order, against a look at each instance.
+Refusals and choices of the index are also compared with a look at each instance.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvxfer.errors import KvxferError, NoCapacity, NotAggregating, PromptTooLong
 from kvxfer.instances import Instance, InstanceState, Load, Reserved, Role
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.scheduler.pair_index import PairIndex
-from kvxfer.scheduler.pairing import SIDES, blocks_for, kind_of, mismatch_of
+from kvxfer.scheduler.pairing import SIDES, kind_of, mismatch_of, prompt_blocks
 from kvxfer.scheduler.scoring import WeightedScorer, available_blocks
 from kvxfer.scheduler.topology import distance, place_of
 from kvxfer.transfers import TransferRequest
@@ -48,7 +48,7 @@ def refusal_of(index: PairIndex, request: TransferRequest) -> KvxferError:
         TransferRequest(prompt_tokens=10_000_000),
     ],
 )
-def test_refusal_is_the_same_work_in_a_large_fleet(request_):
+def test_refusal_costs_the_same_in_a_large_fleet(request_):
     full = replace(FULL, models=("alias",))
     few, many = (PairIndex(fleet_of(n, full, aggregates=True)) for n in (20, 4000))
     works = [steps_of(refusal_of, index, request_) for index in (few, many)]
@@ -68,7 +68,7 @@ def test_choice_among_many_full_instances_finds_the_few_that_have_room():
     assert works[1] < 1.2 * works[0]
 
 
-def test_adapters_of_each_instance_make_no_kinds():
+def test_adapters_of_each_instance_do_not_slow_choices():
     def index_of(count: int) -> PairIndex:
         fleet = fleet_of(count, Load())
         named = [replace(i, load=Load(models=(f"a{n // 2}", "alias"))) for n, i in enumerate(fleet)]
@@ -90,8 +90,17 @@ def test_adapters_of_each_instance_make_no_kinds():
     )
 
 
+def blocks_for(i: Instance, request: TransferRequest, side: Role | None) -> int:
+    """Returns the blocks that a request needs on a side, if all instances are of one size."""
+    prompt = prompt_blocks(i, request)
+    if side is Role.PREFILL and not request.aggregated:
+        return prompt
+    whole = (request.prompt_tokens or 0) + (request.output_tokens or 0)
+    return max(prompt, min(-(-whole // i.layout.block_size), i.num_blocks))
+
+
 def reasons_the_slow_way(fleet: Sequence[Instance], request: TransferRequest) -> KvxferError | None:
-    """Of every instance, what the index answers from its counts; None where there is a pair."""
+    """Returns the refusal from a look at every instance; None if there is a pair."""
     model = "" if request.model is None else f" of model {request.model!r}"
     version = request.weights_version
     serving = [i for i in fleet if i.serves(request.model)]
@@ -114,7 +123,7 @@ def reasons_the_slow_way(fleet: Sequence[Instance], request: TransferRequest) ->
         else [(f"{side} instance", [i for i in ready if i.role.serves(side)]) for side in SIDES]
     )
     for what, group in groups:
-        if group and all(blocks_for(i, request) > i.num_blocks for i in group):
+        if group and all(prompt_blocks(i, request) > i.num_blocks for i in group):
             return PromptTooLong(what)
     of_model = model
     if version is not None and not request.aggregated:
@@ -124,7 +133,7 @@ def reasons_the_slow_way(fleet: Sequence[Instance], request: TransferRequest) ->
     reasons, fits = [], []
     for what, group in groups:
         side = None if request.aggregated else Role(what.split()[0])
-        fits.append([i for i in group if blocks_for(i, request) <= available_blocks(i)])
+        fits.append([i for i in group if blocks_for(i, request, side) <= available_blocks(i)])
         if not group:
             others = [i for i in fitting_version if side is None or i.role.serves(side)]
             states = Counter(i.state.value for i in others)
@@ -133,7 +142,7 @@ def reasons_the_slow_way(fleet: Sequence[Instance], request: TransferRequest) ->
         elif not fits[-1]:
             most = min(group, key=lambda i: (-available_blocks(i), i.instance_id))
             reasons.append(
-                f"no {what}{of_model} has the {blocks_for(most, request)} KV blocks free "
+                f"no {what}{of_model} has the {blocks_for(most, request, side)} KV blocks free "
                 f"(most: {most.instance_id!r} with {available_blocks(most)})"
             )
     if reasons:
@@ -152,8 +161,8 @@ def cost_of(prefill: Instance, decode: Instance, request: TransferRequest) -> fl
     return scorer.load(prefill) + scorer.load(decode) + scorer.pair(apart, 0, 0)
 
 
-def test_what_the_index_says_is_what_a_look_at_each_instance_says(seed):
-    """Fleets of up to 150, whose changes come one by one: with few and with many that fit."""
+def test_index_agrees_with_a_look_at_each_instance(seed):
+    """Fleets of up to 150 that change one instance at a time: few or many of them have room."""
     source = random.Random(seed)
     index, fleet = PairIndex(), dict[str, Instance]()
     outcomes, labelled = Counter[str](), source.random() < 0.5
@@ -196,6 +205,7 @@ def test_what_the_index_says_is_what_a_look_at_each_instance_says(seed):
         request = TransferRequest(
             model=source.choice([None, "llama", "qwen", "alias", "sql", f"a{name}", "other"]),
             prompt_tokens=source.choice([None, 100, int(1100 * size), 5000]),
+            output_tokens=source.choice([None, 50, 500, 5000]),
             weights_version=source.choice([None] * 6 + [7, 9]),
             aggregated=source.random() < 0.2,
         )
@@ -214,19 +224,24 @@ def test_what_the_index_says_is_what_a_look_at_each_instance_says(seed):
             if i.state is InstanceState.READY
             and i.serves(request.model)
             and request.weights_version in (None, i.weights_version)
-            and blocks_for(i, request) <= available_blocks(i)
         ]
+
+        def fits(i: Instance, side: Role, request: TransferRequest = request) -> bool:
+            return blocks_for(i, request, side) <= available_blocks(i)
+
         if request.aggregated:
-            loads = [WeightedScorer().load(i) for i in takes_part if i.aggregates]
+            alone = [i for i in takes_part if i.aggregates and fits(i, Role.DECODE)]
+            loads = [WeightedScorer().load(i) for i in alone]
             assert WeightedScorer().load(pair.prefill) == min(loads)
             continue
         assert cost_of(pair.prefill, pair.decode, request) == min(
             cost_of(prefill, decode, request)
             for prefill in takes_part
-            if prefill.role.serves(Role.PREFILL)
+            if prefill.role.serves(Role.PREFILL) and fits(prefill, Role.PREFILL)
             for decode in takes_part
             if decode is not prefill
             and decode.role.serves(Role.DECODE)
+            and fits(decode, Role.DECODE)
             and mismatch_of(kind_of(prefill), kind_of(decode)) is None
         )
     assert min(outcomes[name] for name in ("NoneType", "NoCapacity", "PromptTooLong")) > 50

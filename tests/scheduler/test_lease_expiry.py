@@ -19,7 +19,7 @@ MANY = 250
 
 
 async def about_to_end(fleet: RegistryUnderTest) -> dict[str, Lease]:
-    """Many leases that have just run out, and those of `z` and `d`, which were renewed."""
+    """Returns leases: many that have just run out, and those of `z` and `d`, which were renewed."""
     names = [f"p{number:03}" for number in range(MANY)]
     leases = {name: await fleet.join(name) for name in (*names, "z")}
     leases["d"] = await fleet.join("d", Role.DECODE, num_blocks=8)
@@ -33,7 +33,7 @@ async def about_to_end(fleet: RegistryUnderTest) -> dict[str, Lease]:
 
 
 @pytest.mark.parametrize("first", ["heartbeat", "drain", "release", "table", "reserve", "list"])
-async def test_what_has_run_out_is_gone_for_the_first_call_that_follows(fleet, first):
+async def test_expired_leases_and_transfers_are_gone_for_the_first_call_that_follows(fleet, first):
     leases = await about_to_end(fleet)
     registry = fleet.registry
     match first:
@@ -59,7 +59,7 @@ async def test_what_has_run_out_is_gone_for_the_first_call_that_follows(fleet, f
 
 
 @pytest.mark.native
-async def test_a_step_in_redis_ends_no_more_than_a_portion(empty_redis, clock):
+async def test_a_step_in_redis_ends_only_a_portion_of_expired_leases(empty_redis, clock):
     registry = RedisRegistry(empty_redis.url, clock=clock, timeout=60)
     await registry.open()
     fleet = RegistryUnderTest(registry, clock)
@@ -67,7 +67,7 @@ async def test_a_step_in_redis_ends_no_more_than_a_portion(empty_redis, clock):
     with empty_redis.client() as client:
         for left in (MANY + 2 - 101, MANY + 2 - 201, 2, 2):
             with pytest.raises(UnknownInstance):
-                # The one that the step comes upon is beside the portion.
+                # The step ends the lease that it needs in addition to the portion.
                 await registry.deregister("p249", 1)
             assert client.hlen("kvxfer:instances") == left
     await registry.close()
@@ -157,7 +157,7 @@ async def test_most_of_a_zone_gets_one_more_lease(silenced):
         ({"a": 10}, {"a": 20, "b": 90}, 0),
     ],
 )
-def test_the_late_that_are_spared(late, fleet, expected):
+def test_late_instances_that_are_spared(late, fleet, expected):
     def named(zones: dict[str, int]) -> dict[str, str]:
         return {f"{zone}{n}": zone for zone, count in zones.items() for n in range(count)}
 

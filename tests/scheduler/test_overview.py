@@ -1,4 +1,4 @@
-"""One look at the fleet: what is counted, what is left out, and that it stays small."""
+"""The overview of a fleet: what it counts, what it leaves out, and that it stays small."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOW = 1_800_000_000.0
 
 
 def instance(instance_id: str, role: str = "prefill", where: str = "", **changes: Any) -> Instance:
-    """A live one, at `where`: zone/rack/host."""
+    """Returns a live instance at `where`: zone/rack/host."""
     labels = dict(zip(("zone", "rack", "host"), where.split("/"), strict=False)) if where else {}
     spec = worker(instance_id, role, labels=labels, model=changes.pop("model", "llama"))
     known = {name: getattr(spec, name) for name in spec.__struct_fields__}
@@ -110,7 +110,7 @@ async def test_a_row_says_what_is_known_of_an_instance():
         ({"model": "none"}, []),
     ],
 )
-async def test_instances_that_are_asked_for(query, ids):
+async def test_instances_are_selected_by_the_query(query, ids):
     overview = await seen(
         instance("p-1", where="a/x/h"),
         instance("p-2", where="a/y/i", state=InstanceState.JOINING),
@@ -154,7 +154,7 @@ async def test_traffic_and_transfers_are_those_of_the_instances_asked_for():
         (2000, 2000, 2000, 1000, Level.ZONE, MAX_PLACES),
     ],
 )
-async def test_the_map_has_the_narrowest_places_that_are_not_too_many(
+async def test_the_map_has_the_narrowest_level_with_few_enough_places(
     instances, hosts, racks, zones, level, places
 ):
     overview = await seen(
@@ -174,7 +174,7 @@ async def test_the_map_has_the_narrowest_places_that_are_not_too_many(
     assert [first.rack is not None, first.host is not None] == [within >= 1, within >= 2]
 
 
-async def test_a_large_fleet_is_told_in_a_small_answer():
+async def test_the_overview_of_a_large_fleet_is_small():
     fleet = [
         instance(
             f"i{n:05}",
@@ -200,7 +200,7 @@ async def test_a_large_fleet_is_told_in_a_small_answer():
     assert len(msgspec.json.encode(overview)) < 200_000
 
 
-async def test_updates_are_counted_by_what_their_instances_have():
+async def test_updates_are_summed_up_by_the_states_of_their_instances():
     def part(name: str, state: str, pause: float | None = None) -> UpdatePart:
         return UpdatePart(instance_id=name, epoch=1, state=PartState(state), pause_seconds=pause)
 

@@ -1,4 +1,4 @@
-"""Near pairs, common fabrics, and an index that is kept up to date instead of made anew."""
+"""Near pairs, common fabrics, and an index that is kept up to date instead of rebuilt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .test_pairing import chosen, instance
 
 
 def at(instance_id: str, role: str, place: str, *, running: int = 0, **spec: object) -> Instance:
-    """An instance at a place written as zone/rack/host/numa, from the left as far as is known."""
+    """Returns an instance at zone/rack/host/numa, given from the left as far as it is known."""
     labels = dict(zip(LABELS, place.split("/"), strict=False)) if place else {}
     return instance(instance_id, role, labels=labels, load=Load(running=running), **spec)
 
@@ -29,12 +29,12 @@ P = at("p", "prefill", "a/r1/h1/0")
 @pytest.mark.parametrize(
     ("fleet", "expected"),
     [
-        # of equally loaded pairs the nearest
+        # the nearest of equally loaded pairs
         ([P, at("c", "decode", "a/r1/h2/0"), at("d", "decode", "a/r1/h1/0")], ("p", "d")),
         ([P, at("c", "decode", "a/r1/h2/0"), at("d", "decode", "a/r1/h1/1")], ("p", "d")),
         ([P, at("c", "decode", "a/r2/h2/0"), at("d", "decode", "a/r1/h2/0")], ("p", "d")),
         ([P, at("c", "decode", "b/r1/h1/0"), at("d", "decode", "a/r2/h2/0")], ("p", "d")),
-        # as many requests more as it is steps nearer are worth it, and then the id decides
+        # a step nearer is worth a request more; the id decides between equals
         (
             [P, at("c", "decode", "a/r1/h1/0", running=2), at("d", "decode", "a/r1/h2/0")],
             ("p", "c"),
@@ -52,7 +52,7 @@ P = at("p", "prefill", "a/r1/h1/0")
             [P, at("q", "prefill", "b/r1/h1"), at("d", "decode", "b/r1/h1")],
             ("q", "d"),
         ),
-        # a near one that cannot take the request is none
+        # a near one that cannot take the request does not count
         (
             [
                 P,
@@ -69,7 +69,7 @@ P = at("p", "prefill", "a/r1/h1/0")
             [at("p", "prefill", ""), at("c", "decode", "", running=1), at("d", "decode", "")],
             ("p", "d"),
         ),
-        # the fabric that prefill would rather use; local is a matter of the place
+        # the fabric that prefill prefers; local depends on the place
         (
             [
                 at("p", "prefill", "", fabrics=("local", "verbs", "tcp")),
@@ -100,7 +100,7 @@ def cost(prefill: Instance, decode: Instance) -> int:
     return requests + distance(place_of(prefill.labels), place_of(decode.labels))
 
 
-def test_index_that_is_kept_up_to_date_finds_what_the_slow_way_finds(seed):
+def test_updated_index_finds_what_the_slow_way_finds(seed):
     source = random.Random(seed)
     levels = source.sample(LABELS, source.randrange(len(LABELS) + 1))
     fleet: dict[str, Instance] = {}

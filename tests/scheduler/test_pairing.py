@@ -219,7 +219,7 @@ def test_refusal_says_what_is_missing(fleet, request_, reasons):
     assert refusal.value.details == {"reasons": reasons}
 
 
-def test_refusal_is_the_same_whoever_came_first():
+def test_refusal_does_not_depend_on_the_order_of_instances():
     decodes = [instance(name, "decode", blocks=60) for name in ("d2", "d1", "d3")]
     for order in permutations([instance("p", "prefill", num_blocks=1000), *decodes]):
         with pytest.raises(NoCapacity) as full:
@@ -242,7 +242,7 @@ def test_many_mismatches_are_counted_not_listed():
     assert reasons[-1] == "and 2 more like this"
 
 
-def test_prompt_that_fits_no_cache_is_too_long_and_not_a_matter_of_waiting():
+def test_prompt_that_fits_no_cache_is_too_long_and_one_for_a_full_cache_waits():
     small = instance("d", "decode", num_blocks=32)
     with pytest.raises(PromptTooLong, match=r"600 tokens takes 38 KV blocks.*decode.*'d', has 32"):
         choose_pair([P, small], TransferRequest(prompt_tokens=600))
@@ -252,8 +252,42 @@ def test_prompt_that_fits_no_cache_is_too_long_and_not_a_matter_of_waiting():
         )
 
 
+@pytest.mark.parametrize(
+    ("sizes", "blocks"),
+    [
+        ((64, 64), (7, 13)),
+        ((64, 10), (7, 10)),  # no more than the largest has
+        ((64, 7), (7, 7)),
+    ],
+)
+def test_decode_takes_blocks_for_the_expected_output_up_to_its_size(sizes, blocks):
+    fleet = [
+        instance(role[0], role, num_blocks=size)
+        for role, size in zip(("prefill", "decode"), sizes, strict=True)
+    ]
+    pair = choose_pair(fleet, TransferRequest(prompt_tokens=100, output_tokens=100))
+    assert (pair.prefill_blocks, pair.decode_blocks) == blocks
+    busy = replace(fleet[1], reserved=Reserved(blocks=fleet[1].num_blocks - blocks[1] + 1))
+    with pytest.raises(NoCapacity) as refused:
+        choose_pair([fleet[0], busy], TransferRequest(prompt_tokens=100, output_tokens=100))
+    assert f"has the {blocks[1]} KV blocks free" in str(refused.value.details)
+
+
+def test_expected_output_is_bounded_by_the_instances_that_serve_the_model():
+    """A larger instance without the adapter does not count."""
+    adapted = Load(models=("sql",))
+    fleet = [
+        instance("p", "prefill", load=adapted),
+        instance("d", "decode", load=adapted, num_blocks=10, aggregates=True),
+        instance("large", "decode", num_blocks=640, aggregates=True),
+    ]
+    request = TransferRequest(model="sql", prompt_tokens=100, output_tokens=1000)
+    assert choose_pair(fleet, request).decode_blocks == 10
+    assert choose_pair(fleet, replace(request, aggregated=True)).prefill_blocks == 10
+
+
 def test_choice_is_the_best_of_all_pairs(seed):
-    """Against the slow way: look at every pair."""
+    """Compares with the slow way: look at every pair."""
     source = random.Random(seed)
     served = 0
     for _ in range(300):
@@ -365,16 +399,16 @@ ALONE = alone("b", "decode")
         ([instance("p", "prefill", model="qwen"), ALONE], ("b", "b")),
         # no decode
         ([alone("p", "prefill")], ("p", "p")),
-        # one worker of both roles is all there is
+        # only one worker, of both roles
         ([alone("x")], ("x", "x")),
         # two that do not match
         ([instance("p", "prefill", dtype="int8"), ALONE], ("b", "b")),
-        # with a pair there is no reason
+        # a pair is preferred
         ([P, ALONE], ("p", "b")),
         ([alone("x"), alone("y")], ("x", "y")),
     ],
 )
-def test_a_request_that_may_be_aggregated_is_so_where_there_are_no_pairs(fleet, expected):
+def test_a_request_that_may_be_aggregated_is_aggregated_if_there_is_no_pair(fleet, expected):
     assert chosen(fleet, or_aggregated=True, model="llama") == expected
 
 
@@ -408,7 +442,7 @@ def test_adapters_come_and_go_with_the_load():
         index.choose(asked)
     assert refused.value.details["reasons"] == ["no instance of model 'sql' is registered"]
     index.put(with_names("p", "prefill"))
-    assert index.find(asked) is None, "decode has it not yet"
+    assert index.find(asked) is None, "decode does not have it yet"
     index.put(with_names("d", "decode"))
     assert index.choose(asked).decode.instance_id == "d"
     assert index.find(TransferRequest(model=P.model)) is not None
@@ -425,7 +459,7 @@ def test_models_and_versions_that_differ_make_no_pair():
         f"prefill 'p' and decode 'd' do not match: checkpoint is {'a' * 32!r} and {'b' * 32!r}"
     ]
     assert chosen([prefill, decode, replace(D, instance_id="e", identity=one)]) == ("p", "e")
-    assert chosen([prefill, D]) == ("p", "d"), "one that does not tell"
+    assert chosen([prefill, D]) == ("p", "d"), "an instance that reports no identity"
     newer = replace(D, kv_versions=(9, 10))
     with pytest.raises(NoCapacity) as refused:
         choose_pair([P, newer], TransferRequest())

@@ -1,4 +1,4 @@
-"""The pairing file: what it sets, and what is said about one that is wrong."""
+"""The pairing file: what it sets, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ def test_installed_scorer_is_made_with_its_options(tmp_path, installed):
         ('scorer = "constant"\n[options]\nprice = 2', r"'constant' cannot be made .*'price': 2"),
         ('scorer = "number"', r"'number' gave a int; it has to be a kvxfer.*Scorer"),
         ("[options]\ncost = 2", r"options is {'cost': 2}, but .*'weighted' has none"),
-        ("weights", r"pairing.toml is no TOML"),
+        ("weights", r"pairing.toml is not TOML"),
     ],
 )
-def test_file_that_is_wrong_is_refused_by_the_member(tmp_path, installed, text, said):
+def test_invalid_file_is_refused_by_the_member(tmp_path, installed, text, said):
     file = tmp_path / "pairing.toml"
     file.write_text(text)
     with pytest.raises(InvalidArgument, match=said) as refusal:
@@ -108,6 +108,6 @@ def test_file_that_is_wrong_is_refused_by_the_member(tmp_path, installed, text, 
     assert "pairing.toml" in str(refusal.value)
 
 
-def test_file_that_is_not_there_is_named(tmp_path):
+def test_missing_file_is_named(tmp_path):
     with pytest.raises(InvalidArgument, match=r"the pairing policy .*nothing.toml cannot be read"):
         read_pairing_file(tmp_path / "nothing.toml")

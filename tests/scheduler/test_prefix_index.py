@@ -1,4 +1,4 @@
-"""Prompts go where their prefix is, as far as that is worth more than the load."""
+"""Prompts go to workers that have their prefix, unless load outweighs it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def busy(name: str, requests: int, **spec: object):
             "q",
             20,
         ),
-        # a worker that has it but cannot take the request does not count
+        # a worker that has the prefix but cannot take the request does not count
         (
             [busy("p", 0), busy("q", 0, state="draining")],
             {"q": A},
@@ -77,7 +77,7 @@ def busy(name: str, requests: int, **spec: object):
             0,
         ),
         ([busy("p", 0), busy("q", 0, model="qwen")], {"q": A}, {"prefix_hashes": A}, "p", 0),
-        # what decode has cached is nothing that prefill has
+        # blocks that decode has cached do not count for prefill
         ([busy("p", 0), busy("q", 1)], {"d": A}, {"prefix_hashes": A}, "p", 0),
     ],
 )
@@ -92,13 +92,13 @@ def test_cached_prefix_is_weighed_against_load(prefills, published, request_, ex
     assert pair.score.pair["prefix"] == pytest.approx(-0.5 * tokens / 1000)
 
 
-def test_one_holder_is_found_in_a_fleet_of_which_few_are_looked_at():
+def test_the_only_holder_is_found_in_a_large_fleet():
     index = PairIndex([busy(f"p{n:03}", 0) for n in range(300)] + [D])
     index.publish("p250", pack(A), b"", reset=False)
     assert index.choose(TransferRequest(prefix_hashes=A)).prefill.instance_id == "p250"
 
 
-def test_least_loaded_of_many_holders_is_found_beyond_the_first_that_are_looked_at():
+def test_least_loaded_of_many_holders_is_found():
     """200 instances have the beginning, but none of the 100 that are idle."""
     idle = [busy(f"a{n:03}", 0) for n in range(100)]
     holders = [busy(f"b{n:03}", 1 + n // 10) for n in range(200)]
@@ -109,7 +109,7 @@ def test_least_loaded_of_many_holders_is_found_beyond_the_first_that_are_looked_
     assert index.choose(request).prefill.instance_id == "b000"
 
 
-def test_blocks_go_with_the_instance_and_with_its_registration():
+def test_blocks_end_with_the_instance_and_with_its_registration():
     index = PairIndex([busy("p", 0), busy("q", 0), D])
     request = TransferRequest(prefix_hashes=A)
     index.publish("q", pack(A), b"", reset=False)
@@ -124,7 +124,7 @@ def test_blocks_go_with_the_instance_and_with_its_registration():
 
 
 @pytest.mark.parametrize(("running", "expected"), [(0, "e"), (1, "d")])
-def test_what_decode_has_cached_decides_between_decodes_of_equal_load(running, expected):
+def test_cached_blocks_decide_between_decodes_of_equal_load(running, expected):
     load = Load(running=running)
     index = PairIndex([busy("p", 0), D, instance("e", "decode", load=load)])
     index.publish("e", pack(A), b"", reset=False)
@@ -154,7 +154,7 @@ def test_decode_that_lacks_little_of_the_prompt_serves_it_alone(most, prompt, ca
     index = PairIndex([busy("p", 0), replace(D, aggregates=True), e], scorer=scorer)
     index.publish("e", pack(A[:cached]), b"", reset=False)
     request = TransferRequest(prefix_hashes=A, prompt_tokens=prompt, explain=True)
-    assert index.choose(request).prefill.instance_id == "p", "only where it may be aggregated"
+    assert index.choose(request).prefill.instance_id == "p", "only if it may be aggregated"
     pair = index.choose(replace(request, or_aggregated=True))
     assert pair.prefill.instance_id == (expected or "p")
     assert pair.alone_because == ("short-prompt" if expected else "")
@@ -165,7 +165,7 @@ def test_decode_that_lacks_little_of_the_prompt_serves_it_alone(most, prompt, ca
     assert index.choose(avoided).prefill.instance_id == "p"
 
 
-def test_more_hashes_than_are_kept_forget_those_before():
+def test_hashes_beyond_the_limit_replace_all_earlier_ones():
     index = PrefixIndex()
     for start in range(0, MAX_HASHES_PER_INSTANCE, 1024):
         held = index.publish("p", pack(range(start, start + 1024)), b"", reset=False)
@@ -180,7 +180,7 @@ def depths(index: PrefixIndex, hashes: list[int], sent: SentPrompts | None = Non
     return index.longest(levels, asked=(), least_loaded=list, takes_part=lambda _: True)
 
 
-def test_what_the_gone_had_is_taken_out_as_others_publish():
+def test_hashes_of_removed_instances_are_dropped_as_others_publish():
     index = PrefixIndex()
     index.publish("p", pack(range(1000)), b"", reset=False)
     index.remove("p")
@@ -207,10 +207,10 @@ def test_prompt_counts_from_its_transfer_until_the_second_heartbeat_after_it():
     sent.remove("d")
     sent.remove("p")
     assert depths(index, [1, 2], sent) == {}
-    sent.end("u")  # it is not known any more
+    sent.end("u")  # already forgotten
 
 
-def test_transfer_that_is_opened_again_under_its_name_leaves_nothing_behind():
+def test_transfer_that_is_opened_again_under_its_id_leaves_nothing_behind():
     sent = SentPrompts()
     sent.open("t", ["p"], (1, 2))
     sent.end("t")
@@ -221,7 +221,7 @@ def test_transfer_that_is_opened_again_under_its_name_leaves_nothing_behind():
     assert not any(map(sent.holders, (1, 2, 3)))
 
 
-def test_of_very_many_prompts_the_newest_count():
+def test_only_the_newest_of_very_many_prompts_count():
     sent = SentPrompts()
     for number in range(400):
         sent.open(f"t{number}", ["p"], tuple(range(1000 * number, 1000 * number + 256)))
@@ -303,7 +303,7 @@ def test_chain_hashes_name_the_prefix_before_them():
     assert all(0 <= number < 2**64 for number in one)
 
 
-def test_instance_that_leaves_a_state_stays_known():
+def test_cached_blocks_of_a_draining_instance_attract_no_prompt():
     index = PairIndex([busy("p", 0), busy("q", 0), D])
     index.publish("q", pack(A), b"", reset=False)
     index.put(replace(busy("q", 0), state=InstanceState.DRAINING))

@@ -1,4 +1,4 @@
-"""Values in Redis that the registry did not write: a named error, and none of them is taken in."""
+"""Values in Redis that the registry did not write: each is named, and no replica accepts it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ READY = InstanceState.READY
 
 
 async def filled(registry: RedisRegistry) -> str:
-    """A prefill and a decode instance with a transfer, whose id is returned, and its table."""
+    """Registers a pair, opens a transfer with a table, and returns the id of the transfer."""
     lease = await registry.register(worker("p"), state=READY)
     await registry.register(worker("d", Role.DECODE), state=READY)
     await registry.publish_blocks("p", lease.epoch, BlockUpdate(added=(1, 2)))
@@ -111,7 +111,7 @@ DAMAGE: dict[str, tuple[Callable[[Redis, str], object], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-async def test_what_is_damaged_is_named_and_no_replica_takes_it_in(
+async def test_damaged_values_are_named_and_no_replica_accepts_them(
     empty_redis: RedisServer, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     damage, said = DAMAGE[name]
@@ -168,7 +168,7 @@ RECORDS: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("name", RECORDS)
-async def test_a_damaged_record_of_the_log_is_named_and_the_whole_loaded_again(
+async def test_a_damaged_record_of_the_log_is_named_and_everything_is_loaded_again(
     empty_redis: RedisServer, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -188,7 +188,7 @@ async def test_a_damaged_record_of_the_log_is_named_and_the_whole_loaded_again(
     assert [record for record in caplog.records if record.exc_info] == []
 
 
-async def test_a_damaged_value_that_a_step_comes_upon_fails_that_step_alone(
+async def test_a_damaged_value_fails_only_the_step_that_reads_it(
     empty_redis: RedisServer,
 ) -> None:
     async with replica(empty_redis) as registry:
@@ -211,7 +211,7 @@ async def test_a_damaged_value_that_a_step_comes_upon_fails_that_step_alone(
         assert (await registry.heartbeat("d", living.epoch)).epoch == living.epoch
 
 
-def test_a_spec_of_an_earlier_control_plane_has_the_versions_of_a_worker_that_tells_none() -> None:
+def test_a_spec_of_an_earlier_control_plane_has_the_first_kv_versions() -> None:
     told = msgspec.to_builtins(worker("p"))
     del told["kv_versions"]
     held = {"epoch": 1, "state": "ready", "role": "prefill", "reserved": {}}

@@ -1,4 +1,4 @@
-"""A mirror that is behind: steps go on, and only what is missing is loaded again."""
+"""A mirror that is behind: steps continue, and only what is missing is loaded again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ READY = InstanceState.READY
 
 
 class Held:
-    """Holds a method of every Follower until it is let go, and counts its calls."""
+    """A method of every Follower that waits until `free` is set, with a count of its calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
         self.calls = 0
@@ -55,7 +55,7 @@ async def every_step(registry: RedisRegistry, name: str) -> None:
     await registry.deregister(name, lease.epoch)
 
 
-async def test_every_step_is_taken_while_the_whole_is_loaded(empty_redis, monkeypatch):
+async def test_every_step_is_taken_while_the_fleet_is_loaded(empty_redis, monkeypatch):
     loads = Held(monkeypatch, "_load")
     loads.free.clear()
     registry = RedisRegistry(empty_redis.url, LeasePolicy(60), timeout=PATIENCE)
@@ -82,7 +82,7 @@ async def test_every_step_is_taken_while_the_mirror_is_behind_and_reads_are_stal
         reads.free.clear()
         await registry.sweep()
         await eventually(lambda: len(registry._mirror.fleet.snapshot()) == 2)
-        for name in ("q", "r"):  # what was under way when reads were held may still bring the first
+        for name in ("q", "r"):  # a read that began earlier may bring the first
             await registry.register(worker(name), state=READY)
             told = await registry.instances()
         assert told[:2] == known
@@ -102,7 +102,7 @@ def server() -> Iterator[RedisServer]:
         yield running
 
 
-async def test_after_a_read_that_failed_the_log_is_read_on_from_where_it_was(server, monkeypatch):
+async def test_after_a_failed_read_the_log_is_read_from_where_it_was(server, monkeypatch):
     loads = Held(monkeypatch, "_load")
     async with replica(server) as registry:
         for number in range(5):
@@ -116,7 +116,7 @@ async def test_after_a_read_that_failed_the_log_is_read_on_from_where_it_was(ser
     assert loads.calls == 1
 
 
-async def test_another_history_is_loaded_also_where_nothing_is_written_to_it(server, monkeypatch):
+async def test_another_history_is_loaded_even_if_nothing_is_written_to_it(server, monkeypatch):
     loads = Held(monkeypatch, "_load")
     async with replica(server) as registry:
         await registry.register(worker("p"), state=READY)
@@ -132,7 +132,7 @@ async def test_another_history_is_loaded_also_where_nothing_is_written_to_it(ser
         assert await registry.instances() == ()
 
 
-async def test_what_instances_have_cached_is_read_in_portions_after_the_fleet(server):
+async def test_cached_blocks_are_read_in_portions_after_the_fleet(server):
     names = [f"p{number:02}" for number in range(45)]
     async with replica(server) as one:
         leases = {name: await one.register(worker(name), state=READY) for name in names}
@@ -143,7 +143,7 @@ async def test_what_instances_have_cached_is_read_in_portions_after_the_fleet(se
         with server.client() as client:
             client.config_resetstat()
         async with replica(server) as late:
-            for number, name in enumerate(names):  # meanwhile
+            for number, name in enumerate(names):  # while the fleet's blocks are loaded
                 update = BlockUpdate(added=(number * 10 + 3,), removed=(number * 10 + 2,))
                 await one.publish_blocks(name, leases[name].epoch, update)
             await late.instances()
@@ -160,7 +160,7 @@ async def test_what_instances_have_cached_is_read_in_portions_after_the_fleet(se
             assert client.info("commandstats")["cmdstat_hmget"]["calls"] == len(names) + 1
 
 
-async def test_blocks_of_an_older_replica_are_passed_over_and_new_ones_are_nothing_to_it(server):
+async def test_blocks_of_an_older_replica_are_ignored_and_it_ignores_new_ones(server):
     async with replica(server) as registry:
         await registry.register(worker("d", Role.DECODE), state=READY)
         lease = await registry.register(worker("p"), state=READY)
@@ -188,7 +188,7 @@ def holders_of(registry: RedisRegistry, hashes: list[int]) -> dict[int, set[str]
     return {hashes[level.depth - 1]: index.holders(level) for level in levels}
 
 
-async def test_others_have_a_turn_by_time_and_not_by_number(monkeypatch):
+async def test_other_tasks_get_turns_by_time_and_not_by_number(monkeypatch):
     turns, given, now = Turns(), 0, 100.0
     monkeypatch.setattr(turns, "_time", lambda: now)
     turns._began = now

@@ -1,4 +1,4 @@
-"""The keys and commands that a registry takes in Redis: one prefix, and a list that is checked."""
+"""The keys and commands that a registry uses in Redis: one prefix, and a documented list."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from redis import Redis
 
 from kvxfer.clock import SystemClock
 from kvxfer.errors import ControlPlaneUnavailable, InvalidArgument
@@ -20,7 +19,8 @@ from kvxfer.transfers import TransferRequest
 from kvxfer.weight_updates import AnnounceUpdate
 from verify.block_tables import block_table
 from verify.control_plane import worker
-from verify.polling import eventually, wait_until
+from verify.polling import eventually
+from verify.redis_failover import Clustered
 from verify.redis_server import RedisServer
 
 from .redis_replica import replica
@@ -90,7 +90,7 @@ async def test_fleets_of_different_prefixes_share_one_redis(empty_redis):
         assert [each.instance_id for each in await other.instances()] == ["d"]
 
 
-async def test_a_user_that_may_touch_the_keys_of_the_prefix_alone_is_enough():
+async def test_a_user_that_may_access_only_keys_with_the_prefix_is_enough():
     with RedisServer() as server:
         with server.client() as client:
             client.execute_command(
@@ -110,35 +110,29 @@ async def test_a_user_that_may_touch_the_keys_of_the_prefix_alone_is_enough():
             await eventually(refused)
 
 
-async def test_a_redis_cluster_takes_a_prefix_in_braces(tmp_path):
-    options = ("--cluster-enabled", "yes", "--cluster-config-file", str(tmp_path / "nodes.conf"))
-    with RedisServer(*options) as server:
-        with server.client() as client:
-            client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-            wait_until(lambda: b"cluster_state:ok" in _cluster_info(client))
-        async with replica(server, prefix="{kvxfer}") as registry:
+async def test_in_a_redis_cluster_every_step_and_the_election_go_to_one_node():
+    user = ("--user", "cp", "on", ">word", "~{kvxfer}:*", "+@all", "-@admin")
+    with Clustered(*user) as servers:
+        url = servers.url.replace("://", "://cp:word@")
+        async with replica(url, prefix="{kvxfer}") as registry:
             await every_step(registry)
-        await leads(server.url, "{kvxfer}")
-        with server.client() as client:
-            slots = {
-                client.execute_command("CLUSTER", "KEYSLOT", key) for key in client.scan_iter()
-            }
-            assert len(slots) == 1
-
-
-def _cluster_info(client: Redis) -> bytes:
-    answer = client.execute_command("CLUSTER", "INFO")
-    return answer if isinstance(answer, bytes) else str(answer).encode()
+        await leads(url, "{kvxfer}")
+        with servers.master.client() as client:
+            assert client.dbsize() > 10
+        for node in servers.nodes:
+            if node not in (servers.master, servers.standby):
+                with node.client() as client:
+                    assert client.dbsize() == 0
 
 
 @pytest.mark.parametrize("prefix", ["", "a b", "{a}b", "{", "x" * 65, "é", "a*"])
-def test_a_prefix_that_is_none_is_refused(prefix):
+def test_an_invalid_prefix_is_refused(prefix):
     with pytest.raises(InvalidArgument, match="registry_prefix"):
         Keyspace(prefix)
 
 
-async def test_the_commands_that_are_used_are_those_of_the_list(server_of_its_own):
-    """Those of the documentation: a user, or a server that speaks for Redis, needs no others."""
+async def test_the_commands_used_are_those_of_the_documentation(server_of_its_own):
+    """A user, or a server that speaks for Redis, needs no other commands."""
     with server_of_its_own.client() as client:
         client.config_resetstat()
     async with replica(server_of_its_own) as registry:
@@ -155,7 +149,7 @@ async def test_the_commands_that_are_used_are_those_of_the_list(server_of_its_ow
     lua = files("kvxfer.scheduler.redis_registry") / "lua"
     for script in lua.iterdir():
         used |= set(re.findall(r"redis\.call\(\s*'([A-Z]+)'", script.read_text(encoding="utf-8")))
-    used -= {"CONFIG", "SCRIPT", "INFO"}  # this test's own
+    used -= {"CONFIG", "SCRIPT", "INFO"}  # only this test uses them
     assert used == listed_commands()
 
 
@@ -164,7 +158,7 @@ async def _is_whole(registry: RedisRegistry) -> bool:
 
 
 def listed_commands() -> set[str]:
-    page = Path(__file__, "../../../docs/operations.md").resolve().read_text(encoding="utf-8")
+    page = Path(__file__, "../../../docs/redis.md").resolve().read_text(encoding="utf-8")
     (listed,) = re.findall(r"Commands.\*\* The control plane uses (.*?)\.", page, re.DOTALL)
     return set(re.findall(r"[A-Z]+", listed))
 

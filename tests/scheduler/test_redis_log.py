@@ -1,4 +1,4 @@
-"""The log in Redis: what it holds of each step, and that it has an end."""
+"""The log in Redis: what it holds of each step, and its bound."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def log_bytes(server: RedisServer) -> int:
         return int(client.memory_usage("kvxfer:log", samples=0) or 0)
 
 
-async def test_what_an_instance_sends_is_in_no_record_of_the_log(empty_redis):
+async def test_no_record_of_the_log_has_the_traffic_of_an_instance(empty_redis):
     async with replica(empty_redis) as registry:
         lease = await registry.register(worker("p"), state=READY)
         before, beats = log_bytes(empty_redis), 500
@@ -38,7 +38,7 @@ async def test_what_an_instance_sends_is_in_no_record_of_the_log(empty_redis):
         assert (log_bytes(empty_redis) - before) / beats <= 400
 
 
-async def test_what_an_instance_sends_is_read_at_every_replica_until_it_is_gone(empty_redis):
+async def test_traffic_of_an_instance_is_read_at_every_replica_until_it_leaves(empty_redis):
     async with replica(empty_redis) as one, replica(empty_redis) as other:
         leases = {
             name: await one.register(worker(name), state=READY)
@@ -55,7 +55,7 @@ async def test_what_an_instance_sends_is_read_at_every_replica_until_it_is_gone(
 
 
 @pytest.mark.parametrize("record", ["small", "large"])
-async def test_the_log_keeps_below_its_bytes_whatever_its_records_are(empty_redis, record):
+async def test_the_log_stays_below_its_limit_with_small_and_large_records(empty_redis, record):
     limit = 1 << 18
     registry = RedisRegistry(
         empty_redis.url,

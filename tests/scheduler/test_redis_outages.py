@@ -1,4 +1,4 @@
-"""Redis that is away, forgets, or fails over: what the registry in it still promises."""
+"""Redis is unavailable, loses its data, or fails over: what the registry in it still promises."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
 from verify.control_plane import worker
 from verify.polling import eventually
-from verify.redis_server import RedisServer, audit, watched
+from verify.redis_failover import Clustered, Watched
+from verify.redis_server import RedisServer, audit
 
 from .redis_replica import is_current, replica
 
@@ -24,7 +25,7 @@ READY = InstanceState.READY
 
 @pytest.fixture
 def server() -> Iterator[RedisServer]:
-    """One that the test may stop."""
+    """A Redis that the test may stop."""
     with RedisServer() as running:
         yield running
 
@@ -64,7 +65,7 @@ async def test_data_that_is_lost_while_redis_stays_up_is_noticed(server):
 
 
 @pytest.mark.native
-async def test_replica_that_missed_records_loads_the_whole_again(empty_redis):
+async def test_replica_that_missed_records_loads_everything_again(empty_redis):
     async with replica(empty_redis, timeout=3) as registry:
         await registry.register(worker("p"), state=READY)
         with empty_redis.client() as client:
@@ -78,12 +79,12 @@ async def test_replica_that_missed_records_loads_the_whole_again(empty_redis):
         assert [i.instance_id for i in await registry.instances()] == ["p", "q"]
 
 
-# --- Redis is away ---------------------------------------------------------------------------
+# --- Redis is unavailable --------------------------------------------------------------------
 
 
 @pytest.mark.realtime
 @pytest.mark.parametrize("how", ["paused", "killed"])
-async def test_while_redis_is_away_reads_tell_what_was_known_and_writes_are_refused(server, how):
+async def test_while_redis_is_unavailable_reads_return_what_was_known_and_writes_fail(server, how):
     async with replica(server, timeout=1 if how == "paused" else 10) as registry:
         prefill = await registry.register(worker("p"), state=READY)
         await registry.register(worker("d", Role.DECODE), state=READY)
@@ -108,7 +109,7 @@ async def test_while_redis_is_away_reads_tell_what_was_known_and_writes_are_refu
         ):
             with pytest.raises(ControlPlaneUnavailable, match="cannot be used"):
                 await write
-        assert await registry.instances() == known, "what was refused counts nowhere"
+        assert await registry.instances() == known, "a refused write counts nowhere"
 
         server.resume() if how == "paused" else server.start()
         await eventually(lambda: is_current(registry))
@@ -117,7 +118,7 @@ async def test_while_redis_is_away_reads_tell_what_was_known_and_writes_are_refu
 
 
 @pytest.mark.realtime
-async def test_time_in_which_nobody_could_renew_ends_no_lease(server):
+async def test_no_lease_ends_while_none_can_be_renewed(server):
     async with replica(server, lease=2.4, timeout=1) as registry:
         lease = await registry.register(worker("p"), state=READY)
         server.freeze()
@@ -148,7 +149,7 @@ async def test_lease_ends_by_the_clock_of_redis(server):
 
 
 @pytest.mark.realtime
-async def test_redis_that_was_never_there_is_waited_for(server):
+async def test_registry_waits_for_a_redis_that_starts_later(server):
     server.kill()
     async with replica(server, there=False) as registry:
         for call in (registry.instances(), registry.ping(), registry.register(worker("p"))):
@@ -170,7 +171,7 @@ async def test_scripts_that_redis_forgot_are_sent_again(server):
 
 
 @pytest.mark.native
-async def test_redis_without_memory_for_more_is_an_outage_not_a_defect(server):
+async def test_redis_without_free_memory_is_an_outage_not_a_defect(server):
     async with replica(server) as registry:
         lease = await registry.register(worker("p"))
         with server.client() as client:
@@ -196,9 +197,12 @@ async def test_closed_registry_says_that_it_is_stopping(empty_redis):
 
 
 @pytest.mark.realtime
-async def test_sentinel_moves_the_registry_to_the_replica_of_a_master_that_died():
-    with watched() as servers:
-        async with replica(servers.url) as registry:
+@pytest.mark.parametrize(
+    ("kind", "prefix"), [(Watched, "kvxfer"), (Clustered, "{kvxfer}")], ids=["sentinel", "cluster"]
+)
+async def test_the_registry_moves_to_the_standby_of_a_master_that_died(kind, prefix):
+    with kind() as servers:
+        async with replica(servers.url, prefix=prefix) as registry:
             lease = await registry.register(worker("p"), state=READY)
             await registry.register(worker("d", Role.DECODE), state=READY)
             await open_transfer(registry, TransferRequest(), seconds=60, clock=SystemClock())
@@ -215,4 +219,21 @@ async def test_sentinel_moves_the_registry_to_the_replica_of_a_master_that_died(
             assert (await registry.instance("p")).epoch == lease.epoch
         with servers.standby.client() as client:
             assert client.info("replication")["role"] == "master"
-        assert audit(servers.standby) == {"p": 1, "d": 1}
+        assert audit(servers.standby, prefix) == {"p": 1, "d": 1}
+
+
+@pytest.mark.realtime
+async def test_the_registry_follows_its_keys_to_another_node_of_a_cluster():
+    with Clustered() as servers:
+        async with (
+            replica(servers.url, prefix="{kvxfer}") as one,
+            replica(servers.url, prefix="{kvxfer}") as other,
+        ):
+            lease = await one.register(worker("p"), state=READY)
+            target = await asyncio.to_thread(servers.move_slot)
+            await eventually(lambda: one.heartbeat("p", lease.epoch))
+            await eventually(lambda: other.register(worker("d", Role.DECODE), state=READY))
+            for registry in (one, other):
+                await eventually(lambda registry=registry: is_current(registry))
+                assert [i.instance_id for i in await registry.instances()] == ["d", "p"]
+        assert audit(target, "{kvxfer}") == {}

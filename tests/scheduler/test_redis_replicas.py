@@ -1,4 +1,4 @@
-"""What several replicas over one Redis promise beyond the conformance suite."""
+"""Promises of several replicas over one Redis, beyond the conformance suite."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.native
 READY = InstanceState.READY
 
 
-async def test_what_one_replica_did_every_other_sees_in_its_next_answer(empty_redis):
+async def test_a_step_of_one_replica_shows_in_the_next_answer_of_every_other(empty_redis):
     async with replica(empty_redis) as one, replica(empty_redis) as other:
         for number in range(50):
             name = f"p-{number}"
@@ -80,7 +80,7 @@ async def test_two_routers_at_two_replicas_cannot_overbook_a_worker(empty_redis)
             assert (await registry.instance("p")).reserved.transfers == 6
 
 
-async def test_reservation_of_a_replica_that_died_comes_back_at_its_time(empty_redis):
+async def test_reservation_of_a_replica_that_died_ends_at_its_time(empty_redis):
     clock = VirtualClock()
     async with replica(empty_redis, clock=clock) as one:
         async with replica(empty_redis, clock=clock) as dying:
@@ -123,7 +123,7 @@ async def test_choices_under_way_already_count_for_the_next_one(empty_redis):
         )
 
 
-async def test_what_is_not_yet_reserved_is_told_to_nobody(empty_redis):
+async def test_reservation_is_not_shown_before_redis_has_it(empty_redis):
     async with replica(empty_redis) as registry:
         for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
             await registry.register(worker(name, role), state=READY)
@@ -135,7 +135,7 @@ async def test_what_is_not_yet_reserved_is_told_to_nobody(empty_redis):
         ]
         await registry.release(under_way.transfer_id)
         counted = await registry.instances()
-        # As while Redis is asked for it.
+        # The state while Redis is asked for the reservation.
         registry._mirror.open(under_way)
         assert registry._mirror.fleet.get("p").reserved.transfers == 2
         assert await registry.instances() == counted
@@ -145,7 +145,7 @@ async def test_what_is_not_yet_reserved_is_told_to_nobody(empty_redis):
         assert await registry.transfers() == (kept,)
 
 
-async def test_watch_goes_on_at_another_replica_also_at_one_that_starts_later(empty_redis):
+async def test_watch_resumes_at_another_replica_even_one_that_starts_later(empty_redis):
     async with replica(empty_redis) as one, replica(empty_redis) as other:
         start = await anext(one.watch())
         for name in ("a", "b", "c"):

@@ -20,9 +20,10 @@ from kvxfer.scheduler.redis_registry.url import RedisUrl
         ("unix:///run/redis.sock", "/run/redis.sock"),
         ("redis+sentinel://s1:1,s2/fleet", "service fleet of the Sentinels s1:1,s2"),
         ("redis+sentinel://u:secret@s1/fleet/3", "service fleet of the Sentinels s1"),
+        ("redis+cluster://u:secret@n1:7000,n2", "the cluster of n1:7000,n2"),
     ],
 )
-def test_url_is_named_to_people_without_its_password(url, name):
+def test_name_of_a_url_does_not_show_its_password(url, name):
     parsed = RedisUrl.parse(url)
     assert parsed.name == name
     assert "secret" not in repr(parsed)
@@ -36,6 +37,18 @@ def test_url_with_sentinels_says_where_they_are_and_how_to_log_in():
     assert parsed.service == "fleet"
     assert parsed.options == {"db": 3, "username": "user", "password": "p@ss", "ssl": True}
     assert parsed.sentinel_options == {"password": "word", "ssl": True}
+
+
+def test_url_of_a_cluster_names_some_of_its_nodes():
+    parsed = RedisUrl.parse("rediss+cluster://user:p%40ss@n1:7000,n2?ssl_ca_certs=ca.crt")
+    assert parsed.nodes == (("n1", 7000), ("n2", 6379))
+    login = {"username": "user", "password": "p@ss"}
+    assert parsed.options == {**login, "ssl": True, "ssl_ca_certs": "ca.crt"}
+
+
+def test_in_a_cluster_the_keys_of_a_fleet_are_in_one_slot():
+    with pytest.raises(InvalidArgument, match=r"'kvxfer'.*in braces, as '\{kvxfer\}'"):
+        choice.make_registry("redis+cluster://n1", LeasePolicy())
 
 
 @pytest.mark.parametrize(
@@ -52,9 +65,12 @@ def test_url_with_sentinels_says_where_they_are_and_how_to_log_in():
         ("redis+sentinel://s1,/fleet", "'' names no Sentinel"),
         ("redis+sentinel://s1/fleet/x", "the database is 'x'"),
         ("redis+sentinel://s1/fleet?secret=1", "unknown option, 'secret'"),
+        ("redis+cluster://n1,", "'' names no node"),
+        ("redis+cluster://n1/3", "a cluster has no databases"),
+        ("redis+cluster://n1?db=3", "unknown option, 'db'"),
     ],
 )
-def test_url_that_is_none_is_refused_with_the_forms_there_are(url, words):
+def test_invalid_url_is_refused_with_the_valid_forms(url, words):
     with pytest.raises(InvalidArgument) as refusal:
         RedisUrl.parse(url)
     assert words in str(refusal.value)
@@ -62,7 +78,7 @@ def test_url_that_is_none_is_refused_with_the_forms_there_are(url, words):
     assert ":secret" not in str(refusal.value)
 
 
-def test_embedded_is_a_word_of_its_own():
+def test_embedded_needs_no_url():
     assert isinstance(choice.make_registry("embedded", LeasePolicy()), EmbeddedRegistry)
 
 

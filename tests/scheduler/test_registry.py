@@ -68,7 +68,7 @@ async def reserved(registry: Registry, instance_id: str) -> tuple[int, int]:
 
 
 async def take(registry: Registry, count: int, after: int | None) -> list[Snapshot | Change]:
-    """The first `count` items of a watch; they must be there already."""
+    """Returns the first `count` items of a watch, which must exist already."""
     watch = registry.watch(after)
     return [await anext(watch) for _ in range(count)]
 
@@ -83,7 +83,7 @@ async def test_registration_begins_a_lease_in_state_joining(fleet):
     assert 0 < lease.heartbeat_interval <= LEASE / 3
 
 
-async def test_registered_instance_is_what_the_worker_said_and_when(fleet):
+async def test_registered_instance_has_the_workers_data_and_the_time(fleet):
     spec = worker("p", Role.BOTH, labels={"zone": "a"}, fabrics=("tcp",))
     lease = await fleet.registry.register(spec, state=READY)
     instance = await fleet.registry.instance("p")
@@ -98,7 +98,7 @@ async def test_registered_instance_is_what_the_worker_said_and_when(fleet):
     )
 
 
-async def test_live_id_is_refused_to_another_with_both_addresses_and_the_rest_of_its_lease(fleet):
+async def test_live_id_is_refused_with_both_addresses_and_the_remaining_lease(fleet):
     lease = await fleet.join("p")
     await fleet.pass_time(2.0)
     other = worker("p", model="other", http_address="http://[fd00::2]:8000")
@@ -107,8 +107,8 @@ async def test_live_id_is_refused_to_another_with_both_addresses_and_the_rest_of
     assert str(refusal.value) == (
         "two instances have the instance_id 'p': one is alive at http://127.0.0.1:9 (epoch "
         f"{lease.epoch}), the other registers from http://[fd00::2]:8000; leave instance_id out, "
-        "or make it unique for each replica. An instance that replaces another is taken when the "
-        f"lease before ends, in {LEASE - 2:.1f} s without a heartbeat"
+        "or make it unique for each replica. An instance that replaces another is accepted "
+        f"when the earlier lease ends, in {LEASE - 2:.1f} s without a heartbeat"
     )
     assert refusal.value.details == {
         "instance_id": "p",
@@ -118,7 +118,7 @@ async def test_live_id_is_refused_to_another_with_both_addresses_and_the_rest_of
     assert (await fleet.registry.instance("p")).model == "llama"
 
 
-async def test_process_at_the_address_of_a_live_one_is_told_of_that_and_not_of_replicas(fleet):
+async def test_refusal_at_the_same_address_names_the_address_and_not_replicas(fleet):
     await fleet.join("p")
     with pytest.raises(InstanceExists, match="instance_id and address registers") as refusal:
         await fleet.registry.register(worker("p"), incarnation="restarted")
@@ -223,7 +223,7 @@ async def test_states_only_move_forward(fleet, wanted, held):
     assert (await fleet.registry.instance("p")).state is held
 
 
-async def test_load_is_replaced_as_a_whole_and_kept_where_a_heartbeat_brings_none(fleet):
+async def test_load_is_replaced_as_a_whole_and_kept_if_a_heartbeat_has_none(fleet):
     lease = await fleet.join("p")
     await fleet.registry.heartbeat("p", lease.epoch, load=Load(running=3, free_blocks=7))
     await fleet.registry.heartbeat("p", lease.epoch)
@@ -263,7 +263,7 @@ async def test_instances_are_listed_by_id(fleet):
 # --- watch -----------------------------------------------------------------------------------
 
 
-async def test_watch_begins_with_everything_there_is(fleet):
+async def test_watch_begins_with_the_whole_fleet(fleet):
     await fleet.join("p")
     await fleet.join("d", Role.DECODE)
     (snapshot,) = await take(fleet.registry, 1, after=None)
@@ -271,7 +271,7 @@ async def test_watch_begins_with_everything_there_is(fleet):
     assert snapshot.instances == await fleet.registry.instances()
 
 
-async def test_watch_tells_each_step_of_a_life_in_order(fleet):
+async def test_watch_reports_each_step_of_a_life_in_order(fleet):
     (start,) = await take(fleet.registry, 1, after=None)
     lease = await fleet.join("p", state=JOINING)
     await fleet.registry.heartbeat("p", lease.epoch, state=READY)
@@ -303,7 +303,7 @@ async def test_heartbeat_that_only_reports_load_is_no_change(fleet):
     assert change.cause is ChangeCause.DEREGISTERED
 
 
-async def test_watch_goes_on_after_any_change_it_still_has(fleet):
+async def test_watch_resumes_after_any_change_that_is_still_kept(fleet):
     (start,) = await take(fleet.registry, 1, after=None)
     for i in range(FEED_CAPACITY):
         await fleet.join(f"p-{i}")
@@ -314,7 +314,7 @@ async def test_watch_goes_on_after_any_change_it_still_has(fleet):
 
 
 @pytest.mark.parametrize("where", ["too old", "of another registry", "in the future"])
-async def test_watch_that_cannot_go_on_begins_anew(fleet, where):
+async def test_watch_that_cannot_resume_begins_with_a_snapshot(fleet, where):
     (start,) = await take(fleet.registry, 1, after=None)
     for i in range(FEED_CAPACITY + 1):
         await fleet.join(f"p-{i}")
@@ -323,7 +323,7 @@ async def test_watch_that_cannot_go_on_begins_anew(fleet, where):
     assert await take(fleet.registry, 1, after=after) == [now]
 
 
-async def test_reader_that_falls_behind_gets_the_whole_again_and_misses_nothing(fleet):
+async def test_reader_that_falls_behind_gets_the_whole_fleet_again(fleet):
     watch = fleet.registry.watch()
     await anext(watch)
     for i in range(FEED_CAPACITY * 3):
@@ -478,7 +478,7 @@ async def test_blocks_are_never_promised_twice(fleet):
 # --- statistics ------------------------------------------------------------------------------
 
 
-async def test_statistics_count_what_is_there_and_what_happened(fleet):
+async def test_statistics_count_instances_transfers_and_how_they_ended(fleet):
     prefill = await fleet.join("p")
     await fleet.join("d", Role.DECODE)
     await fleet.join("j", Role.DECODE, state=JOINING)
@@ -508,7 +508,7 @@ async def test_statistics_count_what_is_there_and_what_happened(fleet):
     }
 
 
-def test_lease_must_last():
+def test_lease_must_be_longer_than_0():
     with pytest.raises(InvalidArgument, match="lease_seconds is 0"):
         LeasePolicy(0)
 
@@ -517,7 +517,7 @@ def test_lease_must_last():
 
 
 async def test_reservations_and_watch_agree_with_the_fleet_after_any_history(fleet, seed):
-    """Random lives and transfers: what is reserved is what is open, what was watched is there."""
+    """Random histories: reservations equal the open transfers; the watch equals the fleet."""
     source = random.Random(seed)
     epochs: dict[str, int] = {}
     opened: list[str] = []
@@ -558,7 +558,7 @@ async def test_reservations_and_watch_agree_with_the_fleet_after_any_history(fle
                     await open_between(
                         fleet,
                         name,
-                        f"w-{source.randrange(6)}",  # now and then itself
+                        f"w-{source.randrange(6)}",  # sometimes the same instance
                         transfer_id=f"t-{step}",
                         blocks=source.randrange(20),
                         seconds=source.uniform(0.5, 10),

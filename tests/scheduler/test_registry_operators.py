@@ -1,4 +1,4 @@
-"""The conformance suite, what operators ask for: drain, change of role, a list of transfers."""
+"""The conformance suite, requests of operators: drain, undo, change of role, list of transfers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_drain_renews_no_lease(fleet):
         await fleet.registry.drain("p", seconds=30)
 
 
-async def test_second_drain_sets_the_deadline_anew(fleet):
+async def test_second_drain_replaces_the_deadline(fleet):
     await fleet.join("p")
     await fleet.registry.drain("p", seconds=30)
     again = await fleet.registry.drain("p", seconds=5)
@@ -62,7 +62,7 @@ async def test_open_transfers_outlive_the_drain_and_the_lease_counts_them(fleet)
     assert (await fleet.registry.heartbeat("p", lease.epoch)).reserved == Reserved()
 
 
-async def test_role_changes_at_once_and_the_lease_tells_it(fleet):
+async def test_role_changes_at_once_and_the_lease_reports_it(fleet):
     lease = await fleet.join("p")
     assert lease.role is Role.PREFILL
     changed = await fleet.registry.change_role("p", Role.DECODE)
@@ -92,14 +92,14 @@ async def test_watchers_see_drain_and_role(fleet):
     assert joined.cause is ChangeCause.REGISTERED
 
 
-async def test_operator_cannot_touch_an_instance_that_is_not_there(fleet):
+async def test_operator_cannot_change_an_unknown_instance(fleet):
     with pytest.raises(UnknownInstance, match="'nobody'"):
         await fleet.registry.drain("nobody", seconds=1)
     with pytest.raises(UnknownInstance, match="'nobody'"):
         await fleet.registry.change_role("nobody", Role.DECODE)
 
 
-async def test_transfers_are_listed_from_the_oldest_while_they_are_open(fleet):
+async def test_open_transfers_are_listed_from_the_oldest(fleet):
     await fleet.join("p")
     await fleet.join("d", Role.DECODE)
     assert await fleet.registry.transfers() == ()
@@ -117,7 +117,7 @@ async def test_transfers_are_listed_from_the_oldest_while_they_are_open(fleet):
 # --- the undo of a drain ---------------------------------------------------------------------
 
 
-async def test_drain_that_is_undone_is_over_with_the_next_heartbeat(fleet):
+async def test_undone_drain_ends_with_the_next_heartbeat(fleet):
     lease = await fleet.join("p")
     await fleet.join("d", Role.DECODE)
     await fleet.registry.drain("p", seconds=30)
@@ -131,7 +131,7 @@ async def test_drain_that_is_undone_is_over_with_the_next_heartbeat(fleet):
     await open_between(fleet, "p", "d")
 
 
-async def test_undo_of_no_drain_changes_nothing(fleet):
+async def test_undo_without_a_drain_changes_nothing(fleet):
     lease = await fleet.join("p")
     before = await fleet.registry.instance("p")
     assert await fleet.registry.undrain("p") == before
@@ -141,7 +141,7 @@ async def test_undo_of_no_drain_changes_nothing(fleet):
 
 
 @pytest.mark.parametrize("drained", [True, False])
-async def test_worker_that_has_begun_to_leave_goes_on_leaving(fleet, drained):
+async def test_drain_of_a_worker_that_has_begun_to_leave_cannot_be_undone(fleet, drained):
     lease = await fleet.join("p")
     if drained:
         await fleet.registry.drain("p", seconds=30)
@@ -152,7 +152,7 @@ async def test_worker_that_has_begun_to_leave_goes_on_leaving(fleet, drained):
     assert (await fleet.registry.instance("p")).state is DRAINING
 
 
-async def test_undo_that_comes_as_the_worker_leaves_sends_it_nothing(fleet):
+async def test_worker_that_leaves_during_the_undo_gets_no_transfer(fleet):
     lease = await fleet.join("p")
     await fleet.join("d", Role.DECODE)
     await fleet.registry.drain("p", seconds=30)

@@ -31,8 +31,8 @@ def update(added: tuple[int, ...] = (), removed: tuple[int, ...] = (), **more: b
 
 
 async def choose(registry: Registry, hashes: tuple[int, ...] = HASHES) -> tuple[str, int]:
-    """The prefill instance that these hashes lead to, and what it is taken to have of them."""
-    await registry.instances()  # a choice may be a moment old, a read is not
+    """Returns the prefill chosen for these hashes, and the tokens that it seems to have cached."""
+    await registry.instances()  # a choice may be a moment old; a read is current
     pair = await registry.choose(TransferRequest(prefix_hashes=hashes, explain=True))
     assert pair.score is not None
     return pair.prefill.instance_id, pair.score.prefix_tokens
@@ -44,7 +44,7 @@ async def join_three(fleet: RegistryUnderTest) -> dict[str, int]:
     return {lease.instance_id: lease.epoch for lease in leases}
 
 
-async def test_published_blocks_draw_prompts_until_they_are_taken_back(fleet):
+async def test_published_blocks_attract_prompts_until_they_are_removed(fleet):
     epochs = await join_three(fleet)
     assert await choose(fleet.registry) == ("p", 0)
     held = await fleet.registry.publish_blocks("q", epochs["q"], update(HASHES[:10]))
@@ -68,7 +68,7 @@ async def test_same_update_again_changes_nothing(fleet):
     assert await choose(fleet.registry) == ("q", 160)
 
 
-async def test_more_blocks_than_are_kept_forget_those_before(fleet):
+async def test_blocks_beyond_the_limit_replace_all_earlier_ones(fleet):
     epochs = await join_three(fleet)
     await fleet.registry.publish_blocks("q", epochs["q"], update(HASHES[:2]))
     for start in range(0, MAX_HASHES_PER_INSTANCE, 1024):
@@ -82,8 +82,8 @@ async def test_more_blocks_than_are_kept_forget_those_before(fleet):
     assert await choose(fleet.registry) == ("p", 0)
 
 
-async def test_hash_is_only_taken_out_where_it_begins(fleet):
-    """The bytes of 1 and 512, side by side, have those of 256 across their border."""
+async def test_hash_is_removed_only_where_it_begins(fleet):
+    """The bytes of 1 and 512, side by side, contain those of 256 across the boundary."""
     epochs = await join_three(fleet)
     assert pack([256]) in pack([1, 512])
     await fleet.registry.publish_blocks("q", epochs["q"], update((1, 512)))
@@ -91,7 +91,7 @@ async def test_hash_is_only_taken_out_where_it_begins(fleet):
     assert await choose(fleet.registry, (1, 512)) == ("q", 32)
 
 
-async def test_blocks_go_with_the_lease(fleet):
+async def test_blocks_end_with_the_lease(fleet):
     epochs = await join_three(fleet)
     await fleet.registry.publish_blocks("q", epochs["q"], update(HASHES))
     await fleet.registry.deregister("q", epochs["q"])
@@ -116,7 +116,7 @@ async def test_blocks_renew_no_lease_and_are_no_change(fleet):
     assert {change.instance.state for change in gone} == {InstanceState.GONE}
 
 
-async def test_transfer_keeps_why_it_got_its_pair(fleet):
+async def test_transfer_keeps_the_score_of_its_pair(fleet):
     epochs = await join_three(fleet)
     await fleet.registry.heartbeat("q", epochs["q"], load=Load(running=1))
     await fleet.registry.publish_blocks("q", epochs["q"], update(HASHES))
@@ -128,7 +128,7 @@ async def test_transfer_keeps_why_it_got_its_pair(fleet):
     assert await fleet.registry.transfer(opened.transfer_id) == opened
 
 
-async def test_released_transfer_counts_until_decode_tells_its_load(fleet):
+async def test_released_transfer_counts_until_decode_reports_its_load(fleet):
     """Between a first token and decode's next heartbeat, requests are spread all the same."""
     await fleet.join("p")
     epochs = {name: (await fleet.join(name, Role.DECODE)).epoch for name in ("d", "e")}
@@ -143,14 +143,14 @@ async def test_released_transfer_counts_until_decode_tells_its_load(fleet):
     assert [await route() for _ in range(4)] == ["d", "e", "d", "e"]
     assert [(await fleet.registry.instance(name)).started for name in "de"] == [2, 2]
     await fleet.registry.heartbeat("e", epochs["e"], state=InstanceState.READY)
-    assert (await fleet.registry.instance("e")).started == 2, "it has not told its load"
+    assert (await fleet.registry.instance("e")).started == 2, "it has not reported its load"
     await fleet.registry.heartbeat("e", epochs["e"], load=Load(running=1))
     assert (await fleet.registry.instance("e")).started == 0
     assert await route() == "e"
     assert (await fleet.registry.instance("p")).started == 0
 
 
-async def test_transfer_that_ran_out_started_nothing(fleet):
+async def test_expired_transfer_does_not_count_as_started(fleet):
     await fleet.join("p")
     await fleet.join("d", Role.DECODE)
     await open_transfer(fleet.registry, TransferRequest(), seconds=1, clock=fleet.clock)
@@ -159,8 +159,8 @@ async def test_transfer_that_ran_out_started_nothing(fleet):
 
 
 @pytest.mark.native
-async def test_all_registries_come_to_the_same_choices(empty_redis, seed):
-    """One history told to both; a replica that loads it later agrees too."""
+async def test_all_registries_make_the_same_choices(empty_redis, seed):
+    """Gives both the same history. A replica that loads it later agrees too."""
     source = random.Random(seed)
     clock = VirtualClock()  # no lease ends, however long it takes
     embedded = EmbeddedRegistry(clock=clock)
@@ -219,7 +219,7 @@ async def choice(registry: Registry, request: TransferRequest) -> object:
 async def beside(
     fleet: RegistryUnderTest, request: pytest.FixtureRequest
 ) -> AsyncIterator[Registry]:
-    """Another replica of the fleet's registry; an embedded one has none but itself."""
+    """Yields another replica of the fleet's registry, or an embedded registry itself."""
     if isinstance(fleet.registry, EmbeddedRegistry):
         yield fleet.registry
         return
@@ -229,7 +229,7 @@ async def beside(
 
 
 async def test_two_routers_never_overbook_a_worker(fleet, request, seed):
-    """Random prompts, opened and released by both at a time, at two replicas with Redis."""
+    """Both open and release random prompts at the same time; with Redis, at two replicas."""
     source = random.Random(seed)
     sizes = {f"w{n}": source.randrange(4, 40) for n in range(5)}
     for number, (name, size) in enumerate(sizes.items()):

@@ -1,4 +1,4 @@
-"""Weights decide as they say, parts add up, and a third party's scorer takes their place."""
+"""Weights decide, parts add up to the cost, and a scorer of a third party can replace both."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_weights_decide(fleet, weights, expected):
     assert chosen(fleet[::-1], Weights(**weights)) == expected
 
 
-def test_request_that_asks_is_told_why():
+def test_request_that_asks_gets_the_score():
     fleet = [
         at("p", "prefill", "z/r/h/0", running=2),
         at("d", "decode", "z/r/h/1", running=1),
@@ -130,7 +130,7 @@ def test_request_that_asks_is_told_why():
         # the requests of its open transfers count once, and by their tokens
         (1, 1, 2, 200, 2 + 0.1),
         (0, 1, 1, 100_000, 1 + 50.0),
-        # and those that it has of elsewhere as before
+        # requests from elsewhere count as before
         (2, 3, 4, 8_000, 1 + 4 + 4.0),
         # transfers that have not reached it yet, of prompts that it has cached
         (0, 0, 3, 0, 3.0),
@@ -148,7 +148,7 @@ def test_prefill_counts_the_tokens_of_its_open_transfers(running, waiting, trans
 
 
 @pytest.mark.parametrize("cached", [0, 5_000])
-async def test_a_long_prompt_under_way_is_more_than_two_short_ones(cached):
+async def test_a_long_prompt_under_way_outweighs_two_short_ones(cached):
     registry = EmbeddedRegistry(LeasePolicy(600.0))
     for name in ("p1", "p2", "d1"):
         role = "prefill" if name[0] == "p" else "decode"
@@ -199,7 +199,7 @@ def test_parts_add_up_to_the_cost(seed):
 
 
 class Fewest(Scorer):
-    """Prefers instances by a label, and knows nothing of load."""
+    """A scorer that prefers instances by a label and ignores the load."""
 
     def load_parts(self, instance: Instance) -> Mapping[str, float]:
         return {"price": float(instance.labels["price"])}
@@ -210,7 +210,7 @@ class Fewest(Scorer):
         return {}
 
 
-def test_third_party_scorer_ranks_by_what_it_likes():
+def test_third_party_scorer_ranks_by_its_criterion():
     fleet = [
         instance("p", "prefill", labels={"price": "7"}),
         instance("q", "prefill", labels={"price": "5"}, load=Load(running=9)),
@@ -228,7 +228,7 @@ def priced(name: str, role: str, price: str) -> Instance:
 
 
 @pytest.mark.parametrize("price", ["nan", "inf", "-inf", "cheap"])
-def test_instance_without_a_cost_is_in_no_pair_and_told_once(price, caplog):
+def test_instance_without_a_cost_is_in_no_pair_and_logged_once(price, caplog):
     fleet = [priced("p", "prefill", "1"), priced("c", "decode", price), priced("d", "decode", "9")]
     for order in permutations(fleet):
         index = PairIndex(order, scorer=Fewest())
@@ -262,13 +262,13 @@ def test_pair_without_a_cost_is_a_named_error(cost):
 
 
 @pytest.mark.parametrize("weight", [-0.1, 1e7, float("nan"), float("inf")])
-def test_weight_that_would_upset_the_order_is_refused(weight):
+def test_weight_out_of_bounds_is_refused(weight):
     with pytest.raises(ValueError, match=r"distance is .*; write 0 to 1000000"):
         Weights(distance=weight)
 
 
-def test_no_pair_costs_less_than_the_chosen_one_whatever_the_weights(seed):
-    """Against the slow way: add up every pair, with loads, places, fabrics and cached prefixes."""
+def test_no_pair_costs_less_than_the_chosen_one_with_any_weights(seed):
+    """Compares with the slow way: each pair with its loads, place, fabrics and cached prefix."""
     source = random.Random(seed)
     hashes = tuple(range(100, 130))
     for _ in range(200):

@@ -21,7 +21,7 @@ HERE = {"zone": "a", "rack": "r1", "host": "h1", "numa": "0"}
         (HERE, {**HERE, "gpu": "h100"}, 0),
         # without labels everything is in one place
         ({}, {}, 0),
-        # a label that one of them lacks is a place that differs
+        # a label that only one of them has is another place
         ({"host": "h1"}, {"host": "h1"}, 0),
         ({"host": "h1"}, {"host": "h2"}, 2),
         ({"host": "h1"}, {}, 2),

@@ -1,4 +1,4 @@
-"""Transfers that their caller names: asked for again they are opened once."""
+"""Transfers whose caller gives the id: a repeated request opens them once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_a_transfer_asked_for_again_is_the_same_and_counts_once(fleet):
     assert again.created_at > first.created_at, "the name is free again"
 
 
-async def test_many_that_ask_at_once_get_one_transfer(fleet):
+async def test_concurrent_requests_for_one_id_get_one_transfer(fleet):
     await fleet.join("p")
     for number in range(4):
         await fleet.join(f"d{number}", Role.DECODE)
@@ -54,7 +54,7 @@ async def test_many_that_ask_at_once_get_one_transfer(fleet):
     assert sum(each.reserved.transfers for each in instances) == 2
 
 
-async def test_a_transfer_that_took_all_there_was_is_found_again(fleet):
+async def test_a_transfer_that_took_all_blocks_is_found_again(fleet):
     await fleet.join("p", num_blocks=8)
     await fleet.join("d", Role.DECODE, num_blocks=8)
     first = await ask(fleet, NAMED)
@@ -94,7 +94,7 @@ async def joined(registry: RedisRegistry) -> None:
 
 
 async def reserved_without_an_answer(server: RedisServer, registry: RedisRegistry) -> None:
-    """Redis takes the reservation, and is frozen before it can say so."""
+    """Makes Redis freeze with the reservation in its queue, so that its answer is lost."""
     with server.client() as client:
         client.client_pause(10_000)
         asked = asyncio.create_task(open_transfer(registry, NAMED, seconds=60, clock=SystemClock()))
@@ -103,7 +103,7 @@ async def reserved_without_an_answer(server: RedisServer, registry: RedisRegistr
 
 
 @pytest.mark.realtime
-async def test_what_was_reserved_without_an_answer_is_given_back():
+async def test_a_reservation_without_an_answer_is_given_back():
     with RedisServer() as server:
         async with replica(server, timeout=1) as registry:
             await joined(registry)
@@ -120,11 +120,11 @@ async def test_what_was_reserved_without_an_answer_is_given_back():
 
 @pytest.mark.native
 @pytest.mark.parametrize("where", ["here", "at another replica"])
-async def test_what_was_asked_for_again_is_not_given_back(empty_redis, where):
+async def test_a_reservation_that_is_asked_for_again_is_kept(empty_redis, where):
     async with replica(empty_redis) as one, replica(empty_redis) as other:
         await joined(one)
         first = await open_transfer(one, NAMED, seconds=60, clock=SystemClock())
-        one._abandoned.add("t-1")  # as after its answer was lost
+        one._abandoned.add("t-1")  # the state after its answer was lost
         again = one if where == "here" else other
         assert await open_transfer(again, NAMED, seconds=60, clock=SystemClock()) == first
         await one._release_abandoned()
@@ -133,7 +133,7 @@ async def test_what_was_asked_for_again_is_not_given_back(empty_redis, where):
 
 
 @pytest.mark.native
-async def test_what_is_asked_for_by_nobody_else_is_given_back_and_counts_as_expired(empty_redis):
+async def test_an_abandoned_reservation_is_given_back_and_counts_as_expired(empty_redis):
     async with replica(empty_redis) as registry:
         await joined(registry)
         await open_transfer(registry, NAMED, seconds=60, clock=SystemClock())

@@ -15,7 +15,7 @@ from verify.control_plane import worker
 
 
 class Contended(EmbeddedRegistry):
-    """Another caller is faster than the first `times` reservations."""
+    """A registry in which another caller is faster than the first `times` reservations."""
 
     def __init__(self, times: int) -> None:
         super().__init__(clock=VirtualClock())
@@ -47,7 +47,7 @@ async def test_opened_transfer_is_reserved_and_named():
     assert transfer.prefill.epoch == (await registry.instance("p")).epoch
 
 
-async def test_request_without_a_name_takes_that_of_its_transfer():
+async def test_request_without_an_id_takes_that_of_its_transfer():
     registry = await filled(EmbeddedRegistry())
     transfer = await open_transfer(registry, TransferRequest(), seconds=30, clock=VirtualClock())
     assert transfer.request_id == transfer.transfer_id
@@ -66,7 +66,7 @@ async def test_open_transfers_spread_over_equal_instances():
     )
 
 
-async def test_pair_that_was_taken_meanwhile_is_chosen_anew():
+async def test_pair_is_chosen_again_if_it_was_taken_meanwhile():
     registry = await filled(Contended(times=3))
     transfer = await open_transfer(registry, TransferRequest(), seconds=30, clock=VirtualClock())
     assert registry.times == 0

@@ -1,4 +1,4 @@
-"""Weight updates: what every implementation of the registry promises of them, and replicas."""
+"""Weight updates: what every implementation of the registry promises, and replicas."""
 
 from __future__ import annotations
 
@@ -109,14 +109,14 @@ async def test_only_the_instances_that_are_named_take_part(two):
 
 
 @pytest.mark.parametrize("version", [1, 6])
-async def test_a_version_is_greater_than_all_that_are_served(two, version):
+async def test_a_version_must_be_greater_than_all_that_are_served(two, version):
     with pytest.raises(OldVersion, match="serves weights version 6; announce a greater") as refusal:
         await announce(two.registry, version)
     assert refusal.value.details["served"] == 6
     assert await two.registry.updates() == ()
 
 
-async def test_a_model_has_one_update_under_way_and_another_model_its_own(two):
+async def test_each_model_has_at_most_one_update_under_way(two):
     await announce(two.registry)
     with pytest.raises(WeightUpdateExists, match="'u' of model 'llama' to version 7 is staging"):
         await announce(two.registry, 8, update_id="v")
@@ -126,7 +126,7 @@ async def test_a_model_has_one_update_under_way_and_another_model_its_own(two):
     assert [u.update_id for u in await two.registry.updates("llama")] == ["v", "u"]
 
 
-async def test_announced_again_it_is_the_same_update(two):
+async def test_repeated_announcement_is_the_same_update(two):
     update = await announce(two.registry)
     await report(two.registry, bytes=5)
     again = await announce(two.registry)
@@ -146,7 +146,7 @@ async def test_without_an_id_the_registry_makes_one(two):
     assert await two.registry.update(update.update_id) == update
 
 
-async def test_one_of_many_that_are_announced_at_once_is_under_way(two):
+async def test_only_one_of_many_concurrent_announcements_wins(two):
     outcomes = await asyncio.gather(
         *(announce(two.registry, update_id=f"u{number}") for number in range(8)),
         return_exceptions=True,
@@ -159,7 +159,7 @@ async def test_one_of_many_that_are_announced_at_once_is_under_way(two):
 # --- reports ---------------------------------------------------------------------------------
 
 
-async def test_news_of_instances_are_kept_and_states_go_forward(two):
+async def test_reports_of_instances_are_kept_and_states_only_move_forward(two):
     await announce(two.registry)
     digest = "0123456789abcdef"
     await report(
@@ -207,7 +207,7 @@ async def test_an_instance_that_takes_no_part_is_named(two):
         await report(two.registry, instances=(PartReport(instance_id="other"),))
 
 
-async def test_an_update_that_is_not_known_is_named(fleet):
+async def test_an_unknown_update_is_named(fleet):
     for call in (
         lambda: report(fleet.registry),
         lambda: decide(fleet.registry, ABORT),
@@ -239,7 +239,7 @@ async def test_the_first_decision_holds_for_all(two, first, later):
 
 
 @pytest.mark.parametrize("decisions", range(10))
-async def test_of_decisions_at_once_all_get_the_same_one(two, decisions):
+async def test_concurrent_decisions_all_get_the_same_answer(two, decisions):
     seed = 1000 + decisions
     print("seed", seed)
     wanted = random.Random(seed).choices(list(Decision), k=6)
@@ -251,7 +251,7 @@ async def test_of_decisions_at_once_all_get_the_same_one(two, decisions):
 
 
 @pytest.mark.parametrize(("decision", "told"), [(COMMIT, "aborted"), (ABORT, "committed")])
-async def test_no_update_ends_otherwise_than_was_decided(two, decision, told):
+async def test_no_update_ends_against_its_decision(two, decision, told):
     await announce(two.registry)
     await decide(two.registry, decision)
     with pytest.raises(WeightUpdateDecided, match=f"cannot be {told}: it was decided to"):
@@ -259,7 +259,7 @@ async def test_no_update_ends_otherwise_than_was_decided(two, decision, told):
     assert (await two.registry.update("u")).decision is decision
 
 
-async def test_a_report_of_the_end_is_a_decision_where_there_is_none(two):
+async def test_a_report_of_the_end_is_the_decision_if_there_is_none(two):
     await announce(two.registry)
     update = await report(two.registry, state="committed")
     assert (update.decision, update.state) == (COMMIT, UpdateState.COMMITTED)
@@ -288,7 +288,7 @@ async def test_an_update_whose_coordinator_is_silent_is_aborted(two):
     await announce(two.registry, update_id="v")
 
 
-async def test_the_lease_ends_for_the_very_call_that_comes_after_it(two):
+async def test_the_lease_has_ended_for_the_first_call_after_it(two):
     await announce(two.registry)
     await two.pass_time(SECONDS - 0.5)
     two.clock.advance(0.5)
@@ -309,7 +309,7 @@ async def test_time_in_which_no_coordinator_could_report_does_not_count(clock, e
     assert (await embedded.update("u")).under_way
 
 
-async def test_what_was_decided_to_commit_is_never_aborted(two):
+async def test_an_update_that_was_decided_to_commit_is_never_aborted(two):
     await announce(two.registry)
     await two.pass_time(SECONDS - 1)
     await decide(two.registry, COMMIT)
@@ -326,7 +326,7 @@ async def test_what_was_decided_to_commit_is_never_aborted(two):
     assert (await report(two.registry, instances=(late,))).instances[0].version == 7
 
 
-async def test_the_oldest_that_have_ended_are_forgotten(two):
+async def test_the_oldest_ended_updates_are_forgotten(two):
     count = MAX_ENDED_UPDATES + 3
     for number in range(count):
         await announce(two.registry, update_id=f"u{number}")
@@ -343,7 +343,7 @@ async def test_the_oldest_that_have_ended_are_forgotten(two):
 
 
 @pytest.mark.native
-async def test_replicas_tell_the_same_and_one_that_starts_later_too(
+async def test_replicas_agree_and_so_does_one_that_starts_later(
     empty_redis: RedisServer,
 ) -> None:
     async with replica(empty_redis) as first, replica(empty_redis) as second:
@@ -365,7 +365,7 @@ async def test_replicas_tell_the_same_and_one_that_starts_later_too(
 
 
 @pytest.mark.native
-async def test_a_damaged_update_fails_its_step_alone(empty_redis: RedisServer) -> None:
+async def test_a_damaged_update_fails_only_its_step(empty_redis: RedisServer) -> None:
     async with replica(empty_redis) as registry:
         await registry.register(worker("a"))
         await announce(registry)
@@ -380,7 +380,7 @@ async def test_a_damaged_update_fails_its_step_alone(empty_redis: RedisServer) -
 
 
 @pytest.mark.native
-async def test_a_step_that_another_replica_was_faster_at_is_taken_anew(
+async def test_a_step_is_repeated_if_another_replica_was_faster(
     empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with replica(empty_redis) as first, replica(empty_redis) as second:

@@ -40,7 +40,7 @@ def reasons(fleet: list[Instance], **request: object) -> list[object]:
         ([("p", None), ("d7", 7)], {}, ("p", "d7")),
     ],
 )
-def test_a_pair_is_of_one_version_and_of_the_one_that_is_asked_for(fleet, request_, expected):
+def test_both_of_a_pair_serve_one_version_and_the_requested_one(fleet, request_, expected):
     roles = {"p": "prefill", "d": "decode"}
     live = [at(name, roles[name[0]], version) for name, version in fleet]
     assert chosen(live, **request_) == expected
@@ -51,7 +51,7 @@ def test_versions_that_differ_are_named():
     assert "weights_version is 6 and 7" in reason
 
 
-def test_a_version_that_no_instance_serves_is_refused_with_those_that_are_there():
+def test_a_version_that_no_instance_serves_is_refused_with_the_served_ones():
     versions = {"p": 6, "d": 6, "e": 7, "q": None}
     fleet = [at(name, "prefill" if name == "p" else "decode", v) for name, v in versions.items()]
     model = fleet[0].model
@@ -65,7 +65,7 @@ def test_a_version_that_no_instance_serves_is_refused_with_those_that_are_there(
 
 
 def test_an_index_follows_instances_from_version_to_version():
-    """Registered again with a new epoch, as a worker is after an update."""
+    """Instances register again with a new epoch, as workers do after an update."""
     seed = random.randrange(1 << 32)
     print("seed", seed)
     draw = random.Random(seed)
@@ -94,7 +94,7 @@ def test_an_index_follows_instances_from_version_to_version():
 
 
 async def test_an_instance_that_registers_again_serves_its_new_version(fleet):
-    """What a worker does after an update (Registration.take_model)."""
+    """Registers again as a worker does after an update (`Registration.take_model`)."""
 
     async def join(name: str, role: Role, version: int) -> None:
         identity = ModelIdentity(checkpoint="c", weights_version=version)

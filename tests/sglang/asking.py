@@ -1,4 +1,4 @@
-"""Asks a pair and an aggregated server the same, and compares their tokens."""
+"""Asks a pair and an aggregated server the same prompts, and compares their tokens."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ SGLANG_PYTHON = os.environ.get("KVXFER_SGLANG_PYTHON", "")
 
 
 def wait_for(server: Server, text: str) -> None:
-    """Returns when the server has logged it."""
+    """Returns when the server has logged the text."""
     server.ready(lambda: text in server.output, 60)
 
 
@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass
 class Side:
-    """A server that can be started again where it was."""
+    """A server that can be restarted at its port."""
 
     name: str
     model: Path
@@ -79,8 +79,8 @@ class Side:
 
 @dataclass
 class Pair:
-    """What a router does with it: the same request to both at once, with a room. Both are in a
-    fleet, too."""
+    """A pair that is also in a fleet. `ask` sends a request to both sides at once, with a room, as
+    SGLang's router does."""
 
     prefill: Side
     decode: Side
@@ -114,7 +114,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @pytest.fixture(scope="module")
 def window_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Of a model whose layers with a sliding window have a pool apart."""
+    """A pair with a model whose layers with a sliding window have a separate pool."""
     folder = tmp_path_factory.mktemp("windows")
     model = folder / "tiny"
     maker = Path(tiny_llama.__file__).with_name("tiny_models.py")
@@ -136,7 +136,7 @@ def running_pair(folder: Path, model: Path) -> Iterator[Pair]:
         variables,
         (*backend, "prefill", "--disaggregation-bootstrap-port", str(port)),
     )
-    # Where retracted requests are kept; the default takes gigabytes of host memory.
+    # Retracted requests are kept there; the default takes gigabytes of host memory.
     retraction = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
     decode = Side("decode", model, folder, variables, (*backend, "decode", *retraction))
     aggregated = Side("aggregated", model, folder, {})

@@ -1,6 +1,6 @@
-"""Lets SGLang from PyPI be imported without CUDA: packages of kernels that a CPU never runs are
-empty. Its attention on a CPU finds windows in their pool. scripts/test-sglang installs it into the
-environment of these tests."""
+"""Lets SGLang from PyPI be imported without CUDA, by empty packages for kernels that a CPU never
+runs, and makes its attention on a CPU read windows from their pool. scripts/test-sglang installs
+this file into the environment of these tests."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class _AttentionLoader(importlib.abc.Loader):
 
 
 def _in_window_pool(run: Any) -> Any:
-    """SGLang 0.5.23 writes K and V of a window to their place in the pool of windows, and reads
-    them there at their place in the other pool."""
+    """Corrects the attention of SGLang 0.5.23, which writes K and V of a window to their place in
+    the pool of windows, but reads them there at their place in the other pool."""
 
     def translated(
         self: Any,

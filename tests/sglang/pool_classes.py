@@ -1,5 +1,5 @@
 """Moves SGLang's own pools between two instances, without a model: `python -m
-tests.sglang.pool_classes KIND`. In SGLang's environment."""
+tests.sglang.pool_classes KIND`, in SGLang's environment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PAGES = 10
 
 @dataclass
 class Made:
-    """A pool, and its tensors as items: (what, [items, ...])."""
+    """A pool, and its tensors with items as first dimension, each with a name."""
 
     pool: Any
     page_size: int
@@ -41,7 +41,7 @@ class Made:
 
 
 def windows() -> Made:
-    """Layers of both kinds have other heads, and V another size than K."""
+    """Makes a pool whose two kinds of layers differ in heads, and whose V differ in size from K."""
     pool = SWAKVPool(
         size=(PAGES - 1) * 16,
         size_swa=5 * 16,
@@ -99,7 +99,7 @@ def mamba() -> Made:
 
 
 def sparse() -> Made:
-    """The second layer takes the top-k of the first, and has no index."""
+    """Makes a pool whose second layer uses the top-k of the first, and has no index."""
     pool = DSATokenToKVPool(
         size=(PAGES - 1) * 64,
         page_size=64,
@@ -124,7 +124,7 @@ def by_page(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 def kv_args(made: Made) -> KVArgs:
-    """As PrefillBootstrapQueue and DecodePreallocQueue fill it."""
+    """Fills KVArgs as PrefillBootstrapQueue and DecodePreallocQueue do."""
     args = KVArgs()
     args.page_size = made.pool.page_size
     args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = made.pool.get_contiguous_buf_infos()
@@ -132,7 +132,8 @@ def kv_args(made: Made) -> KVArgs:
     return args
 
 
-# What send_kv_chunk() and pop_preallocated() give for one request, and which item goes where.
+# The states of one request as send_kv_chunk() and pop_preallocated() give them, and the source of
+# each item.
 STATES: dict[str, tuple[list[Any], list[Any], dict[int, int]]] = {
     "windows": ([np.array([3, 1])], [np.array([4, 2])], {4: 3, 2: 1}),
     "mamba": ([[np.array(2)]], [[np.array(4)]], {4: 2}),

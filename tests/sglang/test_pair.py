@@ -1,4 +1,5 @@
-"""What clients of a disaggregated SGLang see: the tokens of an aggregated one, or a named error."""
+"""Tests that clients of a disaggregated SGLang get the tokens of an aggregated one, or a named
+error."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def test_tokens_are_those_of_an_aggregated_server(pair: Pair, rng: random.Random
     assert_same(pair, prompts(rng, 30))
 
 
-def test_a_room_gives_nobody_the_cache_of_another_prompt(pair: Pair, rng: random.Random) -> None:
+def test_a_room_never_gives_the_cache_of_another_prompt(pair: Pair, rng: random.Random) -> None:
     ours, theirs = prompts(rng, 5)[3:]
     for answer in pair.ask(ours, room=4711, to_decode=theirs):
         assert answer.status_code == 500

@@ -1,4 +1,4 @@
-"""A model whose layers with a sliding window have a pool apart, SGLang's SWAKVPool."""
+"""A model whose layers with a sliding window have a separate pool, SGLang's SWAKVPool."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
 
 
 def test_tokens_are_those_of_an_aggregated_server(window_pair: Pair, rng: random.Random) -> None:
-    """Prompts end before, in and after the first window, of one chunk and of several. Some begin
-    as others did, which prefill has in its cache."""
+    """Prompts end before, in and after the first window, in one chunk or in several. Some begin
+    like earlier ones, which prefill has in its cache."""
     pair = window_pair
     assert "SWAKVPool mem usage" in pair.servers["decode"].output
     asked = prompts(rng, 20)

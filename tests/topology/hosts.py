@@ -12,13 +12,13 @@ from tests.topology import machines
 
 @functools.cache
 def recorded(name: str) -> Topology:
-    """What is read of one of the machines."""
+    """Returns the topology that is read from one of the machines."""
     with TemporaryDirectory() as folder:
         return read_topology(Sysfs.recorded(machines.write(name, Path(folder))))
 
 
 def place(path: str = "", numa_node: int | None = 0) -> Location:
-    """`path` is written as in sysfs: "pci0000:00/0000:00:01.0"."""
+    """Returns a location; `path` is like "pci0000:00/0000:00:01.0", as in sysfs."""
     return Location(tuple(path.split("/")) if path else (), numa_node, cpus_of(numa_node))
 
 

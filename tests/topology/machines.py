@@ -19,7 +19,7 @@ from tests.topology.sysfs_builder import SysfsBuilder
 
 @dataclass(frozen=True)
 class _Kind:
-    """What all PCI devices of a kind have in common."""
+    """The properties that all PCI devices of a kind share."""
 
     pci_class: str
     vendor: str
@@ -65,9 +65,9 @@ class _Machine:
     """The CPUs of each NUMA node."""
     devices: str
     """A line for each PCI device: its NUMA node, its path, its kind, and the names of its RDMA NIC
-    and of its network interface where it has them."""
+    and its network interface, if any."""
     default_routes: dict[str, int] = field(default_factory=dict)
-    """The metric of each, by the interface."""
+    """The metric of each default route, by interface."""
 
 
 MACHINES: Final = {
@@ -125,8 +125,8 @@ MACHINES: Final = {
  1  pci0000:d9/0000:d9:01.0/0000:da:00.0/0000:db:02.0/0000:df:00.0  gpu
 """,
     ),
-    # A server: an H100 and a RoCE NIC of 200 Gbit/s on each socket; one more of these that the host
-    # is reached by, and a port of 25 Gbit/s on the board.
+    # A server: an H100 and a RoCE NIC of 200 Gbit/s on each socket; one more such NIC with the
+    # host's default route, and a port of 25 Gbit/s on the board.
     "server": _Machine(
         ("0-31", "32-63"),
         """
@@ -151,7 +151,7 @@ MACHINES: Final = {
 
 
 def write(name: str, folder: Path) -> Path:
-    """Writes a machine's tree below `folder`; returns what stands for the machine's /."""
+    """Writes a machine's tree below `folder`; returns the folder that stands for its /."""
     machine = MACHINES[name]
     sysfs = SysfsBuilder(folder / name / "sys")
     for node, cpus in enumerate(machine.cpus):
@@ -181,7 +181,7 @@ def _write_device(
     )
     up = "../" * len(device.split("/"))
     if kind.driver is not None:
-        sysfs.link(f"{device}/driver", f"{up}bus/pci/drivers/{kind.driver}")  # it dangles
+        sysfs.link(f"{device}/driver", f"{up}bus/pci/drivers/{kind.driver}")  # a dangling link
     if rdma_nic != "-":
         sysfs.nic(device, rdma_nic, **kind.port)
     if interface != "-":

@@ -8,7 +8,7 @@ from kvxfer.topology import Sysfs, Topology, read_topology
 
 
 class SysfsBuilder:
-    """Writes a sysfs, laid out as the kernel's, with relative symlinks."""
+    """A builder of a sysfs that is laid out as the kernel's, with relative symlinks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -20,7 +20,7 @@ class SysfsBuilder:
             file.write_text(text + "\n")
 
     def link(self, path: str, target: str) -> None:
-        """`target` is relative to the folder that holds the link, and need not exist."""
+        """Makes a link; `target` is relative to the folder that holds it, and need not exist."""
         link = self.folder / path
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(target)
@@ -31,7 +31,7 @@ class SysfsBuilder:
         return f"devices/{path}"
 
     def nic(self, device: str, name: str, **port: str) -> str:
-        """An RDMA device with one port, below a folder of devices/."""
+        """Writes an RDMA device with one port, below a folder of devices/."""
         nic = f"{device}/infiniband/{name}"
         self.write({f"{nic}/ports/1/{fact}": text for fact, text in port.items()})
         self.link(f"{nic}/device", "../..")
@@ -39,7 +39,7 @@ class SysfsBuilder:
         return nic
 
     def routes(self, defaults: dict[str, int]) -> None:
-        """/proc/net/route beside it: default routes with their metrics, and one that is none."""
+        """Writes /proc/net/route beside it: default routes by their metric, and another route."""
         head = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT"
         rows = [head, "lan0 0000000A 00000000 0001 0 0 0 000000FF 0 0 0"]
         for name, metric in defaults.items():

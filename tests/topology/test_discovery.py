@@ -48,7 +48,7 @@ def test_machines_are_counted(machine: str, gpus: int, nics: int, nodes: int) ->
     assert (len(found.gpus), len(found.nics), len(found.numa_nodes)) == (gpus, nics, nodes)
 
 
-def test_nics_are_in_the_order_people_count_them() -> None:
+def test_nics_are_in_numeric_order() -> None:
     names = [nic.name for nic in recorded("p5en").nics]
     assert names[:5] == ["rdmap85s0", "rdmap86s0", "rdmap87s0", "rdmap88s0", "rdmap110s0"]
 
@@ -189,7 +189,7 @@ def test_efa_is_for_ofi_and_everything_else_for_verbs(
 
 
 @pytest.mark.parametrize("numa_node", ["-1", "7", "", "none"])
-def test_a_numa_node_that_is_not_there_is_unknown(sysfs: SysfsBuilder, numa_node: str) -> None:
+def test_an_invalid_numa_node_is_unknown(sysfs: SysfsBuilder, numa_node: str) -> None:
     for node in "01":
         sysfs.write({f"devices/system/node/node{node}/cpulist": node})
     device = {**GPU, "numa_node": numa_node, "local_cpulist": "0-1"}
@@ -228,14 +228,14 @@ def test_an_empty_tree_is_one_node_without_anything(tmp_path: Path) -> None:
     ("defaults", "interface"),
     [({}, None), ({"eth0": 0}, "eth0"), ({"eth0": 200, "eth1": 100, "eth2": 300}, "eth1")],
 )
-def test_the_default_route_is_that_of_the_least_metric(
+def test_the_default_route_has_the_least_metric(
     sysfs: SysfsBuilder, defaults: dict[str, int], interface: str | None
 ) -> None:
     sysfs.routes(defaults)
     assert sysfs.read().default_route == interface
 
 
-def test_routes_beside_a_folder_that_is_no_sys_are_another_hosts(tmp_path: Path) -> None:
+def test_routes_beside_a_folder_not_named_sys_are_ignored(tmp_path: Path) -> None:
     builder = SysfsBuilder(tmp_path / "copy")
     builder.routes({"eth0": 0})
     assert builder.read().default_route is None

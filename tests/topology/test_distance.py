@@ -5,7 +5,7 @@ from tests.topology.hosts import place, recorded
 
 ROOT = "pci0000:15"
 PORT = f"{ROOT}/0000:15:01.0"
-SWITCH = f"{PORT}/0000:16:00.0"  # its upstream port
+SWITCH = f"{PORT}/0000:16:00.0"  # the upstream port of a switch
 NESTED = f"{SWITCH}/0000:17:01.0/0000:20:00.0"  # the upstream port of a switch below it
 
 
@@ -18,7 +18,7 @@ NESTED = f"{SWITCH}/0000:17:01.0/0000:20:00.0"  # the upstream port of a switch 
         (f"{NESTED}/0000:21:00.0/0000:22:00.0", f"{NESTED}/0000:21:01.0/0000:23:00.0", "PIX"),
         (f"{PORT}/0000:16:00.0", f"{ROOT}/0000:15:02.0/0000:20:00.0", "PHB"),
         (f"{SWITCH}/0000:17:00.0/0000:18:00.0", f"{ROOT}/0000:15:02.0/0000:20:00.0", "PHB"),
-        (f"{ROOT}/0000:15:01.0", f"{ROOT}/0000:15:02.0", "PHB"),  # as some hypervisors show it
+        (f"{ROOT}/0000:15:01.0", f"{ROOT}/0000:15:02.0", "PHB"),  # some hypervisors show this
         (f"{PORT}/0000:16:00.0", "pci0000:26/0000:26:01.0/0000:27:00.0", "NODE"),
         (f"{PORT}/0000:16:00.0", f"{PORT}/0000:16:00.0", "PIX"),
         ("", f"{PORT}/0000:16:00.0", "NODE"),  # soft RoCE
@@ -56,7 +56,9 @@ def test_distances_are_ordered_from_near_to_far() -> None:
         ("p5en", ["PIX"] * 2 + ["PHB"] * 2 + ["NODE"] * 4 + ["SYS"] * 8),
     ],
 )
-def test_the_first_gpu_of_a_machine_sees_its_nics_at(machine: str, row: list[str]) -> None:
+def test_distances_from_the_first_gpu_of_a_machine_to_its_nics(
+    machine: str, row: list[str]
+) -> None:
     found = recorded(machine)
     seen = [pcie_distance(found.gpus[0].location, nic.location).name for nic in found.nics]
     assert seen == row

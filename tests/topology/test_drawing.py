@@ -60,7 +60,7 @@ def test_devices_on_an_unknown_numa_node_are_drawn_too() -> None:
     assert lines[-2:] == ["└── NUMA node unknown", "    └── GPU 0  nvidia"]
 
 
-def test_a_laptop_is_told_that_it_has_neither() -> None:
+def test_a_laptop_shows_no_gpu_and_no_nic() -> None:
     assert text(topology_tree(recorded("laptop"))) == [
         "topology",
         "├── NUMA node 0  CPUs 0-15",
@@ -72,7 +72,7 @@ def test_a_laptop_is_told_that_it_has_neither() -> None:
 SWITCH = ("pci0000:15", "0000:15:01.0", "0000:16:00.0")
 
 
-def test_a_switch_holds_what_is_behind_it() -> None:
+def test_a_switch_holds_the_devices_behind_it() -> None:
     found = recorded("dgx")
     (branch,) = pcie_tree([found.gpus[0], found.nics[0]])
     assert branch == PcieBranch(SWITCH, (found.nics[0], found.gpus[0]))
@@ -87,7 +87,7 @@ def test_switches_of_one_host_bridge_are_below_it() -> None:
     assert [len(each.below) for each in bridge.below if isinstance(each, PcieBranch)] == [3, 3]
 
 
-def test_nested_switches_are_nested_and_bridges_where_nothing_parts_are_left_out() -> None:
+def test_nested_switches_are_nested_and_bridges_without_branches_are_left_out() -> None:
     inner = "/".join(SWITCH) + "/0000:17:01.0/0000:20:00.0"
     one, two = nic("one", f"{inner}/0000:21:00.0/0000:22:00.0"), nic("two", f"{inner}/0000:21:01.0")
     gpu = Gpu(0, "nvidia", place("/".join(SWITCH) + "/0000:17:00.0/0000:18:00.0"))
@@ -98,7 +98,7 @@ def test_nested_switches_are_nested_and_bridges_where_nothing_parts_are_left_out
     )
 
 
-def test_functions_of_one_card_and_devices_without_pci_are_told_apart() -> None:
+def test_functions_of_one_card_and_devices_without_pci_are_separate() -> None:
     card = "pci0000:15/0000:15:01.0/0000:16:00"
     first, second, same = (nic(name, f"{card}.{name}") for name in "011")
     soft = nic("rxe0")

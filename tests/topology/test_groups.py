@@ -18,7 +18,7 @@ GBIT = 1_000_000_000
 
 
 def switch(number: int, port: int, root: int | None = None) -> str:
-    """A device behind a port of PCIe switch `number`, on its own host bridge if None."""
+    """Returns the path of a device behind a port of PCIe switch `number`, on host bridge `root`."""
     bridge = f"{0x10 + (number if root is None else root):02x}"
     ports = f"0000:{bridge}:{number:02x}.0/0000:{0x40 + number:02x}:00.0/0000:60:{port:02x}.0"
     return f"pci0000:{bridge}/{ports}/0000:{0x80 + 8 * number + port:02x}:00.0"
@@ -70,7 +70,7 @@ def test_a_laptop_is_one_group_without_nics() -> None:
 
 
 def test_more_gpus_than_nics_share_the_nearest() -> None:
-    # As on p4d: two GPUs and one NIC behind each switch.
+    # Like p4d: two GPUs and one NIC behind each switch.
     host = topology(
         [place(switch(gpu // 2, gpu % 2), gpu // 4) for gpu in range(8)],
         [nic(f"efa_{index}", switch(index, 2), index // 2) for index in range(4)],
@@ -101,7 +101,7 @@ def test_one_nic_serves_all_gpus_even_across_numa_nodes() -> None:
     assert (far.numa_node, far.cpus) == (0, (0, 1))
 
 
-def test_every_nic_serves_one_gpu_even_where_all_are_on_one_side() -> None:
+def test_every_nic_serves_one_gpu_even_if_all_are_on_one_side() -> None:
     gpus = [place(switch(0, 0), 0), place(switch(1, 0), 1)]
     host = topology(gpus, [nic(f"mlx5_{index}", switch(0, index + 1), 0) for index in range(4)])
     assert names(domain_groups(host)) == [["mlx5_0", "mlx5_1"], ["mlx5_2", "mlx5_3"]]
@@ -113,7 +113,7 @@ def test_a_gpu_does_not_take_the_nic_that_is_nearer_to_another() -> None:
     assert names(domain_groups(topology(gpus, nics))) == [["mlx5_1"], ["mlx5_0"]]
 
 
-def test_what_does_not_divide_joins_where_it_is_as_near_as_the_others() -> None:
+def test_an_extra_nic_joins_a_group_if_it_is_as_near_as_the_others() -> None:
     gpus = [place(switch(0, 0)), place(switch(0, 1))]
     host = topology(gpus, [nic(f"mlx5_{index}", switch(0, 2 + index)) for index in range(3)])
     groups = domain_groups(host)
@@ -122,7 +122,7 @@ def test_what_does_not_divide_joins_where_it_is_as_near_as_the_others() -> None:
 
 
 def test_a_nic_further_away_than_those_of_the_groups_is_left_out() -> None:
-    # As on DGX: compute NICs beside the GPUs, a storage NIC elsewhere on the node.
+    # Like DGX: compute NICs beside the GPUs, a storage NIC elsewhere on the node.
     gpus = [place(switch(0, 0)), place(switch(1, 0))]
     nics = [nic("storage", switch(2, 1)), nic("a", switch(0, 1)), nic("b", switch(1, 1))]
     host = topology(gpus, nics)
@@ -131,7 +131,7 @@ def test_a_nic_further_away_than_those_of_the_groups_is_left_out() -> None:
     assert [each.name for each in spare_nics(host, groups)] == ["storage"]
 
 
-# --- what is missing or unknown --------------------------------------------------------------
+# --- missing or unknown parts ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", ["DOWN", "INIT", "ARMED", "unknown"])
@@ -142,12 +142,12 @@ def test_a_nic_without_an_active_port_is_in_no_group(state: str) -> None:
     )
     host = replace(found, nics=(*found.nics[:3], down, *found.nics[4:]))
     groups = domain_groups(host)
-    # GPU 3 shares a NIC of its NUMA node, which none of the others has lost.
+    # GPU 3 shares a NIC of its NUMA node; the other GPUs keep theirs.
     assert names(groups) == [[f"mlx5_{index}"] for index in (0, 1, 2, 0, 4, 5, 6, 7)]
     assert spare_nics(host, groups) == ()
 
 
-def test_gpus_without_any_nic_have_groups_beside_themselves() -> None:
+def test_gpus_without_any_nic_have_groups_on_their_numa_nodes() -> None:
     groups = domain_groups(topology([place("", 1), place("", None)], []))
     assert names(groups) == [[], []]
     assert [(group.numa_node, group.cpus) for group in groups] == [
@@ -168,7 +168,7 @@ def test_without_gpus_each_numa_node_with_nics_is_a_group() -> None:
     assert groups[0].distances == ()
 
 
-def test_nics_on_an_unknown_numa_node_are_a_group_of_their_own() -> None:
+def test_nics_on_an_unknown_numa_node_are_a_separate_group() -> None:
     groups = domain_groups(topology([], [nic("mlx5_0", "", None), nic("mlx5_1", "", 1)]))
     assert names(groups) == [["mlx5_1"], ["mlx5_0"]]
     assert (groups[1].numa_node, groups[1].cpus) == (None, (0, 1, 2, 3))
@@ -187,7 +187,7 @@ def test_a_host_of_two_numa_nodes_without_nics_is_one_group() -> None:
     assert domain_groups(topology([], [])) == (DomainGroup(None, (), None, (0, 1, 2, 3), 0),)
 
 
-# --- NICs that are there for something else --------------------------------------------------
+# --- NICs for other purposes -----------------------------------------------------------------
 
 
 def linked(name: str, gbit: int, netdev: str | None = None) -> Nic:
@@ -203,14 +203,14 @@ ROUTE = "eth0 has the host's default route"
     ("nics", "route", "out"),
     [
         ([linked("a", 25)], None, {}),  # alone
-        ([linked("a", 25), linked("b", 100)], None, {}),  # a quarter is no less
+        ([linked("a", 25), linked("b", 100)], None, {}),  # a quarter is enough
         ([linked("a", 25), linked("b", 200)], None, {"a": SLOW}),
-        ([linked("a", 0), linked("b", 200)], None, {}),  # its speed is not known
+        ([linked("a", 0), linked("b", 200)], None, {}),  # an unknown speed
         ([nic("a", state="DOWN"), linked("b", 25)], None, {"a": "no active port"}),
         ([linked("a", 200, "eth0"), linked("b", 200, "eth1")], "eth0", {"a": ROUTE}),
         ([linked("a", 100, "eth0"), linked("b", 200)], "eth0", {"a": ROUTE}),
         ([linked("a", 200, "eth0"), linked("b", 100, "eth1")], "eth0", {}),  # the fastest
-        ([linked("a", 200, "eth0"), linked("b", 200, "eth0")], "eth0", {}),  # nothing else
+        ([linked("a", 200, "eth0"), linked("b", 200, "eth0")], "eth0", {}),  # no other NIC
         ([linked("a", 200, "eth0")], "eth0", {}),
         ([linked("a", 200, "eth0"), linked("b", 200)], "eth1", {}),
         ([linked("a", 200), linked("b", 200)], None, {}),

@@ -39,7 +39,7 @@ def test_host_memory_gets_the_numa_node_that_the_process_runs_on(
     ("machine", "gpu", "there"),
     [("dgx", 8, "GPUs 0 to 7"), ("dgx", -1, "GPUs 0 to 7"), ("laptop", 0, "none")],
 )
-def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(
+def test_an_unknown_gpu_is_refused_with_those_that_exist(
     tmp_path: Path, machine: str, gpu: int, there: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=f"there is no GPU {gpu}: .* shows {there}; "):
@@ -84,20 +84,20 @@ def test_a_rank_gets_the_nics_of_its_gpu(gpu: int) -> None:
         ("server", {}, ["mlx5_0", "mlx5_3"]),
         ("server", {"running_on": {40}}, ["mlx5_3"]),
         (topology([], [nic("mlx5_0", "", 1)]), {"running_on": {0}}, ["mlx5_0"]),
-        # Without those that the operator excludes: the GPU has the next.
+        # The operator excludes some: the GPU gets the next.
         ("dgx", {"gpu": GPUS[0], "exclude": ["mlx5_0"]}, ["mlx5_1"]),
         ("server", {"exclude": ["mlx5_0", "mlx5_3"]}, ["mlx5_1"]),
         ("server", {"exclude": ["mlx5_0", "mlx5_1", "mlx5_3"]}, ["mlx5_2"]),
         ("dgx", {"exclude": ["*"]}, []),
         (DOWN, {"exclude": ["mlx5_1"]}, ["mlx5_0"]),
-        # Whatever the operator names, near or not.
+        # All that the operator names, near or not.
         ("dgx", {"gpu": GPUS[0], "allow": ["mlx5_6", "mlx5_2"]}, ["mlx5_6", "mlx5_2"]),
         ("server", {"allow": ["mlx5_2"]}, ["mlx5_2"]),
         ("server", {"allow": ["*"]}, ALL[:4]),
         ("server", {"allow": ["mlx5_*"], "exclude": ["mlx5_2"]}, ["mlx5_0", "mlx5_1", "mlx5_3"]),
         ("server", {"allow": ["mlx5_3", "*"]}, ["mlx5_3", "mlx5_0", "mlx5_1", "mlx5_2"]),
         ("server", {"allow": ["mlx5_9"]}, ["mlx5_9"]),  # the engine refuses it
-        # Those that the container was given.
+        # Only NICs that the container was given.
         ("dgx", {"gpu": GPUS[3], "closed": set(ALL[:7])}, ["mlx5_7"]),
         ("p5en", {"gpu": "0000:59:00.0", "closed": PART}, ["rdmap85s0", "rdmap86s0"]),
         ("dgx", {"gpu": GPUS[3], "closed": set(ALL)}, None),

@@ -28,7 +28,7 @@ def test_a_relative_folder_is_read_the_same(
 
 
 @pytest.mark.parametrize("folder", ["missing", "file", "empty"])
-def test_what_holds_no_sysfs_is_refused_by_name(tmp_path: Path, folder: str) -> None:
+def test_a_folder_without_a_sysfs_is_refused_by_name(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     with pytest.raises(InvalidArgument, match=f"{folder} holds no sysfs: give a folder"):
@@ -51,7 +51,7 @@ def test_the_machines_hold_relative_links_only(tmp_path: Path) -> None:
     links = [path for path in tmp_path.rglob("*") if path.is_symlink()]
     assert len(links) > 100
     assert [link for link in links if link.readlink().is_absolute()] == []
-    # All lead somewhere inside, but for drivers, whose names are all that is read.
+    # All links end in the tree, except those of drivers: only their names are read.
     lost = [link for link in links if not link.exists() and link.name != "driver"]
     assert lost == []
     assert all(Path(os.path.normpath(link.parent / link.readlink())) > tmp_path for link in links)
@@ -72,7 +72,7 @@ def test_the_kernel_writes_cpus_as_runs(text: str, cpus: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("text", ["\n", "-1", "ffff,ffff", "1-2-3", "all"])
-def test_what_is_no_list_of_cpus_has_none(text: str) -> None:
+def test_an_invalid_list_of_cpus_is_empty(text: str) -> None:
     assert parse_cpu_list(text) == ()
 
 

@@ -1,4 +1,4 @@
-"""Answers of a server and rows of the table, as the tests of the comparison make them."""
+"""Answers of a server and rows of the table, for the tests of the comparison."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def whole(content: Any, status: int = 200, **headers: str) -> httpx2.Response:
 
 
 def streamed(*events: Any, cut: int = 0) -> httpx2.Response:
-    """A stream without the last `cut` bytes. An event with a type is a pair of it and its data."""
+    """Returns a stream without the last `cut` bytes. An event with a type is a pair with its
+    data."""
     lines = []
     for each in events:
         name, data = each if isinstance(each, tuple) else ("", each)
@@ -41,7 +42,8 @@ def found(ours: httpx2.Response, theirs: httpx2.Response) -> list[str]:
 
 
 def paths(ours: httpx2.Response, theirs: httpx2.Response) -> set[str]:
-    """Where they differ, without the list of the names of all members of a stream."""
+    """Returns the paths of all differences, but not those of the list of a stream's member
+    names."""
     where = [each.path for each in read(ours).differences(read(theirs))]
     return {".".join(path) for path in where if path[:1] != ("members",)}
 

@@ -1,4 +1,4 @@
-"""Seeds of a simulation, in batches, and what happened in all of them together."""
+"""Batches of a simulation's seeds, and all events of these batches together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every attack of `make attack` on each fabric: refused, counted, and nothing changed or left."""
+"""Every attack of `make attack` on each fabric is refused and counted, and changes and leaves
+nothing."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def test_attack_is_refused_and_counted(attack: Attack, pair: Pair, rng: random.R
 def test_flood_is_bounded_and_honest_transfers_go_on(
     attack: Flood, pair: Pair, rng: random.Random
 ) -> None:
-    # How fast they are is for `make attack` to say.
+    # `make attack` measures their speed.
     row = run_flood(attack, pair, rng, rounds=1, most=1, transfers=4, least_share=0)
     assert row.attempts > 0
     assert not row.problems, row
@@ -76,7 +77,7 @@ def test_rest_attack_is_refused_and_counted(attack, plane: Plane, rng: random.Ra
 
 
 @pytest.mark.parametrize("place", ["page", "header"])
-def test_checksums_find_every_page_that_was_altered_on_the_way(
+def test_checksums_find_every_page_that_was_altered_in_transit(
     place: Place, rng: random.Random
 ) -> None:
     found = altered_stream(place, 4, rng, checksums=True)
@@ -84,6 +85,6 @@ def test_checksums_find_every_page_that_was_altered_on_the_way(
     assert found.noticed + found.harmless == 4
 
 
-def test_without_checksums_nothing_says_that_a_page_was_altered(rng: random.Random) -> None:
+def test_without_checksums_an_altered_page_is_not_noticed(rng: random.Random) -> None:
     found = altered_stream("page", 2, rng)
     assert found.unnoticed == 2, found

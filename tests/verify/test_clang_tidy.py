@@ -1,4 +1,4 @@
-"""What verify.clang_tidy has passed before is found again, and nothing else is."""
+"""Tests that verify.clang_tidy finds again what has passed before, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ pytestmark = pytest.mark.native
 
 
 def key(root: Path, monkeypatch: pytest.MonkeyPatch, *, header: str = "", options: str = "") -> str:
-    """Of a file with a header, in a clone at `root`."""
+    """Returns the key of a file with a header, in a clone at `root`."""
     root.mkdir(exist_ok=True)
     (root / ".clang-tidy").write_text("Checks: bugprone-*\n")
     (root / "page.hpp").write_text(f"int pages();\n{header}\n")
-    system = root.parent / "m-system"  # between the clones of the test, by name
+    system = root.parent / "m-system"  # sorts between the names of the test's clones
     system.mkdir(exist_ok=True)
     (system / "size.hpp").touch()
     source = '#include "page.hpp"\n#include "../m-system/size.hpp"\nint pages() { return 1; }\n'
@@ -39,7 +39,7 @@ def test_clones_at_different_paths_share_what_passed(
     [{"header": "// NOLINT"}, {"header": "#if 0\nint unused();\n#endif"}, {"options": "-DNDEBUG"}],
     ids=["comment", "inactive", "option"],
 )
-def test_what_clang_tidy_would_see_changes_the_key(
+def test_a_change_that_clang_tidy_sees_changes_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, str]
 ) -> None:
     assert key(tmp_path, monkeypatch) != key(tmp_path, monkeypatch, **change)

@@ -1,11 +1,13 @@
-"""The rule that `make chaos-control` holds a cluster to."""
+"""The rule by which `make chaos-control` judges a cluster."""
 
 from __future__ import annotations
 
+from verify.faults.control.acts import Done
 from verify.faults.control.load import Sent
 from verify.faults.control.run import CALM, Outcome, Phase
 
 KILLED = "http://h:4000"
+KILL = Done(killed_decode=KILLED)
 
 
 def sent(seconds: float = 1.0, tokens: int = 16, failure: str | None = None) -> Sent:
@@ -19,13 +21,29 @@ def sent(seconds: float = 1.0, tokens: int = 16, failure: str | None = None) -> 
     )
 
 
-def broken(*requests: Sent, leaked: int = 0, reserved: int = 0) -> list[str]:
-    acted = Phase("kill -9 decode", requests, killed_decode=KILLED)
-    return Outcome([Phase(CALM, [sent()]), acted], reserved, leaked).broken()
+def broken(
+    *requests: Sent,
+    done: Done = KILL,
+    leaked: int = 0,
+    reserved: int = 0,
+    continues: bool = False,
+) -> list[str]:
+    acted = Phase("kill -9 decode", requests, done=done)
+    return Outcome([Phase(CALM, [sent()]), acted], reserved, leaked, continues).broken()
 
 
 def test_a_stream_of_the_killed_decode_worker_may_fail_after_its_first_token():
     assert broken(sent(tokens=1, failure=f"the worker at {KILLED} does not answer")) == []
+
+
+def test_with_continuing_a_stream_may_not_fail():
+    lost = sent(tokens=1, failure=f"the worker at {KILLED} does not answer")
+    assert broken(lost, continues=True) == ["kill -9 decode: 1 requests failed that should not"]
+
+
+def test_requests_in_a_fail_over_may_take_longer_by_the_outage():
+    assert broken(sent(seconds=8.0), done=Done(outage_seconds=2.0)) == []
+    assert len(broken(sent(seconds=8.1), done=Done(outage_seconds=2.0))) == 1
 
 
 def test_a_request_may_not_fail_before_its_first_token():
@@ -37,7 +55,7 @@ def test_a_stream_of_another_worker_may_not_fail():
     assert broken(sent(tokens=3, failure="the worker at http://h:40001 does not answer"))
 
 
-def test_a_wrong_answer_a_slow_one_and_what_is_left_are_told():
+def test_wrong_answers_slow_ones_and_leaks_are_reported():
     wrong = sent()
     wrong.right, wrong.wrong = False, True
     assert len(broken(wrong)) == 1

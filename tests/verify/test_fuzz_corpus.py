@@ -1,6 +1,6 @@
-"""Every input of the Python targets: seeds, and what fuzzing found, past defects among it.
+"""Every input of the Python targets: seeds, and what fuzzing found, including past defects.
 
-Those of the C++ targets are replayed by the engine's own tests.
+The engine's own tests replay the inputs of the C++ targets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def test_every_target_has_seeds_and_every_corpus_a_target() -> None:
     assert {packed.stem for packed in inputs.CORPUS.iterdir()} <= {*seeds.TARGETS}
 
 
-def test_the_sources_that_targets_are_to_cover_are_there() -> None:
+def test_the_sources_that_targets_are_to_cover_exist() -> None:
     named = [native.SOURCES / name for sources in native.DECODERS.values() for name in sources]
     named += [native.ROOT / name for target in TARGETS for name in load(target).DECODERS]
     assert [source for source in named if not source.exists()] == []

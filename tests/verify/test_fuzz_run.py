@@ -1,4 +1,4 @@
-"""What `make fuzz` makes of what a fuzzer says."""
+"""The reading of a fuzzer's output by `make fuzz`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _WELL = "print('stat::number_of_executed_units: 7')"
 
 @pytest.fixture
 def fuzzers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
-    """Programs in place of fuzzers, by their target; what they are given first is the prefix of
-    the inputs that they write."""
+    """Programs that stand in for fuzzers, by target; their first argument is the prefix of the
+    inputs that they write."""
     programs: dict[str, str] = {}
 
     def command(target: str, options: list[str]) -> tuple[list[str], None]:
@@ -80,12 +80,12 @@ def test_an_input_that_crashes_a_target_is_in_its_corpus_from_then_on(
     assert not inputs.found("a")
 
 
-def test_a_target_that_sees_no_line_is_no_success(fuzzers: dict[str, str]) -> None:
+def test_a_target_without_coverage_of_a_line_fails(fuzzers: dict[str, str]) -> None:
     fuzzers["c"] = _BLIND
     assert [each.good for each in outcomes(2)] == [True, True, False]
 
 
-def test_lines_that_nothing_reaches_are_a_failure_where_coverage_is_asked_for(
+def test_with_coverage_lines_that_nothing_reaches_are_a_failure(
     fuzzers: dict[str, str],
 ) -> None:
     assert [each.coverage for each in outcomes(2)] == [None] * 3

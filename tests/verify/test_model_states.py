@@ -1,4 +1,4 @@
-"""The tables of the model are those of the code: neither changes without the other."""
+"""The tables of the model are those of the code, so neither changes without the other."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from verify.model.verifier import MODELS
 
 STATES = (MODELS / "states.pml").read_text()
 
-# A flag of the connection, and the brokered handshake, which the model does not have.
+# The model has a flag of the connection for HELLO, and no brokered handshake with EXPECT.
 NOT_IN_THE_MODEL = {"HELLO", "EXPECT"}
 
 
 def names(kind: str) -> list[str]:
-    """The names of an mtype, as the code writes them."""
+    """Returns the names of an mtype, as the code writes them."""
     found = re.search(rf"mtype:{kind} = \{{(.*?)\}}", STATES, re.DOTALL)
     assert found, f"states.pml has no mtype:{kind}"
     listed = (name.strip() for name in found[1].split(","))
@@ -37,7 +37,7 @@ def names(kind: str) -> list[str]:
 
 
 def table(macro: str) -> set[tuple[str, ...]]:
-    """The lines of a table: from, event, to."""
+    """Returns the lines of a table: from, event, to."""
     lines = re.findall(rf"^ +{macro}\((.*)\)$", STATES, re.MULTILINE)
     rows = [tuple(name.strip() for name in line.split(",")) for line in lines]
     assert len(rows) == len(set(rows)), f"{macro} has a line twice"

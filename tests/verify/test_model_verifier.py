@@ -12,7 +12,7 @@ from verify.model.verifier import SpinError, read_verdict, run
 pytestmark = pytest.mark.native
 
 
-def test_one_transfer_keeps_every_invariant_whatever_strikes_it() -> None:
+def test_one_transfer_keeps_every_invariant_under_every_fault() -> None:
     verdict = run(SMALL)
     assert (verdict.errors, verdict.violated) == (0, None)
     assert verdict.met
@@ -44,6 +44,6 @@ pan: elapsed time 0.1 seconds
 """
 
 
-def test_a_search_that_was_cut_short_is_no_verdict() -> None:
+def test_an_incomplete_search_gives_no_verdict() -> None:
     with pytest.raises(SpinError, match="max search depth too small"):
         read_verdict(SMALL, REPORT)

@@ -1,4 +1,4 @@
-"""A few of the rounds of `make chaos-moe`, and that it finds what it is for."""
+"""A few of the rounds of `make chaos-moe`, and tests that it finds its planted defects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verify.faults.moe.run import Round, choose, run
 pytestmark = pytest.mark.realtime
 
 ROUNDS = 20 if os.environ.get("KVXFER_MOE_WHOLE") else 3
-"""Over each fabric."""
+"""The rounds over each fabric."""
 
 
 @pytest.mark.parametrize("fabric", FABRICS)

@@ -23,14 +23,14 @@ _REACHED = (
 
 @pytest.fixture(scope="module")
 def happened() -> Iterator[Happened]:
-    """What happened in all batches together."""
+    """The events of all batches together."""
     counts = Happened()
     yield counts
     print(dict(sorted(counts.items())))
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
-def test_whatever_happens_every_promise_holds(first: int, happened: Happened) -> None:
+def test_every_promise_holds_in_every_seed(first: int, happened: Happened) -> None:
     assert_promises_hold(SIMULATION, first, BATCH, happened)
 
 

@@ -1,4 +1,4 @@
-"""Answers are compared by all that counts, and by nothing else."""
+"""Answers are compared by all that matters, and by nothing else."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .openai_answers import (
     whole,
 )
 
-# Streams that are equal, and those that are not.
+# Equal streams, and different ones.
 
 
 @st.composite
 def cut_apart(draw: st.DrawFn) -> httpx2.Response:
-    """Two samples of three tokens each, in deltas that end anywhere and come in any order."""
+    """Draws two samples of three tokens each, in deltas that end anywhere and come in any order."""
     left = {index: ["north", " glass", " 7"] for index in (0, 1)}
     events = []
     while any(left.values()):
@@ -47,13 +47,13 @@ def cut_apart(draw: st.DrawFn) -> httpx2.Response:
 
 
 @given(cut_apart(), cut_apart())
-def test_streams_whose_deltas_are_cut_otherwise_are_equal(
+def test_streams_whose_deltas_are_cut_differently_are_equal(
     ours: httpx2.Response, theirs: httpx2.Response
 ) -> None:
     assert found(ours, theirs) == []
 
 
-def test_reasoning_and_content_are_joined_each() -> None:
+def test_reasoning_and_content_are_each_joined() -> None:
     theirs = [delta(role="assistant", content=""), delta(reasoning="why"), delta(content="this")]
     ours = [
         *(delta(role="assistant", content=""), delta(reasoning="w"), delta(reasoning="hy")),
@@ -155,10 +155,10 @@ def test_a_stream_that_breaks_off_is_found() -> None:
     assert paths(whole(COMPLETION[0]), theirs) >= {"content-type", "others", "ended"}
 
 
-def test_what_is_missing_is_told_from_what_is_added() -> None:
+def test_missing_members_are_distinguished_from_added_ones() -> None:
     less, more = whole({"usage": {"a": 1}}), whole({"usage": {"a": 1, "b": None}})
     assert found(less, more) == ["usage.b: missing"]
-    assert found(more, less) == ["usage.b: more than there"]
+    assert found(more, less) == ["usage.b: extra"]
 
 
 # Tool calls.
@@ -273,7 +273,7 @@ def test_only_the_text_of_neighbours_is_joined(
     assert found(streamed(*ours), streamed(*theirs))
 
 
-def test_models_are_known_by_their_names() -> None:
+def test_models_are_matched_by_their_names() -> None:
     one, other = (
         whole({"object": "list", "data": [{"id": name, "object": "model"}]})
         for name in ("tiny", "blue")
@@ -281,7 +281,7 @@ def test_models_are_known_by_their_names() -> None:
     assert paths(one, other) == {"names.0"}
 
 
-def test_blocks_of_a_message_are_joined_each() -> None:
+def test_blocks_of_a_message_are_each_joined() -> None:
     def block(index: int, **said: str) -> tuple[str, Any]:
         return "content_block_delta", {"index": index, "delta": said}
 
@@ -345,7 +345,7 @@ def test_a_refusal_that_differs_is_found_with_its_place(
     assert found(ours, whole({"error": ERROR}, 400, retry_after="3")) == expected
 
 
-def test_an_answer_that_is_no_json_is_compared_as_text() -> None:
+def test_an_answer_that_is_not_json_is_compared_as_text() -> None:
     theirs = httpx2.Response(500, text="Internal Server Error")
     assert found(httpx2.Response(500, text="Internal Server Error"), theirs) == []
     assert found(httpx2.Response(500, text="internal error"), theirs) == [
@@ -422,7 +422,7 @@ def test_an_id_of_another_form_is_found(name: str, ours: Any, theirs: Any) -> No
     assert paths(whole({name: ours}), whole({name: theirs})) == {name}
 
 
-def test_which_forbidden_tokens_fill_a_list_does_not_count() -> None:
+def test_the_forbidden_tokens_that_fill_a_list_do_not_count() -> None:
     def completion(**top: float) -> httpx2.Response:
         return whole({"logprobs": {"top_logprobs": [None, top]}})
 
@@ -437,7 +437,7 @@ def test_which_forbidden_tokens_fill_a_list_does_not_count() -> None:
     assert paths(completion(d=-0.5, b=-9999.0, c=-9999.0), theirs) == {f"{place}.a", f"{place}.d"}
 
 
-def test_which_forbidden_tokens_fill_a_list_of_a_chat_does_not_count() -> None:
+def test_the_forbidden_tokens_that_fill_a_list_of_a_chat_do_not_count() -> None:
     def chat(**top: float) -> httpx2.Response:
         entries = [{"token": token, "logprob": logprob} for token, logprob in top.items()]
         return whole({"content": [{"token": "a", "top_logprobs": entries}]})

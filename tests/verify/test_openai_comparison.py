@@ -1,4 +1,4 @@
-"""The comparison of `make test-openai` notes what differs, by push and by pull."""
+"""The comparison of `make test-openai` notes differences, by push and by pull."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from .openai_answers import (
     whole,
 )
 
-# What is asked, and what comes of it.
+# Requests, and their outcomes.
 
 
 def answering(*answers: httpx2.Response) -> Way:
-    """A server with these answers, one after the other."""
+    """Returns a server with these answers, one after the other."""
     left = iter(answers)
 
     async def ask(http: httpx2.AsyncClient, case: Case, body: Any) -> httpx2.Response:
@@ -71,7 +71,7 @@ async def test_answers_that_are_equal_are_counted_and_returned() -> None:
     assert advanced == ["a case"] * 2
 
 
-async def test_an_answer_that_differs_is_noted_with_what_was_asked() -> None:
+async def test_an_answer_that_differs_is_noted_with_its_request() -> None:
     tally = Tally()
     theirs = answering(completion("a"), completion("b"))
     ways = {"push": answering(completion("a"), completion("c")), "pull": answering(*BOTH)}
@@ -87,7 +87,7 @@ async def test_an_answer_that_differs_is_noted_with_what_was_asked() -> None:
 
 
 @pytest.mark.parametrize(("way", "excused"), [("push", 1), ("pull", 0), ("itself", 0)])
-async def test_only_what_a_pair_answers_by_push_is_excused(way: str, excused: int) -> None:
+async def test_only_answers_by_push_are_excused(way: str, excused: int) -> None:
     tally = Tally()
     theirs = answering(*[completion("a", usage={"completion_tokens": 3})] * 2)
     ours = answering(*[completion("a", usage={"completion_tokens": 4})] * 2)
@@ -163,7 +163,7 @@ async def test_a_pull_asks_prefill_for_one_token_and_decode_with_its_reply() -> 
     ]
 
 
-async def test_what_prefill_refuses_is_the_answer_of_a_pull() -> None:
+async def test_a_refusal_of_prefill_is_the_answer_of_a_pull() -> None:
     def reply(request: httpx2.Request) -> httpx2.Response:
         assert request.url.host == "p"
         return whole({"error": ERROR}, 400)
@@ -179,7 +179,7 @@ def test_only_objects_for_a_route_with_a_limit_are_pulled() -> None:
     assert not can_be_pulled(Case("", CHAT, ({}, b"{")))
 
 
-async def test_an_answer_that_breaks_off_has_a_status_that_no_server_has() -> None:
+async def test_an_answer_that_breaks_off_gets_a_status_that_no_server_sends() -> None:
     def breaks_off(request: httpx2.Request) -> httpx2.Response:
         raise httpx2.RemoteProtocolError("the server disconnected")
 
@@ -198,7 +198,7 @@ async def test_an_answer_that_breaks_off_has_a_status_that_no_server_has() -> No
     )
 
 
-async def test_a_request_goes_out_as_it_is_written() -> None:
+async def test_a_request_is_sent_as_it_is_written() -> None:
     asked: list[httpx2.Request] = []
 
     def reply(request: httpx2.Request) -> httpx2.Response:

@@ -1,4 +1,4 @@
-"""What `make test-openai` asks, and what docs/router.md excuses."""
+"""The requests of `make test-openai`, and the differences that docs/router.md excuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .openai_answers import (
     REFUSED,
 )
 
-# What docs/router.md excuses.
+# Excuses of docs/router.md.
 
 TABLE: Final = """
 | a | table |
@@ -77,7 +77,7 @@ def test_the_document_of_the_router_excuses_something() -> None:
         ("over 1", (2, 1.5), (1, 0, True, "2", None)),
     ],
 )
-def test_a_row_is_about_values_that_meet_its_condition(
+def test_a_row_applies_to_values_that_meet_its_condition(
     condition: str, holds: tuple[Any, ...], does_not: tuple[Any, ...]
 ) -> None:
     excuse = Excuse("all", "a", condition, "all")
@@ -85,7 +85,7 @@ def test_a_row_is_about_values_that_meet_its_condition(
     assert [value for value in does_not if excuse.matches(CHAT, {"a": value})] == []
 
 
-def test_a_row_is_about_its_route_and_member() -> None:
+def test_a_row_applies_to_its_route_and_member() -> None:
     assert OF_USAGE.matches(COMPLETIONS, {"n": 2})
     assert not OF_USAGE.matches(CHAT, {"n": 2})
     assert not OF_USAGE.matches(COMPLETIONS, {"best_of": 2})
@@ -120,7 +120,8 @@ Takes = Callable[[Collection[str]], bool]
 
 
 def bodies_until_covered(cover: PairCover, takes: Takes) -> list[Collection[str]]:
-    """What an engine is asked. Each body settles a pair, or has one that is tried alone later."""
+    """Returns the bodies sent to an engine until all pairs are covered; fails if there are too
+    many."""
     asked: list[Collection[str]] = []
     while cover.left and len(asked) < 2 * cover.total:
         asked.append(cover.next())
@@ -131,7 +132,7 @@ def bodies_until_covered(cover: PairCover, takes: Takes) -> list[Collection[str]
 
 @st.composite
 def groups_that_are_refused(draw: st.DrawFn) -> tuple[list[str], set[tuple[str, ...]]]:
-    """Members, and those of them that no body may have together: two or three."""
+    """Draws members, and groups of two or three of them that no body may have together."""
     members = [f"m{index:02}" for index in range(draw(st.integers(2, 14)))]
     sizes = [list(itertools.combinations(members, size)) for size in (2, 3)]
     refused = {each for size in sizes if size for each in draw(st.sets(st.sampled_from(size)))}
@@ -139,7 +140,7 @@ def groups_that_are_refused(draw: st.DrawFn) -> tuple[list[str], set[tuple[str, 
 
 
 @given(groups_that_are_refused(), st.integers(0, 99))
-def test_each_pair_is_answered_or_refused_as_the_engine_says(
+def test_each_pair_is_answered_or_refused_as_by_the_engine(
     drawn: tuple[list[str], set[tuple[str, ...]]], seed: int
 ) -> None:
     members, groups = drawn
@@ -157,7 +158,7 @@ def test_pairs_that_are_all_valid_take_few_bodies(seed: int) -> None:
     assert len(asked) <= 25
 
 
-# Members by a document.
+# Members from a document.
 
 
 def openapi(**members: Any) -> dict[str, Any]:
@@ -201,9 +202,7 @@ def optional(**schema: Any) -> dict[str, Any]:
         ({}, Values({}, (None,), ("x", [1]))),
     ],
 )
-def test_a_member_that_is_new_gets_values_by_its_schema(
-    schema: dict[str, Any], values: Values
-) -> None:
+def test_a_new_member_gets_values_by_its_schema(schema: dict[str, Any], values: Values) -> None:
     assert members_of(openapi(unheard_of=schema), CHAT) == {"unheard_of": values}
 
 

@@ -1,4 +1,4 @@
-"""Processes of the harness: none is left behind, and what one has said is shown when it fails."""
+"""Processes of the harness: none is left behind, and the error of a failed one shows its output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verify.processes.worker import WorkerProcess
 pytestmark = pytest.mark.native
 
 SLEEPS = "import time; print('{\"up\": true}', flush=True); time.sleep(600)"
-# Its child ignores SIGTERM, and is told of on stdout.
+# A parent that prints the id of its child, and waits for it.
 PARENT = f"""
 import json, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {SLEEPS!r}])
@@ -44,7 +44,7 @@ def running(pid: int) -> bool:
         return False
 
 
-def test_it_is_ready_with_its_first_object_and_ends_with_its_block() -> None:
+def test_a_process_is_ready_with_its_first_object_and_ends_with_its_block() -> None:
     with python(SLEEPS) as process:
         assert process.ready() == {"up": True}
         assert os.getsid(process.pid) == os.getsid(0)
@@ -54,7 +54,7 @@ def test_it_is_ready_with_its_first_object_and_ends_with_its_block() -> None:
 
 
 @pytest.mark.parametrize("grace", [0.0, 0.2])
-def test_a_frozen_one_ends_with_its_block(grace: float) -> None:
+def test_a_frozen_process_ends_with_its_block(grace: float) -> None:
     with python(SLEEPS, grace=grace) as process:
         process.ready()
         process.freeze()
@@ -62,28 +62,28 @@ def test_a_frozen_one_ends_with_its_block(grace: float) -> None:
 
 
 @pytest.mark.parametrize("how", ["kill", "close"])
-def test_what_it_has_started_ends_with_it(how: str) -> None:
+def test_the_children_of_a_process_end_with_it(how: str) -> None:
     with python(PARENT) as process:
         child = process.ready()["child"]
         getattr(process, how)()
         wait_until(lambda: not running(child))
 
 
-def test_what_it_has_started_ends_when_it_ends_by_itself() -> None:
+def test_the_children_of_a_process_end_when_it_ends_by_itself() -> None:
     with python(PARENT.replace("child.wait()", "")) as process:
         child = process.ready()["child"]
         process.ends()
         wait_until(lambda: not running(child))
 
 
-def test_it_ends_with_a_driver_that_is_killed() -> None:
+def test_a_process_ends_with_a_driver_that_is_killed() -> None:
     driver = subprocess.run([sys.executable, "-c", DRIVER], capture_output=True, text=True)
     assert driver.returncode == -signal.SIGKILL, driver.stderr
     pid, folder = driver.stdout.split()
     wait_until(lambda: not running(int(pid)) and not Path(folder).exists())
 
 
-def test_one_that_ends_before_it_is_ready_says_what_it_said() -> None:
+def test_the_error_of_a_process_that_ends_before_it_is_ready_has_its_output() -> None:
     with (
         python("import sys; print('to stdout'); sys.exit('to stderr')") as process,
         pytest.raises(ProcessFailed, match=r"program has ended with exit code 1:\n(.*\n)*to std"),
@@ -91,7 +91,7 @@ def test_one_that_ends_before_it_is_ready_says_what_it_said() -> None:
         process.ready()
 
 
-def test_one_that_does_not_get_ready_or_stop_is_named() -> None:
+def test_the_error_names_a_process_that_does_not_get_ready_or_stop() -> None:
     code = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPS}"
     with python(code) as process:
         process.ready()
@@ -101,14 +101,14 @@ def test_one_that_does_not_get_ready_or_stop_is_named() -> None:
             process.stop(seconds=0.1)
 
 
-def test_stop_wants_exit_code_0() -> None:
+def test_stop_requires_exit_code_0() -> None:
     with python(SLEEPS) as process:
         process.ready()
         with pytest.raises(ProcessFailed, match="has ended with SIGTERM"):
             process.stop()
 
 
-def test_one_that_was_started_again_is_not_ready_by_its_old_words() -> None:
+def test_a_restarted_process_is_not_ready_by_its_old_output() -> None:
     with python("print('{\"pid\": %d}' % __import__('os').getpid())") as process:
         first = process.ready()
         process.ends()
@@ -116,7 +116,7 @@ def test_one_that_was_started_again_is_not_ready_by_its_old_words() -> None:
         assert process.ready() != first
 
 
-async def test_a_worker_answers_in_any_order_and_says_when_it_has_ended() -> None:
+async def test_a_worker_answers_in_any_order_and_reports_its_end() -> None:
     with WorkerProcess("verify.attack.worker", "prefill", "local") as worker:
         await worker.started()
         answers = [worker.begin("changed"), worker.begin("state")]

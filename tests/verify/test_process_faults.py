@@ -1,6 +1,6 @@
 """Real processes and a real network: a survivor gets a named error, and no byte lands late.
 
-`make chaos` measures how soon the error comes.
+`make chaos` measures the time until the error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from verify.faults.link import why_no_links
 
 pytestmark = pytest.mark.realtime
 
-# A machine that is very busy can make a moment's stall long enough for the usual timeout.
+# On a very busy machine, a moment's stall may exceed the default timeout.
 _PATIENT: Final = {"KVXFER_PEER_TIMEOUT": "2"}
 _GIVEN_UP: Final = {"transfer-cancelled", "peer-timeout", "peer-lost", None}
 _ENDED_BY: Final[dict[str, set[str | None]]] = {
@@ -26,7 +26,7 @@ _ENDED_BY: Final[dict[str, set[str | None]]] = {
     "port down": {"peer-timeout", "peer-lost", None},
     "half-open": {"peer-timeout", None},
     "reset": {"peer-lost", None},
-    # Python may end of it.
+    # Python may end from lack of memory.
     "no memory": {"transfer-cancelled", "no-memory", "peer-lost", None},
     "clock": {"ticket-expired", "transfer-refused", None},
 }

@@ -1,4 +1,4 @@
-"""A rendezvous at the local socket that is not answered: what follows, and strangers meanwhile."""
+"""Strangers flood the local socket, so a rendezvous there is not answered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verify.attack.worker import KEY
 pytestmark = pytest.mark.native
 
 
-async def test_engine_falls_back_to_tcp_though_its_local_socket_is_flooded() -> None:
+async def test_engine_falls_back_to_tcp_if_the_local_socket_is_flooded() -> None:
     with contextlib.closing(FakeEngine(KEY)) as fake:
         async with Engine(cluster_key=KEY, fabrics=("local", "tcp"), peer_timeout=10) as engine:
             connecting = asyncio.create_task(engine.connect(fake.address, timeout=15))
@@ -25,11 +25,11 @@ async def test_engine_falls_back_to_tcp_though_its_local_socket_is_flooded() -> 
             rendezvous, _ = await asyncio.to_thread(fake.unix.accept)
             target = Target.of(engine.address)
             silent = [target.connect_local() for _ in range(600)]
-            # The rendezvous is not answered: after half a second come the lanes.
+            # The rendezvous is not answered; after half a second the engine dials lanes.
             lane, _ = await asyncio.to_thread(fake.listener.accept)
             hello = await asyncio.to_thread(read, lane, wire.HELLO_BYTES)
             assert hello[6] == wire.LANE
-            # 256 are kept, and as many again on a machine so busy that the first had their time.
+            # 256 are kept, and as many again if a busy machine has let the first ones time out.
             assert engine.refusals()["handshake"]["backpressure"] >= 600 - 2 * 256
             connecting.cancel()
             await asyncio.gather(connecting, return_exceptions=True)
@@ -37,7 +37,7 @@ async def test_engine_falls_back_to_tcp_though_its_local_socket_is_flooded() -> 
                 sock.close()
 
 
-async def test_where_sharing_memory_fails_and_nothing_else_is_there_the_error_says_why() -> None:
+async def test_if_sharing_memory_fails_and_there_is_no_other_fabric_the_error_says_why() -> None:
     with contextlib.closing(FakeEngine(KEY)) as fake:
         async with Engine(cluster_key=KEY, fabrics=("local",), peer_timeout=10) as engine:
             connecting = asyncio.create_task(engine.connect(fake.address, timeout=15))

@@ -1,5 +1,5 @@
-"""The defects of `make router-defects` are those of the sources as they are, and a defect that no
-test catches is told."""
+"""The defects of `make router-defects` apply to the current sources, and a defect that no test
+catches is reported."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_there_are_many_defects() -> None:
 
 
 @pytest.mark.parametrize("defect", defects(), ids=lambda defect: defect.patch.stem)
-def test_a_defect_applies_and_names_tests_that_are_there(defect: Defect) -> None:
+def test_a_defect_applies_and_names_an_existing_suite(defect: Defect) -> None:
     assert defect.apply(ROOT, "--check")
     assert (ROOT / defect.suite).is_file()
     assert defect.about
 
 
 def planted(folder: Path, *, there: str = LINE, instead: str) -> Defect:
-    """A defect whose patch replaces a line, and whose suite wants more than nine bytes."""
+    """Plants a defect whose patch replaces a line, and whose suite wants more than nine bytes."""
     before = (ROOT / FILE).read_text().replace(LINE, there).splitlines(keepends=True)
     after = [instead if line == there else line for line in before]
     diff = difflib.unified_diff(before, after, f"a/{FILE}", f"b/{FILE}")
@@ -46,7 +46,7 @@ def planted(folder: Path, *, there: str = LINE, instead: str) -> Defect:
     return Defect(patch)
 
 
-def test_a_patch_fits_only_the_text_that_it_was_made_of(tmp_path: Path) -> None:
+def test_a_patch_applies_only_to_the_text_that_it_was_made_from(tmp_path: Path) -> None:
     assert planted(tmp_path, instead="MAX_EVENT_BYTES: Final = 9\n").apply(ROOT, "--check")
     other = planted(tmp_path, there="MAX_EVENT_BYTES: Final = 1 << 20\n", instead="\n")
     assert not other.apply(ROOT, "--check")

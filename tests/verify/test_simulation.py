@@ -12,14 +12,14 @@ from verify.simulation.fate import FAULTS, REQUEST_FAULTS
 
 SEEDS = 1000
 BATCH = 250
-# What the faults and faults have to lead to, somewhere.
+# The faults, and the outcomes that they must lead to in some seed.
 _REACHED = (
     *FAULTS, *REQUEST_FAULTS, "direct", "bearer", "brokered", "by offer", "plain",
     "MLA", "layer groups", "pipeline stages", "epoch followed", "declined", "kept", "backpressure",
     "messages held back",
     "asked to revoke", "paths reset", "copies waited for", "heads put in order",
     "restarted peer refused",
-    "request to nobody", "has to be told",
+    "request to no process", "has to be told",
     *(f"prefill: {end}" for end in (
         "ok", "aborted", "died", "TransferCancelled", "LeaseExpired", "PeerLost", "PeerTimeout",
         "TicketInvalid", "TicketExpired", "BlockPoolExhausted",
@@ -34,14 +34,14 @@ _REACHED = (
 
 @pytest.fixture(scope="module")
 def happened() -> Iterator[Happened]:
-    """What happened in all batches together."""
+    """The events of all batches together."""
     counts = Happened()
     yield counts
     print(dict(sorted(counts.items())))
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
-def test_whatever_happens_every_promise_holds(first: int, happened: Happened) -> None:
+def test_every_promise_holds_in_every_seed(first: int, happened: Happened) -> None:
     assert_promises_hold(SIMULATION, first, BATCH, happened)
 
 

@@ -1,4 +1,4 @@
-"""A seed is a schedule: the same one again is the same to the last event."""
+"""A seed is a schedule: the same seed gives the same events, to the last one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_trace_changes_nothing() -> None:
 
 @pytest.mark.native
 def test_another_process_sees_the_same_events() -> None:
-    """Whatever its hashes and addresses are."""
+    """Hashes and addresses differ between processes."""
     command = [sys.executable, "-m", "verify.simulation", "--seed", "7", "--trace"]
     prints = [
         subprocess.run(

@@ -1,4 +1,4 @@
-"""What `make test-stability` does to the suite, and what it makes of the suite's log."""
+"""The stalls of `make test-stability`, and its reading of a suite's log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.native
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 
-# Its child opens a file before its exec, and is in the parent's memory until then.
+# The child opens a file before its exec, and until then shares the parent's memory.
 _SPAWNS = """
 import os, sys
 opened = (os.POSIX_SPAWN_OPEN, 0, sys.argv[1], os.O_RDONLY, 0)
@@ -57,7 +57,7 @@ def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
         process.wait()
 
 
-def test_a_stall_stops_what_runs_and_leaves_alone_what_a_test_has_stopped(
+def test_a_stall_stops_running_processes_and_leaves_those_that_a_test_has_stopped(
     sleepers: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, frozen = (process.pid for process in sleepers)
@@ -72,7 +72,7 @@ def test_a_stall_stops_what_runs_and_leaves_alone_what_a_test_has_stopped(
     assert stability.state(frozen) == "T"
 
 
-def test_a_process_that_waits_for_its_child_to_exec_holds_no_stall_up(
+def test_a_process_that_waits_for_its_child_to_exec_does_not_delay_a_stall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stability, "_EVERY_SECONDS", 0.1)
@@ -83,16 +83,16 @@ def test_a_process_that_waits_for_its_child_to_exec_holds_no_stall_up(
         wait_until(lambda: len({*stability.descendants(os.getpid())} - others) == 2)
         with stability.Stalls(others) as stalls:
             wait_until(lambda: stalls.count >= 2)
-        fifo.write_bytes(b"")  # the child goes on to its exec
+        fifo.write_bytes(b"")  # lets the child continue to its exec
     assert process.returncode == 0
 
 
-def test_what_a_suite_leaves_behind_is_named_and_ended(tmp_path: Path) -> None:
+def test_processes_that_a_suite_leaves_behind_are_named_and_ended(tmp_path: Path) -> None:
     leaves = (
         "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', "
         "'import time; time.sleep(600)']); print(child.pid)"
     )
-    # In its own process: it becomes the parent of what is left behind.
+    # A separate process, which becomes the parent of the processes left behind.
     program = (
         "import sys, ctypes; from pathlib import Path; from verify import stability; "
         "ctypes.CDLL(None).prctl(36, 1, 0, 0, 0); "

@@ -1,4 +1,4 @@
-"""The training job trains, saves what it has, and what it pushes is what it saves."""
+"""The training job trains, saves its weights, and pushes what it saves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingJob]:
 
 
 def half(whole: dict[str, torch.Tensor], rank: int) -> Holdings:
-    """Of each parameter the first or the second half of its rows."""
+    """Returns the holdings of a rank with the first or the second half of each parameter's rows."""
     rows = {name: each.shape[0] // 2 for name, each in whole.items()}
     return Holdings(
         tuple(
@@ -55,18 +55,19 @@ def staged(receiver: WeightReceiver) -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_step_changes_each_weight_by_much(job: TrainingJob, tmp_path: Path) -> None:
+def test_a_step_changes_each_weight_by_a_large_amount(job: TrainingJob, tmp_path: Path) -> None:
     before = load_file(job.save(tmp_path / "before") / "model.safetensors")
     job.step()
     after = load_file(job.save(tmp_path / "after") / "model.safetensors")
     assert before.keys() == after.keys()
     for name, weight in before.items():
-        # AdamW moves what has a gradient by its rate; tokens that no rank drew have none.
+        # AdamW moves a weight with a gradient by its rate; tokens that no rank drew have no
+        # gradient.
         assert (after[name] - weight).abs().median() > 0.04 or "embed" in name
     LlamaForCausalLM.from_pretrained(tmp_path / "after")
 
 
-async def test_what_is_pushed_is_what_is_saved(job: TrainingJob, tmp_path: Path) -> None:
+async def test_pushed_weights_are_the_saved_ones(job: TrainingJob, tmp_path: Path) -> None:
     whole = load_file(job.save(tmp_path / "start") / "model.safetensors")
     served: list[dict[str, torch.Tensor]] = []
     receivers: list[WeightReceiver] = []
@@ -103,13 +104,13 @@ async def test_what_is_pushed_is_what_is_saved(job: TrainingJob, tmp_path: Path)
     await asyncio.to_thread(job.do, "close")
 
 
-def test_a_push_that_fails_says_why(job: TrainingJob) -> None:
+def test_the_error_of_a_failed_push_says_why(job: TrainingJob) -> None:
     job.connect(options={"fabrics": ["tcp"]})
     assert job.push(3)["code"] == "weight-update-aborted"
     job.do("close")
 
 
-def test_equal_seeds_train_alike_and_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+def test_equal_seeds_train_alike_and_the_error_names_a_killed_rank(tmp_path: Path) -> None:
     weights = []
     for name in "ab":
         with TrainingJob(tmp_path, world_size=2, layers=1, seed=1) as job:

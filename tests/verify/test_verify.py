@@ -1,4 +1,4 @@
-"""`make verify`: what has passed is not run again, and no step passes without words."""
+"""`make verify`: what has passed is not run again, and each step has to say what it proved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.native
 
 @pytest.fixture
 def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """`make verify` with two steps of the test's own; the answer is its exit status."""
+    """Runs `make verify` with two steps of the test's own; returns its exit status."""
     monkeypatch.setattr(verify, "WORK", tmp_path / "work")
     monkeypatch.setattr(verify, "ROOT", tmp_path)
     monkeypatch.setattr(verify, "digest_of_tree", lambda: "a tree")
@@ -71,5 +71,5 @@ def test_a_step_that_says_nothing_of_what_it_proved_has_failed(steps: Callable[.
         ("nothing\n", ""),
     ],
 )
-def test_programs_say_what_they_proved_and_so_do_the_test_runners(log: str, proved: str) -> None:
+def test_the_results_of_programs_and_test_runners_are_read(log: str, proved: str) -> None:
     assert verify.what_it_proved(log) == proved

@@ -1,4 +1,4 @@
-"""The rules that `make chaos-vllm` holds a disaggregated vLLM to."""
+"""The rules by which `make chaos-vllm` judges a disaggregated vLLM."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ WAITS = Fault("freeze decode", began=10.0, ended=12.0, over=14.0, waits=True)
 @pytest.mark.parametrize(
     ("fault", "began", "logged", "ended", "seconds"),
     [
-        (FREEZE, 9.0, 10.75, 11.0, 0.75),  # under way when it happened
-        (FREEZE, 10.5, 11.2, 11.5, 0.7),  # came to the frozen engine
-        (FREEZE, 9.0, None, 12.5, 2.5),  # no log named it before the client heard of it
+        (FREEZE, 9.0, 10.75, 11.0, 0.75),  # under way at the fault
+        (FREEZE, 10.5, 11.2, 11.5, 0.7),  # sent to the frozen engine
+        (FREEZE, 9.0, None, 12.5, 2.5),  # no log named it before the client got the error
         (WAITS, 9.0, 10.75, 12.5, 0.75),
-        (WAITS, 10.5, None, 12.5, 0.5),  # waited until the engine went on
+        (WAITS, 10.5, None, 12.5, 0.5),  # waited until the engine continued
     ],
 )
 def test_a_failure_is_timed_from_its_cause(
@@ -34,7 +34,7 @@ def test_a_failure_is_timed_from_its_cause(
     assert naming(sent(began, ended), named, fault) == Naming(pytest.approx(seconds), Cause.FAULT)
 
 
-def test_a_failure_after_the_fault_is_a_stall_only_where_a_heartbeat_is_missing() -> None:
+def test_a_failure_after_the_fault_is_a_stall_only_if_a_heartbeat_is_missing() -> None:
     late = sent(15.0, 17.5)
     stall = naming(late, (17.4, "peer 'prefill': no heartbeat for 755 ms"), FREEZE)
     assert stall == Naming(0.755, Cause.STALL)
@@ -42,7 +42,7 @@ def test_a_failure_after_the_fault_is_a_stall_only_where_a_heartbeat_is_missing(
     assert naming(late, None, None).cause is Cause.UNKNOWN
 
 
-def test_what_is_not_held_is_told() -> None:
+def test_each_broken_rule_is_reported() -> None:
     right = sent(1.0, 2.0, Became.RIGHT)
     failed = sent(1.0, 2.0)
     good = Phase("kill", "kill -9 prefill", [right, failed], FREEZE, [Naming(1.0, Cause.FAULT)])

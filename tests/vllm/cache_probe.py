@@ -1,5 +1,5 @@
 """Lets vLLM allocate a KV cache in host memory as its CPU worker does, within the connector's hook,
-and checks that it is memory which peers map: `python cache_probe.py`, in vLLM's environment."""
+and checks that peers can map it: `python cache_probe.py`, in vLLM's environment."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def allocate() -> dict[str, torch.Tensor]:
 
 
 async def registered(caches: dict[str, torch.Tensor]) -> bool:
-    """Whether peers can map the caches, which are one region."""
+    """True if the caches are in one region that peers can map."""
     kept = {name: LayerCache(tensor, 2) for name, tensor in caches.items()}
     layout = layout_of(kept, TOKENS)
     async with Engine(cluster_key=b"0123456789abcdef") as engine:

@@ -24,7 +24,7 @@ from verify.vllm.servers import VLLM_PYTHON, add_vllm, make_model, vllm
 
 HERE = Path(__file__).parent
 CLUSTER_KEY = "0123456789abcdef0123456789abcdef"
-# The cores of a test machine are busy; what is tested is the result, not the speed.
+# The cores of a test machine are busy, and these tests measure no time.
 PEER_TIMEOUT = 5.0
 LEASE_SECONDS = 20.0
 
@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def checkpoint(kind: str, folder: Path) -> Path:
-    """That of a tiny model of verify/vllm/tiny_models.py."""
+    """Makes a tiny model of verify/vllm/tiny_models.py, once, and returns its checkpoint."""
     made = folder / kind
     if not made.exists():
         maker = Path(servers.__file__).with_name("tiny_models.py")
@@ -64,8 +64,8 @@ def ask(
 
 
 def keep(server: Server, prompt: list[int], **more: Any) -> dict[str, Any]:
-    """What vLLM's proxies do first: the request goes to prefill alone, and the reply says where its
-    prompt can be fetched."""
+    """Sends the request to prefill alone, as vLLM's proxies do first, and returns the
+    kv_transfer_params of the reply, which say where the prompt can be fetched."""
     nothing = dict.fromkeys(("engine_id", "block_ids", "host", "port"))
     params = {f"remote_{name}": None for name in nothing}
     asked = {"do_remote_decode": True, "do_remote_prefill": False, **params}
@@ -108,7 +108,7 @@ class Cluster:
         return list(choice["token_ids"])
 
     def open_transfer(self, request_id: str) -> dict[str, Any]:
-        """The kv_transfer_params of a new transfer."""
+        """Opens a transfer and returns its kv_transfer_params."""
         answer = httpx2.post(
             self.control_plane.url + "/v1/transfers",
             json={"request_id": request_id, "model": "tiny"},
@@ -121,7 +121,7 @@ class Cluster:
         }
 
     def cached_tokens(self, prompt: list[int]) -> int:
-        """Of this prompt in prefill's cache, as far as the control plane knows."""
+        """Returns how many tokens of the prompt the control plane knows in prefill's cache."""
         hashes, tokens_per_hash = asked_hashes(prompt, "tiny")
         body = {"prefix_hashes": as_text(hashes), "tokens_per_hash": tokens_per_hash}
         with httpx2.Client(base_url=self.control_plane.url) as http:
@@ -177,7 +177,7 @@ def fleet_in(folder: Path) -> Fleet:
 def settings(
     lease_seconds: float = LEASE_SECONDS, peer_timeout: float = PEER_TIMEOUT
 ) -> dict[str, Any]:
-    """Those of a connector. No transfer of these tests is believed without having been checked."""
+    """Returns the settings of a connector. Every transfer is verified with checksums."""
     return {"peer_timeout": peer_timeout, "lease_seconds": lease_seconds, "checksums": True}
 
 
@@ -193,7 +193,7 @@ def cluster_of(
     lease_seconds: float = LEASE_SECONDS,
 ) -> Iterator[Cluster]:
     """A pair with its control plane and router; `prefill` and `decode` are arguments of vLLM's.
-    Without `aggregated`, prefill also computes what comes without a ticket."""
+    Without `aggregated`, prefill also computes requests that have no ticket."""
     with fleet_in(folder) as fleet:
         fleet.start_control_plane(*control_plane)
         fleet.start_router("--attempts", "1")
@@ -208,15 +208,15 @@ def cluster_of(
 
 @pytest.fixture(scope="session")
 def aggregated(folder: Path, model: Path) -> Iterator[Server]:
-    """Starts beside the others: to be waited for."""
+    """A server that computes everything itself. It may still be starting."""
     with vllm("aggregated", folder, model) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def cluster(folder: Path, model: Path, aggregated: Server) -> Iterator[Cluster]:
-    # Long prompts in chunks, which end within blocks. A few of them take all blocks, so that what
-    # was freed is soon overwritten.
+    # Long prompts are computed in chunks that end within blocks. A few of them take all blocks, so
+    # freed blocks are soon overwritten.
     chunks = ("--max-num-batched-tokens", "600", "--num-gpu-blocks-override", "200")
     with cluster_of(folder / "pair", model, aggregated, prefill=chunks) as started:
         yield started

@@ -1,4 +1,5 @@
-"""A server that is to return routed experts does not start: `python experts_probe.py MODEL`."""
+"""Checks that a server told to return routed experts does not start: `python experts_probe.py
+MODEL`."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def main() -> None:
         kv_connector_extra_config=SETTINGS,
     )
     config = EngineArgs(model=sys.argv[1], kv_transfer_config=transfer).create_engine_config()
-    # Afterwards: on a CPU, vLLM itself refuses them before the connector is asked.
+    # Set only now: on a CPU, create_engine_config() refuses it before the connector can.
     config.aux_output_config.enable_return_routed_experts = True
     nothing = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
     try:

@@ -1,9 +1,9 @@
-"""Moves KV caches of every attention backend of vLLM, in memory of a GPU: `python -m
+"""Moves KV caches of every attention backend of vLLM in GPU memory: `python -m
 tests.vllm.gpu_layouts`, in vLLM's environment, on a CUDA driver or the double of one.
 
-Backends, specs and views are vLLM's own; no backend computes. What a backend may keep is moved
-between instances of the same and of different numbers of ranks, and compared with what the same
-tokens are in the other side's views.
+Backends, specs and views are vLLM's own; no backend computes. Each form of cache is moved between
+instances with equal and with different numbers of ranks. The same tokens have to be in the views
+of the other side.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ KEY: Final = b"0123456789abcdef0123456789abcdef"
 LAYERS, HEADS, BLOCKS, TOKENS = 2, 4, 6, 150
 RANKS: Final = ((1, 1), (2, 1), (1, 2))
 BLOCK_SIZES: Final = (16, 128)
-# Of these, the bytes of a block do not lie together.
+# In these layouts the bytes of a block are not contiguous.
 SCATTERED: Final = (KVCacheLayout.BHLNC, KVCacheLayout.LHBNC)
-# Names of one form.
+# Each has the form of another dtype that is tried.
 ALIASES: Final = ("float16", "bfloat16", "fp8_e4m3")
 DS_MLA: Final = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}  # as MLAAttention.get_kv_cache_spec()
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a backend keeps of each layer: the spec of a rank that has all heads, in a layout."""
+    """A form of cache: the spec of a rank that has all heads, and a layout."""
 
     spec: AttentionSpec
     cache_dtype: str
     layout: KVCacheLayout
     of_heads: Callable[[int], AttentionSpec] = field(compare=False)
-    """The spec of a rank with so many heads."""
+    """Returns the spec of a rank with the given number of heads."""
 
     @property
     def mla(self) -> bool:
@@ -93,9 +93,9 @@ class Kept:
 
 
 def backends() -> Iterator[tuple[str, Any]]:
-    """Names and classes of those that import here; the others are named."""
-    # vLLM's kernels are a library for each kind of processor. ROCm's backends import another one,
-    # which ends the process where one is loaded.
+    """Yields name and class of each backend that imports here; prints the names of the others."""
+    # vLLM has a library of kernels for each kind of processor. ROCm's backends import another one,
+    # and the process ends if two are loaded.
     current_platform.import_kernels()
     sys.modules["vllm._C"] = ModuleType("vllm._C")
     for member in AttentionBackendEnum:
@@ -108,7 +108,7 @@ def backends() -> Iterator[tuple[str, Any]]:
 
 
 def kept_by(backend: Any) -> Iterator[Kept]:
-    """All that a backend may keep, of the sizes that it takes."""
+    """Yields every form of cache that a backend supports, with one head size."""
     sizes = backend.get_supported_head_sizes() or [64]
     head_size = 64 if 64 in sizes else sizes[0]
     dtypes = [dtype for dtype in backend.supported_kv_cache_dtypes if dtype not in ALIASES]
@@ -134,11 +134,11 @@ def kept_by(backend: Any) -> Iterator[Kept]:
 
 
 class Rank:
-    """A rank's caches: vLLM's views of memory of the GPU, and of host memory of the same form."""
+    """A rank's caches: vLLM's views of GPU memory, and of a mirror of it in host memory."""
 
     def __init__(self, kept: Kept, ranks: int, rank: int) -> None:
         spec = kept.of_heads(HEADS // ranks)
-        # The blocks for one prompt, and as many as others have.
+        # The blocks of one prompt, and BLOCKS more.
         self.blocks = -(-TOKENS // spec.block_size) + BLOCKS
         shape = (LAYERS, *compute_layer_kv_cache_shape_bytes(spec, self.blocks))
         layer, block, *_ = compute_layout_strides(spec, self.blocks, LAYERS, kept.layout)
@@ -181,7 +181,7 @@ class Rank:
         device_memory.free(self.address)
 
     def put(self, tokens: torch.Tensor) -> None:
-        """The prompt, [layers, tokens, heads, bytes], into its blocks."""
+        """Writes the prompt, [layers, tokens, heads, bytes], into its blocks."""
         for cache, of_layer in zip(self.mirrored, tokens, strict=True):
             for token, content in enumerate(of_layer[:, self.heads]):
                 block, at = divmod(token, self.layout.block_size)
@@ -189,7 +189,7 @@ class Rank:
         device_memory.write(self.address, self.mirror.numpy().tobytes())
 
     def get(self) -> torch.Tensor:
-        """Of its heads."""
+        """Returns the prompt as its blocks have it, with the rank's heads."""
         raw = bytearray(device_memory.read(self.address, self.nbytes))
         self.mirror[:] = torch.frombuffer(raw, dtype=torch.int8)
         size = self.layout.block_size
@@ -215,7 +215,7 @@ async def endpoint_of(rank: Rank, name: str) -> AsyncIterator[tuple[Engine, KvEn
 
 
 async def move(prefill: Kept, decode: Kept, ranks: tuple[int, int]) -> None:
-    """One prompt from the ranks of an instance to those of another: every byte of it."""
+    """Moves a prompt between the ranks of two instances and compares every byte."""
     content = prefill.spec.state_content_size_bytes
     heads = prefill.spec.num_heads
     tokens = torch.randint(-128, 128, (LAYERS, TOKENS, heads, content), dtype=torch.int8)
@@ -259,7 +259,7 @@ def fits_other_ranks(kept: Kept) -> bool:
 
 
 def refused(kept: Kept) -> bool:
-    """Whether it is refused by name, as its blocks lie scattered."""
+    """True if the cache, whose blocks are scattered, is refused with the remedy in the error."""
     try:
         with Rank(kept, 1, 0):
             return False
@@ -282,7 +282,7 @@ async def main() -> None:
             assert refused(kept), kept
             print(f"{kept}: refused by name [{', '.join(names)}]")
             continue
-        if kept.slots:  # blocks as they are
+        if kept.slots:  # blocks move unchanged, between equal ranks only
             await move(kept, kept, (1, 1))
             moved += 1
             assert not fits_other_ranks(kept), kept
@@ -294,7 +294,7 @@ async def main() -> None:
         print(f"{kept}: moved [{', '.join(names)}]")
         same = (kept.mla, kept.spec.state_content_size_bytes, kept.cache_dtype)
         by_content[same].append(kept)
-    # Different layouts and block sizes on the two sides.
+    # Layouts and block sizes differ between the two sides.
     for alike in by_content.values():
         for prefill, decode in zip(alike, alike[1:] + alike[:1], strict=True):
             if prefill != decode:

@@ -1,17 +1,17 @@
-"""Prompts from a prefill to a decode engine of vLLM whose caches are memory of a GPU, by push and
-by pull: `python -m tests.vllm.gpu_pair MODEL RUNNER LAYERS`, in vLLM's environment, on a CUDA
+"""Moves prompts by push and pull between a prefill and a decode engine of vLLM whose caches are in
+GPU memory: `python -m tests.vllm.gpu_pair MODEL RUNNER LAYERS`, in vLLM's environment, on a CUDA
 driver or the double of one.
 
-Schedulers, connectors, the classes by which both of vLLM's model runners drive them (`RUNNER`: v1
-or v2), specs and views are vLLM's own. Only the forward is this program's: copies on a stream put
-down what stands for K and V of a token, and the next token comes from what the cache holds. So a
-byte that is missing, or of another prompt, gives another token.
+Schedulers, connectors, specs, views, and the classes by which both of vLLM's model runners drive
+the connectors (`RUNNER`: v1 or v2) are vLLM's own. Only the forward is this program's: it copies,
+on a stream, bytes that stand for K and V of a token, and computes the next token from the bytes in
+the cache. So a byte that is missing or of another prompt gives another token.
 
-LAYERS are `equal`; `whole`: the same, all layers of a block as one write; `several`: sparse MLA
-whose indexer keeps something else, and a draft model with heads, which vLLM puts into one group;
-`large`: layers with a sliding window, whose blocks have twice as many tokens as those of the
-others; or recurrent layers beside attention, whose state depends on the one before: `states` with
-one block of a request, `aligned` with one at the end of each block.
+LAYERS are `equal`; `whole`: the same, with all layers of a block as one write; `several`: sparse
+MLA with an indexer that has another cache, and a draft model with heads, which vLLM puts into one
+group; `large`: layers with a sliding window, whose blocks have twice as many tokens as those of the
+others; `states` and `aligned`: recurrent layers beside attention, whose state depends on the state
+before, with one block for each request or one at the end of each block.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ from verify.processes.programs import free_port
 
 BLOCKS, TOKENS, LONGEST = 64, 16, 512
 WINDOW: Final = 40
-GRANULE: Final = 2 << 20  # of cuMemCreate
+GRANULE: Final = 2 << 20  # cuMemCreate's
 PROMPTS: Final = 24
 ANSWER: Final = 5  # tokens
 _NON_BLOCKING: Final = 1
@@ -89,7 +89,7 @@ _current: list[int] = [0]  # the stream of the engine that steps
 
 
 def specs_of(layers: str) -> dict[str, KVCacheSpec]:
-    """What each layer keeps, in the order of the forward."""
+    """Returns the spec of each layer, in the order of the forward."""
 
     def heads(count: int, head_size: int) -> KVCacheSpec:
         shape = {"num_kv_heads": count, "head_size": head_size, "dtype": torch.float32}
@@ -134,7 +134,7 @@ def token_bytes(spec: KVCacheSpec) -> int:
 
 
 def content_of(layer: int, tokens: Sequence[int], nbytes: int) -> bytes:
-    """What a layer keeps of the last of these tokens, all heads: it depends on all of them."""
+    """Returns a layer's bytes of the last token, all heads; they depend on all of the tokens."""
     seed = hashlib.blake2b(str((layer, tuple(tokens))).encode(), digest_size=8).digest()
     return random.Random(seed).randbytes(nbytes)
 
@@ -145,7 +145,8 @@ def next_state(before: bytes, token: int, nbytes: int) -> bytes:
 
 
 def attended(spec: KVCacheSpec, known: int) -> range:
-    """The tokens that the last of so many attends to, or whose state it has."""
+    """Returns the tokens that the last of `known` tokens attends to, or whose state the layer
+    has."""
     if isinstance(spec, MambaSpec):
         return range(known - 1, known)
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else known
@@ -160,7 +161,7 @@ def next_token(contents: Iterator[bytes]) -> int:
 
 
 def answer_to(prompt: Sequence[int], count: int, specs: Mapping[str, KVCacheSpec]) -> list[int]:
-    """The tokens of a server that computes everything itself, with what its layers keep."""
+    """Returns the answer of a server with these layers that computes everything itself."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(_contents_of(tokens, list(specs.values()))))
@@ -236,12 +237,12 @@ class Engine:
         )
         assert self.scheduler.connector is not None
         self.scheduler.connector.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
-        self.replies: list[tuple[str, dict[str, Any]]] = []  # of prompts that are kept
+        self.replies: list[tuple[str, dict[str, Any]]] = []  # for prompts that are kept
         self.pinned = int(good(driver.cuMemHostAlloc(64 * sum(self.sizes), 0)))
         self.rng = random.Random(1)
 
     def _allocate(self, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
-        """Memory of the GPU, divided as vLLM divides it."""
+        """Allocates GPU memory and divides it as vLLM does."""
         cache_config = self.config.cache_config
         cache_config.num_gpu_blocks = cache_config.num_gpu_blocks_override = BLOCKS
         wanted = KvxferConnector.get_required_kvcache_layout(self.config)
@@ -276,7 +277,7 @@ class Engine:
         return request
 
     def step(self) -> None:
-        """As vLLM's engine core: schedule, run, update."""
+        """Schedules, runs and updates, as vLLM's engine core does."""
         kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
         _current[0] = self.stream
         if not self.scheduler.has_requests():
@@ -312,8 +313,8 @@ class Engine:
         return self.active.post_forward(planned.finished_req_ids)
 
     def _forward(self, planned: SchedulerOutput, graph: bool) -> None:
-        """Layer by layer, without waiting; the hooks are not called in a graph."""
-        good(driver.cuStreamSynchronize(self.stream))  # the pinned memory is used again
+        """Computes layer by layer, without waiting; in a graph it does not call the hooks."""
+        good(driver.cuStreamSynchronize(self.stream))  # the pinned memory is reused
         at = self.pinned
         for layer, name in enumerate(self.names):
             for request_id, count in planned.num_scheduled_tokens.items():
@@ -326,8 +327,8 @@ class Engine:
                 self.worker.save_kv_layer(name, torch.empty(0), None)
 
     def _computed(self, request_id: str, layer: int, count: int) -> Iterator[tuple[int, bytes]]:
-        """What the layer keeps of the tokens of this step; of the last one alone where that is its
-        state."""
+        """Yields the layer's bytes of each token of this step, or a recurrent layer's state after
+        the last one."""
         request = self.scheduler.requests[request_id]
         # The scheduler has counted them as computed already.
         end = request.num_computed_tokens
@@ -346,7 +347,7 @@ class Engine:
         return b"".join(device_memory.read(at, size) for at, size in places)
 
     def _places(self, request_id: str, layer: int, token: int) -> Iterator[tuple[int, int]]:
-        """Where the layer keeps the token, head by head, and how many bytes each."""
+        """Yields the address and size of the layer's bytes of the token, head by head."""
         name = self.names[layer]
         spec, view = self.specs[name], self.views[name]
         blocks = self.scheduler.kv_cache_manager.get_block_ids(request_id)[self.group_of[name]]
@@ -394,7 +395,7 @@ def ticket_for(prefill: Engine, decode: Engine) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def as_on_a_gpu(config: VllmConfig) -> Iterator[None]:
-    """vLLM's CPU build takes this process for one of a worker with a GPU."""
+    """Makes vLLM's CPU build treat this process as a worker with a GPU."""
     with set_current_vllm_config(config):
         url = f"tcp://127.0.0.1:{free_port()}"
         init_distributed_environment(1, 0, url, 0, backend="gloo")
@@ -441,7 +442,7 @@ def main(model: str, runner: str, layers: str) -> None:
         sent = prefill.agent.endpoint.traffic()
         for engine in (prefill, decode):
             manager = engine.scheduler.kv_cache_manager
-            assert manager.block_pool.get_num_free_blocks() == BLOCKS - 1  # and the null block
+            assert manager.block_pool.get_num_free_blocks() == BLOCKS - 1  # all but the null block
             engine.worker.shutdown()
     print(f"{PROMPTS} prompts by push and pull, {ANSWER} tokens each, as of one server; {sent}")
 

@@ -1,8 +1,8 @@
 """Engines of vLLM that sleep and wake under load: `python -m tests.vllm.gpu_sleep MODEL RUNNER`, in
 vLLM's environment, on a CUDA driver or the double of one.
 
-As tests.vllm.gpu_pair, but the memory of one cache after the other goes away and comes back, with
-the calls of vLLM's engine core and worker. Work on memory that is gone would end this program.
+Like tests.vllm.gpu_pair, but the memory of one cache after the other is freed and allocated again,
+by the calls of vLLM's engine core and worker. An access to freed memory would end this program.
 Every request that vLLM does not abort gives the tokens of one server.
 """
 
@@ -35,7 +35,8 @@ SLEEPS: Final = 12
 
 
 class Allocator:
-    """In the place of vLLM's, which needs a GPU: the memory of one engine's cache."""
+    """A stand-in for vLLM's allocator, which needs a GPU: it has the memory of one engine's
+    cache."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -50,7 +51,7 @@ class Allocator:
 
 
 class Load:
-    """Prompts by push and pull, and the answers that they have to give."""
+    """Prompts by push and pull, and their expected answers."""
 
     def __init__(self, prefill: Engine, decode: Engine, rng: random.Random) -> None:
         self.prefill, self.decode, self.rng = prefill, decode, rng
@@ -82,11 +83,12 @@ class Load:
 
 
 def sleep(engine: Engine) -> Any:
-    """As EngineCore.sleep() with its pause mode "abort", and Worker.sleep(); what wakes it up."""
+    """Suspends an engine, as EngineCore.sleep() with the pause mode "abort" and Worker.sleep() do.
+    Returns the backend that wakes it."""
     engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     engine.scheduler.reset_prefix_cache()
     vllm.device_allocator.get_mem_allocator_instance = lambda: Allocator(engine)
-    sleepers.clear()  # a worker has a process for itself
+    sleepers.clear()  # each worker has its own process
     sleepers.add(engine.worker)
     backend = SleepModeBackendFactory.create_backend(engine.config.model_config)
     backend.suspend(1)
@@ -131,7 +133,7 @@ def main(model: str, runner: str) -> None:
         assert ended["receive", "delivered"] > SLEEPS // 2, ended
         for engine in (prefill, decode):
             manager = engine.scheduler.kv_cache_manager
-            assert manager.block_pool.get_num_free_blocks() == BLOCKS - 1  # and the null block
+            assert manager.block_pool.get_num_free_blocks() == BLOCKS - 1  # all but the null block
             engine.worker.shutdown()
     aborted = len(load.asked) - answered
     print(f"{SLEEPS} sleeps: {answered} answers as of one server, {aborted} aborted; {ended}")

@@ -22,7 +22,7 @@ CASES = [
 def written(
     isa: str, head_size: int, dtype: torch.dtype, tokens: int, token: int, vector: int
 ) -> torch.Tensor:
-    """One head of a block of zeros, in which K (0) or V (1) of one token was written."""
+    """Returns a head of a block of zeros, in which K (0) or V (1) of one token was written."""
     cache = torch.zeros(1, 1, tokens, 2 * head_size, dtype=dtype)
     key_cache, value_cache = cache.view(1, 1, 2 * tokens, head_size).chunk(2, dim=2)
     kv = [torch.zeros(1, 1, head_size, dtype=dtype) for _ in range(2)]
@@ -52,7 +52,8 @@ def check_token(
     token: int,
     units: dict[tuple[int, int], list[float]],
 ) -> None:
-    """The token is in its unit of each row, as in blocks of every other size, and nowhere else."""
+    """Checks that the token is in its unit of each row, the same in every block size, and nowhere
+    else."""
     size = packing.tokens * head_size // packing.rows
     for row in range(packing.rows):
         begin = (row * (tokens // packing.tokens) + token // packing.tokens) * size

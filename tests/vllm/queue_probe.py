@@ -1,5 +1,5 @@
-"""Each message has to be told of, however soon after the last one, as readers of vLLM's queue sleep
-with the plugin: `python queue_probe.py`, in vLLM's environment."""
+"""Checks that vLLM's queue signals each message to its reader, however soon after the last one,
+when readers sleep with the plugin: `python queue_probe.py`, in vLLM's environment."""
 
 from __future__ import annotations
 

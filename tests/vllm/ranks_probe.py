@@ -1,4 +1,5 @@
-"""Which data parallel engines the connector takes: `python ranks_probe.py DENSE_MODEL MOE_MODEL`.
+"""Prints which data parallel engines the connector takes: `python ranks_probe.py DENSE_MODEL
+MOE_MODEL`.
 
 Each configuration goes through vLLM's own start of an engine process, up to the engine.
 """
@@ -28,7 +29,7 @@ HYBRID = {
 
 
 class Made(BaseException):
-    """The configuration that an engine would have got."""
+    """Raised where vLLM would make an engine."""
 
 
 def taken(model: str, rank: int, **options: Any) -> str:

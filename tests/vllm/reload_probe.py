@@ -1,11 +1,11 @@
-"""What each rank of a live vLLM wants of another checkpoint, and what it computes after having
-loaded just that: `python reload_probe.py MODEL OTHER RANKS`, in vLLM's environment.
+"""Loads another checkpoint into a live vLLM: `python reload_probe.py MODEL OTHER RANKS`, in vLLM's
+environment.
 
-Prints a record: `boxes` of each rank; what it said to a trainer that lacks a parameter, that has
-scales which the model has not, and that has a parameter in 8 bits (`lacking`); why the model cannot
-be reloaded, or "" (`refused`); whether addresses were the same after recording and loading; and
-tokens of prompts: `before`, after recording (`recorded`), after loading (`loaded`), and of the
-other checkpoint loaded afresh (`afresh`).
+Prints a record: the `boxes` that each rank wants; the errors for a trainer that lacks a parameter,
+for one with scales that the model does not have, and for one with a parameter in 8 bits
+(`lacking`); why the model cannot be reloaded, or "" (`refused`); whether addresses were the same
+after recording and loading; and tokens of prompts: `before`, after recording (`recorded`), after
+loading only what the ranks want (`loaded`), and of the other checkpoint loaded afresh (`afresh`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Which parameters vLLM's models load with scales: `python scales_probe.py FOLDER [KIND …]`, in
-vLLM's environment.
+"""Finds which parameters vLLM's models load with scales: `python scales_probe.py FOLDER [KIND …]`,
+in vLLM's environment.
 
-Writes what `kvxfer.weights.vllm_quantization` knows (`vllm_layers.json`), and which parameters of
-some models have scales where an operator has layers left wide (`vllm_ignored.json`).
+Writes the tables of `kvxfer.weights.vllm_quantization` (`vllm_layers.json`), and which parameters
+of some models have scales if an operator leaves layers unquantised (`vllm_ignored.json`).
 
 For each kind (a `model_type`), transformers makes a tiny model and its checkpoint. vLLM builds its
 own class of that model on the meta device, with a quantisation, and loads each name alone, without
-and with the suffix of its scales: the parameter that is written to says what became of it.
+and with the suffix of its scales. The parameter that is written to shows how the name was loaded.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "qwen3_moe": {**SMALL_EXPERTS, "num_experts": 4, "mlp_only_layers": [0]},
     "qwen3_next": {**SHARED, **LINEAR_ATTENTION},
 }
-"""Those that vLLM has a class for, which can be built without a GPU: dense ones, and all of
+"""The kinds that vLLM has a class for and that can be built without a GPU: dense ones, and all of
 transformers' with experts or recurrent layers."""
 
 
@@ -226,7 +226,7 @@ IGNORING: Final = ("qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v3", "jamba
 
 
 class Copies(TorchDispatchMode):
-    """Notes the memory that is copied to."""
+    """A mode that notes the memory that is copied to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class Copies(TorchDispatchMode):
 
 
 class Checkpoint:
-    """A tiny one of a kind, in a folder."""
+    """The checkpoint of a tiny model of a kind, in a folder."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         config = AutoConfig.for_model(kind, **{**SMALL, **KINDS[kind]})
@@ -258,7 +258,7 @@ class Checkpoint:
         self.shapes = {
             name: list(shape) for name, shape in sorted({**kept, **saved}.items()) if len(shape) > 1
         }
-        """Of its matrices, also of those that training has under another name."""
+        """The shapes of its matrices, also of those that have another name in training."""
 
 
 class Built:
@@ -287,8 +287,8 @@ class Built:
         self._rows = self._suffix == "_scale_inv" or "config_groups" in quantization
 
     def target(self, name: str, shape: list[int]) -> tuple[str, bool, bool]:
-        """The parameter that a name is loaded to, whether that has 8 bits, and whether its scales
-        have a home."""
+        """Returns the parameter that a name is loaded to, whether that has 8 bits, and whether vLLM
+        loads its scales."""
         dtype = torch.int8 if self._int8 else torch.float8_e4m3fn
         where = self._written(name, torch.empty(shape, dtype=dtype, device="meta"))
         scales = self._written(name + self._suffix, self._scales(shape))
@@ -320,7 +320,7 @@ def pattern(name: str) -> str:
 
 
 def layer_of(module: str, parameter: str) -> str:
-    """The layer of vLLM that has a module of the checkpoint, as a name beside the module's."""
+    """Returns vLLM's layer for a module of the checkpoint, under the module's parent."""
     if ".routed_experts." in parameter:
         before, found, _ = module.partition(".experts")
         return before + found if found else module.rpartition(".")[0] + ".experts"
@@ -328,11 +328,11 @@ def layer_of(module: str, parameter: str) -> str:
 
 
 def layers(checkpoint: Checkpoint, built: Built) -> dict[str, Any]:
-    """`scaled`: the modules of each of vLLM's layers that has scales. `lost`: of those that have
-    scales which vLLM does not load. `wide`: names of what has none. `renamed`: whether vLLM has
-    other names for layers.
+    """Returns `scaled`: the modules of each of vLLM's layers that has scales; `lost`: the same of
+    layers whose scales vLLM does not load; `wide`: the names of parameters without scales;
+    `renamed`: whether vLLM has other names for layers.
 
-    A matrix that only the module of training has is one more name for a part of a known layer, such
+    A matrix that only the model in training has is one more name for a part of a known layer, such
     as experts in one tensor.
     """
     scaled: dict[str, set[str]] = {}
@@ -364,8 +364,8 @@ def layers(checkpoint: Checkpoint, built: Built) -> dict[str, Any]:
 
 
 def ignorings(checkpoint: Checkpoint, known: dict[str, Any]) -> Iterator[list[str]]:
-    """Lists of what an operator may keep wide: modules of the last layer and all routers, vLLM's
-    names for layers, and one of the modules of each layer."""
+    """Yields lists that an operator may leave unquantised: modules of the last layer and all
+    routers, vLLM's names for layers, and one of the modules of each layer."""
     modules = [name.removesuffix(".weight") for name in checkpoint.saved & checkpoint.shapes.keys()]
     last = sorted(each for each in modules if ".1." in each)
     yield [*last, *(each for each in sorted(modules) if pattern(each) + ".weight" in known["wide"])]
@@ -374,7 +374,7 @@ def ignorings(checkpoint: Checkpoint, known: dict[str, Any]) -> Iterator[list[st
 
 
 def patched() -> None:
-    """Kernels and GPUs are not needed to see which parameters there are."""
+    """Replaces kernels and GPUs, which loading on the meta device does not need."""
     fp8.init_fp8_linear_kernel = lambda **_: None
     fp8.select_fp8_moe_backend = lambda **_: (None, None)
     for module in (fp8_experts, int8_experts):
@@ -394,7 +394,7 @@ def patched() -> None:
 
 
 def tables(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Equal ones are one."""
+    """Merges equal tables."""
     alike: dict[str, dict[str, list[str]]] = {}
     for kind, quantizations in found.items():
         for quantization, table in quantizations.items():

@@ -1,8 +1,8 @@
-"""States of every recurrent layer that vLLM knows, between ranks that it splits them over:
+"""Moves states of every recurrent layer that vLLM knows between different numbers of ranks:
 `python state_probe.py`, in vLLM's environment.
 
-What a rank holds is cut here out of the state of the whole model, as vLLM's layers cut their
-weights; the plan has to put every byte of it into its place at decode.
+A rank's state is cut here out of the state of the whole model, as vLLM's layers cut their weights.
+The plan has to put every byte of it into its place at decode.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def layout_of(spec: MambaSpec, tp_size: int, rank: int) -> KvLayout:
 
 
 def states_of(spec: MambaSpec, whole: Whole, tp_size: int, rank: int) -> bytes:
-    """What a rank holds, each byte of it named by its place in the whole model."""
+    """Returns a rank's state, in which the value of each byte names its place in the whole
+    model."""
     channels, recurrent = whole
     parts: list[torch.Tensor] = []
     shapes = list(spec.shapes)
@@ -106,7 +107,7 @@ def states_of(spec: MambaSpec, whole: Whole, tp_size: int, rank: int) -> bytes:
 def moved(
     prefills: Sequence[tuple[KvLayout, bytes]], decode: KvLayout, nbytes: int
 ) -> tuple[bytes, list[int]]:
-    """A block at decode, and how often each byte of it was written."""
+    """Returns a block at decode, and the number of times each byte of it was written."""
     block, times = bytearray(nbytes), [0] * nbytes
     for prefill, held in prefills:
         for layer in plan_transfer(prefill, decode).layers:
@@ -137,7 +138,8 @@ def check(kind: str, ours: int, theirs: int) -> None:
 
 
 def check_repeated_groups() -> None:
-    """Of fewer groups than ranks vLLM repeats some: other ranks have another state."""
+    """Checks that states with repeated groups move between equal ranks only. vLLM repeats groups if
+    there are fewer than ranks."""
     two, four = (layout_of(spec_of("MAMBA2", mamba2(tp, groups=1)), tp, 0) for tp in (2, 4))
     plan_transfer(two, two)
     try:

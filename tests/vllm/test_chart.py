@@ -12,7 +12,7 @@ from tests.deploy.chart import VALUE_SETS, render, value_set
 from tests.deploy.programs import expanded
 from verify.vllm.servers import VLLM_PYTHON
 
-# In vLLM's environment: its parser takes each command line of stdin, a JSON list per line.
+# Runs in vLLM's environment: vLLM's parser parses each line of stdin, a JSON list of options.
 PARSE = """
 import json, sys
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -28,7 +28,7 @@ SETS = {path.stem: path for path in VALUE_SETS}
 
 @pytest.mark.native
 @pytest.mark.timeout(300)
-def test_vllm_takes_its_options() -> None:
+def test_vllm_accepts_the_options_of_the_chart() -> None:
     lines = [
         json.dumps(expanded(container, container.arguments))
         for name in ("vllm", "leaderworkerset")

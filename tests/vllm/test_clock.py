@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(600)]
 
 CHATS = 40
 TEMPLATE = "{{ strftime_now('%H:%M:%S') }} {% for said in messages %}{{ said.content }}{% endfor %}"
-# As POSIX writes them: these need no time zone database.
+# POSIX time zones, which need no time zone database.
 ZONES = {"prefill": "UTC0", "decode": "JST-9"}
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 

@@ -1,4 +1,4 @@
-"""Streams of the real vLLM that go on at another one: text, stop strings and usage."""
+"""Streams of the real vLLM that continue at another server: text, stop strings and usage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
 TOKENS: Final = 400
 STREAMS: Final = 16
-# Events that each stream has when a server is killed; those of some have seven tokens.
+# Each stream has this many events when a server is killed; an event of some has seven tokens.
 BEGUN: Final = 12
 
 Event = dict[str, Any]
@@ -32,13 +32,13 @@ Event = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Path:
-    """A token is a byte."""
+    """A model for which a token is a byte."""
     return make_model(folder / "bytes", "--tokenizer", "bytes")
 
 
 @pytest.fixture
 def fleet(model: Path) -> Iterator[Fleet]:
-    """Two servers. Each serves alone, as there is no prefill worker."""
+    """Two servers that each serve alone, as there is no prefill worker."""
     with Fleet() as fleet:
         fleet.start_control_plane("--lease-seconds", "300")
         fleet.start_router("--continue-streams", "--first-token-seconds", "300")
@@ -51,7 +51,7 @@ def fleet(model: Path) -> Iterator[Fleet]:
 
 
 def body_of(number: int, allowed: list[int]) -> tuple[str, Event]:
-    """Its route, and its body without a stop string."""
+    """Returns the route of a stream, and its body without a stop string."""
     asked: Event = {"model": "tiny", "temperature": 0, "ignore_eos": True, "max_tokens": TOKENS}
     asked |= {"stream": True, "stream_options": {"include_usage": True}}
     asked |= {"allowed_token_ids": allowed, "repetition_penalty": 1.3}
@@ -80,7 +80,8 @@ async def stream(url: str, path: str, body: Event, begun: set[str]) -> list[Even
 
 
 def said_by(events: list[Event]) -> tuple[str, list[Any], Any, Any]:
-    """Text, reasons of the end, usage, and what choices have that is not null."""
+    """Returns the text, the finish reasons, the usage, and the members of choices that are not
+    null."""
     text, ends, seen = "", [], set()
     for choice in (choice for event in events for choice in event["choices"]):
         delta = choice.get("delta")
@@ -91,7 +92,7 @@ def said_by(events: list[Event]) -> tuple[str, list[Any], Any, Any]:
     return text, ends, events[-1]["usage"], seen
 
 
-async def test_streams_say_what_one_server_says(
+async def test_continued_streams_equal_those_of_one_server(
     fleet: Fleet, model: Path, rng: random.Random
 ) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))

@@ -1,4 +1,5 @@
-"""What clients of a disaggregated vLLM see: the tokens of an aggregated one, or a named error."""
+"""Tests that clients of a disaggregated vLLM get the tokens of an aggregated one, or a named
+error."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ def test_the_control_plane_knows_the_prompts_that_prefill_has_cached(
     assert cluster.fleet.instances()["prefill"].labels["prefixes"] == "guessed"
     assert cluster.cached_tokens(prompt) == 0
     cluster.tokens(cluster.router, prompt)
-    # It is told with the next heartbeat.
+    # The next heartbeat reports it.
     told = wait_until(lambda: cluster.cached_tokens(prompt), pause=0.1)
     assert told == 7 * 128, "prefill has 7 whole blocks of it"
 
@@ -135,7 +136,7 @@ def test_with_recompute_a_failed_transfer_still_gives_the_right_tokens(
     try:
         recomputing.serves("/health")
         for prompt in prompts(rng, 5):
-            # With a ticket for another instance, and with an expired one.
+            # One ticket is for another instance, one has expired.
             for ticket in (params["ticket"], expired_ticket()):
                 tokens = cluster.tokens(
                     recomputing, prompt, kv_transfer_params=params | {"ticket": ticket}
@@ -150,7 +151,7 @@ def test_with_recompute_a_failed_transfer_still_gives_the_right_tokens(
 def test_a_killed_producer_ends_the_requests_that_wait_for_it(
     cluster: Cluster, rng: random.Random
 ) -> None:
-    """The last one: the producer comes back, under its name."""
+    """Runs last, as the producer is restarted under its name."""
     kept = [rng.randrange(3, 512) for _ in range(300)]
     asked = [[rng.randrange(3, 512) for _ in range(3500)] for _ in range(6)]
     with concurrent.futures.ThreadPoolExecutor(6) as threads:
@@ -169,7 +170,7 @@ def test_a_killed_producer_ends_the_requests_that_wait_for_it(
     cluster.wait_until_idle(cluster.decode)
     cluster.prefill.start()
     cluster.wait_until_ready()
-    # What the killed one kept is gone; what is asked of the new one is right.
+    # The prompt kept by the killed producer is lost, and the new one answers right.
     assert cluster.ask(cluster.decode, kept, kv_transfer_params=params).status_code == 500
     for prompt in (kept, asked[0]):
         assert cluster.tokens(cluster.router, prompt) == cluster.tokens(cluster.aggregated, prompt)

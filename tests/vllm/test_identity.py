@@ -1,4 +1,4 @@
-"""Instances of other weights, of other adapters, and of another version of the protocol."""
+"""Instances with other weights, with other adapters, and with another version of the protocol."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
 
 WRONG: Final = 25
 LORA: Final = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
-# The module by which decode speaks version 7, as it was before: it is loaded at its start.
+# Makes decode speak version 7 of the protocol. It is imported when a process starts.
 _AS_BEFORE: Final = """
 from kvxfer import kv_versions
 kv_versions.NEWEST, kv_versions.VERSIONS = 7, (7, 7)
@@ -40,7 +40,7 @@ def hello_from(cache, identity, *, checksums=False):
 connection.hello_from = hello_from
 """
 
-# The agent's loop stops as soon as there is a file.
+# Stops the agent's loop when the file exists.
 _DIES: Final = """
 import asyncio, os
 from kvxfer.connectors.vllm.agent import Agent
@@ -64,8 +64,8 @@ def adapter(folder: Path, seed: int) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(folder: Path, model: Path) -> Iterator[Cluster]:
-    """Prefill and decode have the adapters `blue` and `red`; `green` is not the same on both, and
-    decode calls `blue` also `azure`."""
+    """A pair with the adapters `blue`, `red`, and `green`, which differs between the two sides.
+    Decode also calls `blue` `azure`."""
     adapters = [adapter(folder / f"lora-{seed}", seed) for seed in range(4)]
     blue, red, *green = adapters
 
@@ -88,7 +88,8 @@ def cluster(folder: Path, model: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def stranger(cluster: Cluster, folder: Path) -> Iterator[Server]:
-    """Decode with other weights of the same names and shapes, under the same model name."""
+    """A decode server with other weights of the same names and shapes, under the same model
+    name."""
     other = make_model(folder / "other", "--seed", "1")
     server = add_vllm(cluster.fleet, "stranger", other, role="kv_consumer", **settings())
     server.serves("/health")
@@ -101,7 +102,7 @@ def random_prompt(rng: random.Random, length: int = 300) -> list[int]:
     return [rng.randrange(3, 512) for _ in range(length)]
 
 
-def test_other_weights_under_the_same_name_make_no_pair(cluster: Cluster, stranger: Server) -> None:
+def test_instances_with_other_weights_are_not_paired(cluster: Cluster, stranger: Server) -> None:
     told = {name: one.identity for name, one in cluster.fleet.instances().items()}
     assert told["prefill"] is not None
     assert told["prefill"] == told["decode"]
@@ -115,7 +116,7 @@ def test_other_weights_under_the_same_name_make_no_pair(cluster: Cluster, strang
 def test_other_weights_are_refused_by_push_and_pull(
     cluster: Cluster, stranger: Server, rng: random.Random
 ) -> None:
-    """Whatever a router does: of 50 requests none is answered from the wrong KV."""
+    """No request is answered from the wrong KV, even if a router pairs the wrong sides."""
     for _ in range(WRONG):
         prompt = random_prompt(rng)
         params = cluster.ticket("prefill", "stranger")
@@ -135,7 +136,7 @@ def test_adapters_of_one_base_are_served_by_their_names(
     cluster: Cluster, rng: random.Random, name: str
 ) -> None:
     prompts = [random_prompt(rng) for _ in range(8)]
-    # Prefill computes what comes without a ticket.
+    # Prefill computes requests without a ticket itself.
     whole = [cluster.tokens(cluster.prefill, prompt, model=name) for prompt in prompts]
     pushed = [cluster.tokens(cluster.router, prompt, model=name) for prompt in prompts]
     assert pushed == whole
@@ -164,7 +165,7 @@ def test_one_adapter_has_two_names(cluster: Cluster, rng: random.Random, protoco
     assert fetched(cluster.decode) - before == len(prompt) - 1
 
 
-def test_the_cache_of_the_base_model_is_not_an_adapters(
+def test_a_cache_is_not_used_for_another_adapter_or_the_base(
     cluster: Cluster, rng: random.Random
 ) -> None:
     for kept_as, asked_as in (("tiny", "azure"), ("blue", "tiny"), ("red", "azure")):
@@ -219,7 +220,7 @@ def test_the_load_is_that_of_the_engine(cluster: Cluster, rng: random.Random) ->
 def patched_decode(
     name: str, cluster: Cluster, folder: Path, model: Path, patch: str
 ) -> Iterator[Server]:
-    """One more decode server, whose processes run `patch` when they start."""
+    """A second decode server, whose processes run `patch` when they start."""
     modules = folder / f"patch-of-{name}"
     modules.mkdir()
     (modules / "sitecustomize.py").write_text(patch)
@@ -236,10 +237,10 @@ def patched_decode(
         cluster.fleet.end(name)
 
 
-def test_a_side_of_the_version_before_is_served(
+def test_a_side_with_the_previous_version_is_served(
     cluster: Cluster, folder: Path, model: Path, rng: random.Random
 ) -> None:
-    """A rolling upgrade, in which decode is the last."""
+    """Simulates a rolling upgrade in which decode is the last."""
     with patched_decode("old", cluster, folder, model, _AS_BEFORE) as old:
         assert cluster.fleet.instances()["old"].kv_versions == (7, 7)
         for _ in range(5):
@@ -247,10 +248,10 @@ def test_a_side_of_the_version_before_is_served(
             kept = cluster.keep(prompt)
             got = cluster.tokens(old, prompt, kv_transfer_params=kept)
             assert got == cluster.tokens(cluster.prefill, prompt)
-        assert "instance 'old' does not tell which model" in cluster.prefill.log.read_text()
+        assert "instance 'old' does not report the model" in cluster.prefill.log.read_text()
 
 
-def test_an_engine_whose_transfer_thread_dies_answers_on(
+def test_an_engine_whose_transfer_thread_dies_still_answers(
     cluster: Cluster, folder: Path, model: Path, rng: random.Random
 ) -> None:
     now = folder / "now"
@@ -260,7 +261,7 @@ def test_an_engine_whose_transfer_thread_dies_answers_on(
         kept = cluster.keep(prompts[0])
         assert cluster.tokens(doomed, prompts[0], kv_transfer_params=kept) == expected[0]
         with concurrent.futures.ThreadPoolExecutor(1) as threads:
-            # It waits for a prompt that prefill is not asked for.
+            # It waits for a prompt that prefill is never asked for.
             params, after = (cluster.ticket("prefill", "doomed") for _ in range(2))
             waits = threads.submit(cluster.ask, doomed, prompts[1], kv_transfer_params=params)
             wait_until(lambda: doomed.metric("vllm:num_requests_waiting"))

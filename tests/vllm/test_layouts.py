@@ -1,5 +1,5 @@
-"""Instances whose KV caches differ, each with each other: block sizes, tensor parallel sizes, also
-of models with recurrent layers or with blocks of different sizes."""
+"""Instances whose KV caches differ, in all pairs: block sizes and tensor parallel sizes, also with
+recurrent layers and with blocks of different sizes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
 FLEETS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "block sizes": {
         "of-128": ("--block-size", "128"),
-        # Long prompts in chunks, which end within blocks.
+        # Long prompts are computed in chunks that end within blocks.
         "of-32": ("--block-size", "32", "--max-num-batched-tokens", "600"),
     },
     "ranks": {
@@ -43,7 +43,7 @@ FLEETS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "two": ("--tensor-parallel-size", "2"),
     },
 }
-# The others have the model of `aggregated`.
+# The other fleets have the model of `aggregated`.
 MODELS = {"states": "mamba", "large blocks": "large"}
 PROMPTS = {"block sizes": 200, "ranks": 40, "states": 40, "large blocks": 40}
 
@@ -70,19 +70,20 @@ class Peers:
         return list(found.values())
 
     def let_prefill(self, name: str) -> None:
-        """One prefills, the others decode."""
+        """Makes one instance prefill and the others decode."""
         for other in self.servers:
             role = Role.PREFILL if other == name else Role.DECODE
             self.fleet.client.change_role(other, role)
 
     def received(self) -> dict[str, float]:
-        """Tokens that each has from others."""
+        """Returns how many tokens each server has received from others."""
         metric = "vllm:external_prefix_cache_hits_total"
         return {name: server.metric(metric) for name, server in self.servers.items()}
 
 
 def tokens_of(server: Server, prompt: list[int], **more: Any) -> list[int]:
-    """Without a ticket it asks again after an error: on overcommitted cores a lease may end."""
+    """Asks again after an error if there is no ticket: with more workers than cores, a lease may
+    end."""
 
     def answered() -> list[int]:
         answer = ask(server, prompt, seconds=120.0, **more)
@@ -105,7 +106,7 @@ def peers(
         fleet.start_control_plane("--lease-seconds", "30")
         fleet.start_router()
         for name, more in FLEETS[request.param].items():
-            # More workers than cores.
+            # Long limits, as there are more workers than cores.
             add_vllm(fleet, name, model, *more, **settings(lease_seconds=40.0, peer_timeout=15.0))
         for server in fleet.workers.values():
             server.serves("/health")
@@ -133,7 +134,7 @@ def test_tokens_are_those_of_an_aggregated_server(peers: Peers, rng: random.Rand
 
 
 def test_any_instance_fetches_what_any_other_one_keeps(peers: Peers, rng: random.Random) -> None:
-    """The protocol of vLLM's own proxies."""
+    """Uses the protocol of vLLM's own proxies."""
     for prefill, decode in itertools.permutations(peers.servers.values(), 2):
         asked = prompts(rng, 10)
         before = peers.received()[decode.name]

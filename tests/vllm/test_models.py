@@ -23,8 +23,8 @@ from .conftest import Cluster, checkpoint, cluster_of
 pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
 
 BLOCK, WINDOW = 128, 200  # as tiny_models.py makes it
-NUM_BLOCKS = 200  # of prefill: so few that what was freed is soon overwritten
-# The first token that the last one attends to is the last of a block, begins one, or is in between.
+NUM_BLOCKS = 200  # at prefill: so few that freed blocks are soon overwritten
+# The first token that the last one attends to ends a block, begins one, or is inside one.
 EDGES = [WINDOW + 3 * BLOCK + more for more in (-1, 0, 1, 64)]
 
 
@@ -58,8 +58,8 @@ KINDS: Mapping[str, Kind] = {
 
 @contextlib.contextmanager
 def pair_of(kind: Kind, name: str, folder: Path, model: Path) -> Iterator[Cluster]:
-    """Prefill, which also computes what comes without a ticket, and decode."""
-    # Chunks that end within blocks.
+    """A pair whose prefill also computes requests without a ticket."""
+    # Chunks end within blocks.
     small = ("--max-num-batched-tokens", "600", "--num-gpu-blocks-override", str(NUM_BLOCKS))
     prefill = (*kind.more, *(() if name == "mla" else small))
     with cluster_of(folder / name, model, None, prefill=prefill, decode=kind.more) as cluster:
@@ -67,7 +67,7 @@ def pair_of(kind: Kind, name: str, folder: Path, model: Path) -> Iterator[Cluste
 
 
 def computes_with_fp8() -> bool:
-    """Whether vLLM has a kernel for an fp8 cache on this processor."""
+    """True if vLLM has a kernel for an fp8 cache on this processor."""
     return re.search(r"\b(avx512f|amx_tile)\b", Path("/proc/cpuinfo").read_text()) is not None
 
 
@@ -88,7 +88,7 @@ with_windows = pytest.mark.parametrize("pair", ["sliding", "large"], indirect=Tr
 
 
 def overwrite(cluster: Cluster, rng: random.Random) -> None:
-    """Every free block of prefill is used for something else."""
+    """Makes prefill use every free block for something else."""
     for _ in range(7):
         cluster.tokens(cluster.prefill, [rng.randrange(3, 512) for _ in range(3500)], max_tokens=1)
 
@@ -127,9 +127,9 @@ def test_tokens_are_those_of_one_server(pair: Cluster, rng: random.Random) -> No
 def test_an_mla_cache_moves_whole_and_gives_the_same_answer_again(
     pair: Cluster, rng: random.Random
 ) -> None:
-    """vLLM's kernels for MLA on CPU give one logit in prefill and another in decode or beside other
-    requests, so no other server's answer is the same. An answer out of blocks that others have used
-    in between is."""
+    """Asks a pair twice. vLLM's kernels for MLA on a CPU compute one logit in prefill and another
+    in decode or beside other requests, so no other server gives the same answer; the pair itself
+    does, out of blocks that other prompts have used in between."""
 
     def moved() -> float:
         name = "vllm:kvxfer_transfer_bytes_total"
@@ -140,8 +140,8 @@ def test_an_mla_cache_moves_whole_and_gives_the_same_answer_again(
     answers = [pair.tokens(pair.router, prompt) for prompt in asked]
     assert [pair.tokens(pair.router, prompt) for prompt in reversed(asked)] == answers[::-1]
     pair.wait_until_idle(pair.prefill, pair.decode)
-    # Twice all blocks but for the last token, which decode computes: vectors of 576 halves, in 3
-    # layers. The block size is that of the kernel which vLLM takes on this CPU.
+    # Twice, all blocks of the prompt without its last token, which decode computes: vectors of 576
+    # halves, in 3 layers. The kernel that vLLM chooses on this CPU sets the block size.
     [size] = {layout["block_size"] for layout in layouts(pair)}
     blocks = sum(math.ceil((len(prompt) - 1) / size) for prompt in asked)
     assert moved() - before == 2 * blocks * size * 576 * 2 * 3
@@ -151,10 +151,10 @@ def test_an_mla_cache_moves_whole_and_gives_the_same_answer_again(
 @with_windows
 @pytest.mark.parametrize("length", EDGES)
 @pytest.mark.parametrize("way", ["push", "long push", "pull"])
-def test_what_decode_needs_is_kept_until_it_asks(
+def test_prefill_keeps_what_decode_needs_until_it_asks(
     pair: Cluster, rng: random.Random, way: str, length: int
 ) -> None:
-    """vLLM gives blocks back that are outside of the window, and soon overwrites them."""
+    """Without the connector, vLLM would free blocks outside the window and soon overwrite them."""
     prompt = [rng.randrange(3, 512) for _ in range(length)]
     if way == "pull":
         params = pair.keep(prompt)
@@ -171,7 +171,7 @@ def test_what_decode_needs_is_kept_until_it_asks(
 
 
 @with_windows
-def test_blocks_outside_of_the_window_do_not_travel(pair: Cluster, rng: random.Random) -> None:
+def test_blocks_outside_of_the_window_are_not_sent(pair: Cluster, rng: random.Random) -> None:
     def moved() -> list[float]:
         names = ("vllm:kvxfer_transfer_blocks_total", "vllm:kvxfer_transfer_bytes_total")
         return [pair.decode.metric(name, direction="receive") for name in names]
@@ -179,14 +179,14 @@ def test_blocks_outside_of_the_window_do_not_travel(pair: Cluster, rng: random.R
     before = moved()
     prompt = [rng.randrange(3, 512) for _ in range(3000)]
     params = pair.keep(prompt)
-    # In the group of the two other layers all 24 blocks, in two groups those of 200 tokens.
+    # All 24 blocks in the group of the two other layers; the blocks of 200 tokens in two groups.
     large = pair.fleet.folder.name == "large"
     blocks = 24 + 2 + 2 if large else 24 + 3 + 3
     assert pair.prefill.metric("vllm:kv_cache_usage_perc") * (NUM_BLOCKS - 1) == approx(blocks)
     pair.tokens(pair.decode, prompt, kv_transfer_params=params)
     pair.wait_until_idle(pair.prefill, pair.decode)
     now = [after - was for after, was in zip(moved(), before, strict=True)]
-    # K and V of 2 heads of 32 floats, in two layers; of 64, or of twice as many tokens.
+    # K and V of 2 heads, in two layers: 32 floats, or in `large` 64 or twice as many tokens.
     assert now == [blocks, blocks * 2 * BLOCK * 2 * 2 * (64 if large else 32) * 4]
 
 

@@ -1,5 +1,5 @@
-"""Requests that a pair with few KV blocks preempts, keeps waiting or cannot take, and clients that
-leave at any moment of it."""
+"""Requests that a pair with few KV blocks preempts, delays or cannot take, and clients that leave
+at any moment."""
 
 from __future__ import annotations
 
@@ -66,18 +66,18 @@ def whole(tight: Cluster, asked: Sequence[list[int]], **more: Any) -> list[list[
 @contextlib.contextmanager
 def side_by_side(tight: Cluster, rng: random.Random) -> Iterator[list[list[int]]]:
     """Two prompts that do not fit together. Their requests, sent inside, wait for blocks until both
-    are there, so that prefill begins them in the same step and has to preempt one."""
+    are queued, so that prefill begins them in the same step and has to preempt one."""
     kept = random_prompt(rng, 1100)
     params = tight.keep(kept)
     before = preemptions(tight.prefill)
     yield [random_prompt(rng, length) for length in (900, 850)]
     wait_until(lambda: waiting(tight.prefill) == 2)
-    # Decode refuses the long one, and prefill lets it go.
+    # Decode refuses the long prompt, and prefill frees it.
     assert tight.ask(tight.decode, kept, kv_transfer_params=params).status_code == 400
     wait_until(lambda: preemptions(tight.prefill) > before)
 
 
-def test_what_prefill_evicts_is_not_told_any_more(tight: Cluster, rng: random.Random) -> None:
+def test_evicted_prefixes_are_no_longer_reported(tight: Cluster, rng: random.Random) -> None:
     assert tight.fleet.instances()["prefill"].labels["prefixes"] == "kv-events"
     first, second = random_prompt(rng, 700), random_prompt(rng, 900)
     tight.tokens(tight.router, first)
@@ -106,7 +106,7 @@ def test_a_push_that_prefill_preempts_ends_with_an_error(
         pushed = []
         with side_by_side(tight, rng) as asked:
             for prompt in asked:
-                # The router would send the second one when there are blocks for it.
+                # The router would not send the second one until there are blocks for it.
                 params = tight.ticket("prefill", "decode")
                 for server, more in ((tight.prefill, {"max_tokens": 1}), (tight.decode, {})):
                     more |= {"kv_transfer_params": params}
@@ -143,8 +143,8 @@ def test_a_request_that_decode_preempts_is_computed_there_again(
 
 @contextlib.contextmanager
 def full(tight: Cluster, rng: random.Random, leases: int = 1) -> Iterator[None]:
-    """Decode has too few blocks for a prompt of 900 tokens for so many leases: it has offered them
-    to prefill, which never gets the requests."""
+    """Leaves decode too few blocks for a prompt of 900 tokens, for the given number of leases: it
+    offers them to prefill, which never gets the requests."""
     with concurrent.futures.ThreadPoolExecutor(leases) as threads:
         holders = []
         for index in range(leases):
@@ -157,7 +157,7 @@ def full(tight: Cluster, rng: random.Random, leases: int = 1) -> Iterator[None]:
         assert {holder.result().status_code for holder in holders} == {500}
 
 
-def test_prefill_lets_go_of_a_request_that_is_aborted_in_the_queue_of_decode(
+def test_prefill_frees_a_request_that_is_aborted_in_the_queue_of_decode(
     tight: Cluster, rng: random.Random
 ) -> None:
     prompt = random_prompt(rng, 900)
@@ -175,7 +175,7 @@ def test_prefill_lets_go_of_a_request_that_is_aborted_in_the_queue_of_decode(
 def test_prefill_keeps_a_prompt_while_it_waits_in_the_queue_of_decode(
     tight: Cluster, rng: random.Random
 ) -> None:
-    """For longer than its lease, push and pull."""
+    """The prompts wait for longer than their lease, by push and by pull."""
     asked = [random_prompt(rng, 500) for _ in range(2)]
     before = fetched(tight.decode)
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
@@ -187,13 +187,13 @@ def test_prefill_keeps_a_prompt_while_it_waits_in_the_queue_of_decode(
             ]
         got = [one.result() for one in apart]
     assert time.monotonic() - begun > LEASE_SECONDS + 2
-    # With what the two that took the blocks were to have; the last token of each is decode's.
+    # The prompts that took the blocks count, too. Decode computes the last token of each.
     assert fetched(tight.decode) - before == 2 * 499 + 2 * 899
     assert got == whole(tight, asked)
     tight.wait_until_idle_within(SOON, tight.prefill, tight.decode)
 
 
-def test_a_prompt_that_is_too_long_for_decode_is_an_error_and_prefill_lets_it_go(
+def test_a_prompt_that_is_too_long_for_decode_is_an_error_and_prefill_frees_it(
     tight: Cluster, rng: random.Random
 ) -> None:
     prompt = random_prompt(rng, 1200)
@@ -204,7 +204,7 @@ def test_a_prompt_that_is_too_long_for_decode_is_an_error_and_prefill_lets_it_go
     tight.wait_until_idle_within(SOON, tight.prefill)
 
 
-def test_a_push_that_is_too_long_for_decode_is_an_error_and_prefill_lets_it_go(
+def test_a_push_that_is_too_long_for_decode_is_an_error_and_prefill_frees_it(
     tight: Cluster, rng: random.Random
 ) -> None:
     for length in (1025, 1200, 1270):
@@ -216,7 +216,7 @@ def test_a_push_that_is_too_long_for_decode_is_an_error_and_prefill_lets_it_go(
 
 @dataclass(frozen=True)
 class Client:
-    """One request: how it goes, and how long its client has patience for each answer."""
+    """One request, by push or pull, and the seconds its client waits for each answer."""
 
     prompt: list[int]
     max_tokens: int
@@ -234,7 +234,7 @@ class Client:
         )
 
     def run(self, tight: Cluster) -> httpx2.Response | None:
-        """The answer; None where the client has left."""
+        """Returns the answer, or None if the client has left."""
         more: dict[str, Any] = {"seconds": self.seconds}
         try:
             server = tight.router
@@ -246,10 +246,10 @@ class Client:
             return None
 
 
-def test_everything_that_is_answered_is_right_and_nothing_is_left(
+def test_every_answer_is_right_and_no_block_stays_in_use(
     tight: Cluster, rng: random.Random
 ) -> None:
-    """More requests than there are blocks, push and pull; a third of the clients leave."""
+    """There are more requests than blocks, by push and pull; a third of the clients leave."""
     before = [preemptions(server) for server in (tight.prefill, tight.decode)]
     clients = [Client.random(rng) for _ in range(60)]
     with concurrent.futures.ThreadPoolExecutor(8) as threads:

@@ -1,6 +1,6 @@
-"""What the connector takes for granted of vLLM's own parts, tried in its environment: the orders
-within a head that its kernels write, the blocks that its allocator keeps of a window, how
-ranks share a recurrent state, how it allocates a cache, and how its queue tells of messages."""
+"""The connector's assumptions about vLLM's own parts, tried in its environment: the order within a
+head that its kernels write, the blocks that its allocator keeps of a window, how ranks share a
+recurrent state, how it allocates a cache, and how its queue signals messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
         ("cache_probe.py", "a cache of 3 layers is shared"),
     ],
 )
-def test_it_is_as_the_connector_takes_it(probe: str, says: str) -> None:
+def test_vllm_works_as_the_connector_assumes(probe: str, says: str) -> None:
     assert says in printed(probe)
 
 
@@ -35,7 +35,7 @@ def test_a_server_that_returns_routed_experts_does_not_start(folder: Path) -> No
     assert "are refused" in printed("experts_probe.py", str(checkpoint("experts", folder)))
 
 
-def test_data_parallel_engines_are_taken_where_each_has_its_own_api(
+def test_data_parallel_engines_are_taken_only_if_each_has_its_own_api(
     folder: Path, model: Path
 ) -> None:
     assert (

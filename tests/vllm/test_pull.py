@@ -68,7 +68,7 @@ def test_blocks_that_were_overwritten_after_the_lease_are_not_fetched(
     ],
     ids=["blocks", "request", "host"],
 )
-def test_what_names_blocks_requests_and_hosts_is_not_believed(
+def test_a_clients_block_ids_request_ids_and_hosts_are_not_used(
     cluster: Cluster, rng: random.Random, altered: dict[str, Any]
 ) -> None:
     prompt = random_prompt(rng, 300)
@@ -86,7 +86,7 @@ def test_a_reply_sent_to_another_engine_gives_an_error(
     wrong = params | {"prefill_engine_address": address + "/" + 32 * "1"}
     del wrong["prefill_rank_addresses"]
     assert cluster.ask(cluster.decode, prompt, kv_transfer_params=wrong).status_code == 500
-    cluster.wait_until_idle(cluster.prefill)  # when its lease ends: no message could reach it
+    cluster.wait_until_idle(cluster.prefill)  # the lease has to end: no message can reach prefill
 
 
 def test_the_ticket_of_another_prompt_gives_an_error(cluster: Cluster, rng: random.Random) -> None:
@@ -94,11 +94,11 @@ def test_the_ticket_of_another_prompt_gives_an_error(cluster: Cluster, rng: rand
     params = cluster.keep(theirs)
     assert cluster.ask(cluster.decode, ours, kv_transfer_params=params).status_code == 500
     assert "is for another prompt" in cluster.decode.tail()
-    # vLLM says that the request was rejected; the ticket has gone with it.
+    # vLLM reports that the request was rejected, with the ticket.
     cluster.wait_until_idle_within(SOON, cluster.prefill, cluster.decode)
 
 
-def test_a_reply_is_good_once(cluster: Cluster, rng: random.Random) -> None:
+def test_a_reply_can_be_used_once(cluster: Cluster, rng: random.Random) -> None:
     prompt = random_prompt(rng, 300)
     params = cluster.keep(prompt)
     cluster.tokens(cluster.decode, prompt, kv_transfer_params=params)
@@ -118,7 +118,7 @@ def test_all_samples_of_a_request_are_right(
     cluster: Cluster, rng: random.Random, protocol: str, length: int
 ) -> None:
     prompt = random_prompt(rng, length)
-    # vLLM takes several samples for greedy by another name only.
+    # vLLM takes several greedy samples only as sampling with top_k 1.
     asked: dict[str, Any] = {"n": 3, "temperature": 1.0, "top_k": 1}
     expected = [cluster.tokens(cluster.aggregated, prompt)] * 3
     before = fetched(cluster.decode)
@@ -141,7 +141,7 @@ def test_all_samples_of_a_request_are_right(
     cluster.wait_until_idle_within(SOON, cluster.prefill, cluster.decode)
 
 
-def test_prefill_lets_go_of_a_prompt_that_decode_has(cluster: Cluster, rng: random.Random) -> None:
+def test_prefill_frees_a_prompt_that_decode_has(cluster: Cluster, rng: random.Random) -> None:
     prompt = random_prompt(rng, 257)  # two whole blocks, and the token that decode computes
     tokens = proxied(cluster, prompt)
     before = fetched(cluster.decode)
@@ -150,9 +150,7 @@ def test_prefill_lets_go_of_a_prompt_that_decode_has(cluster: Cluster, rng: rand
     cluster.wait_until_idle_within(SOON, cluster.prefill, cluster.decode)
 
 
-def test_prefill_lets_go_of_a_prompt_that_decode_refuses(
-    cluster: Cluster, rng: random.Random
-) -> None:
+def test_prefill_frees_a_prompt_that_decode_refuses(cluster: Cluster, rng: random.Random) -> None:
     prompt = random_prompt(rng, 1000)
     params = cluster.keep(prompt)
     answer = cluster.ask(cluster.decode, prompt, max_tokens=9000, kv_transfer_params=params)

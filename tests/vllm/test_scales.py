@@ -1,4 +1,4 @@
-"""What kvxfer.weights.vllm_quantization knows of vLLM's models is what the installed vLLM does."""
+"""The tables of kvxfer.weights.vllm_quantization describe what the installed vLLM does."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_record_is_what_vllm_does(found: Path, name: str) -> None:
-    """If it is not, put the new files in the place of the old ones, and read what has changed."""
+    """If this fails, replace the old files with the new ones, and read what has changed."""
     assert json.loads((found / name).read_text()) == json.loads(RECORDED[name].read_text())

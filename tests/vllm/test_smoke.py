@@ -41,7 +41,7 @@ def test_tokens_are_those_of_a_plain_server(
 
 
 def test_decode_maps_the_cache_of_prefill(cluster: Cluster) -> None:
-    """After transfers: it is memory that a peer on the same host can map."""
+    """Runs after transfers."""
     shared = [
         line
         for pid in descendants(cluster.decode.pid)
@@ -51,12 +51,12 @@ def test_decode_maps_the_cache_of_prefill(cluster: Cluster) -> None:
     assert shared
 
 
-def test_a_killed_prefill_is_named(cluster: Cluster, rng: random.Random) -> None:
-    """The last one: prefill stays dead."""
+def test_the_error_names_a_killed_prefill(cluster: Cluster, rng: random.Random) -> None:
+    """Runs last, as prefill is not restarted."""
     prompt, lost = random_prompt(rng, 1000), {"direction": "receive", "outcome": "peer-lost"}
     assert cluster.decode.metric("vllm:kvxfer_transfers_total", **lost) == 0
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        # Decode waits for a prompt that prefill is not asked for.
+        # Decode waits for a prompt that prefill is never asked for.
         params = cluster.ticket("prefill", "decode")
         answer = threads.submit(cluster.ask, cluster.decode, prompt, kv_transfer_params=params)
         wait_until(lambda: cluster.decode.metric("vllm:num_requests_waiting"))

@@ -46,7 +46,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainingJob
 
 @pytest.fixture
 def server(job: TrainingJob, tmp_path: Path) -> Iterator[Server]:
-    """vLLM with the weights before the first step."""
+    """A vLLM with the weights before the first step."""
     with vllm(
         "inference",
         tmp_path,
@@ -62,7 +62,8 @@ def server(job: TrainingJob, tmp_path: Path) -> Iterator[Server]:
 
 
 def afresh(checkpoint: Path) -> list[int]:
-    """What Hugging Face's model and the reference engine, each loaded anew, both answer."""
+    """Returns the tokens that Hugging Face's model and the reference engine both answer, each
+    loaded anew."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     said = model.generate(
         torch.tensor([PROMPT]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None
@@ -76,7 +77,7 @@ def afresh(checkpoint: Path) -> list[int]:
 
 
 def of_vllm(server: Server) -> tuple[str, list[int]]:
-    """How the answer of vLLM ended, and its tokens."""
+    """Returns how the answer of vLLM ended, and its tokens."""
     said = ask(server, PROMPT)
     assert said.is_success, said.text
     [choice] = said.json()["choices"]
@@ -84,11 +85,11 @@ def of_vllm(server: Server) -> tuple[str, list[int]]:
 
 
 class Asking:
-    """Both engines are asked all the time."""
+    """Clients that ask both engines all the time."""
 
     def __init__(self, server: Server, group: GroupRunner) -> None:
         self.answers: list[tuple[str, list[int]]] = []
-        """Of both: how they ended, and their tokens."""
+        """The answers of both: how each ended, and its tokens."""
         self._server, self._group = server, group
 
     async def __aenter__(self) -> Asking:

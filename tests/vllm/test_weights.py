@@ -1,5 +1,5 @@
 """Updates of a live vLLM's weights, on CPUs: what its ranks want, and that it serves one version or
-the other, never a part of each."""
+the other, never a mixture."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ VOCABULARY, HIDDEN, MLP = 500, 128, 256  # as tiny_llama.py makes it; 500 are pa
 
 
 def llama(folder: Path, seed: int) -> Path:
-    """One whose vocabulary has to be padded."""
+    """Makes a model whose vocabulary has to be padded, and returns its checkpoint."""
     made = folder / f"llama-{seed}"
     if not made.exists():
         maker = Path(servers.__file__).with_name("tiny_llama.py")
@@ -72,9 +72,9 @@ def probe(model: Path, other: Path, ranks: int) -> dict[str, Any]:
 
 
 def llama_boxes(rank: int, ranks: int) -> dict[str, tuple[list[int], list[int], list[int]]]:
-    """Whole shape, offset and shape of what a rank wants of each parameter: rows of projections
-    that are split by columns, columns of those that are split by rows, the trained part of its
-    share of a vocabulary that is padded."""
+    """Returns whole shape, offset and shape of the box that a rank wants of each parameter: rows of
+    column-parallel projections, columns of row-parallel ones, and the unpadded part of its share of
+    the vocabulary."""
     share = 512 // ranks
     words = min(VOCABULARY, (rank + 1) * share) - rank * share
     boxes = {}
@@ -117,7 +117,7 @@ def test_an_output_that_is_tied_to_the_embedding_is_renewed(folder: Path) -> Non
     models = [other_model(folder, "sliding", seed) for seed in (0, 1)]
     told = probe(*models, 1)
     assert not any(name == "lm_head.weight" for name, *_ in told["boxes"][0])
-    # Such a model repeats its last token, as long as output and embedding are of one version.
+    # Such a model repeats its last token if output and embedding are of one version.
     assert told["loaded"] == told["afresh"]
 
 
@@ -135,7 +135,7 @@ def test_experts_that_vllm_does_not_renew_are_refused(folder: Path) -> None:
 
 
 class Trainer:
-    """weight_trainer.py, as a process."""
+    """A process of weight_trainer.py."""
 
     def __init__(
         self, checkpoint: Path, server: Server, rank: int = 0, ranks: int = 1, store: str = ""
@@ -150,7 +150,8 @@ class Trainer:
         )
 
     def do(self, order: str) -> dict[str, Any]:
-        """How it ended, where it was killed by what it did."""
+        """Gives an order and returns the answer, or how the process ended if the order killed
+        it."""
         self.tell(order)
         return self.answer()
 
@@ -175,7 +176,7 @@ class Trainer:
 
 
 def greedy(checkpoint: Path) -> list[int]:
-    """As Hugging Face's model computes it."""
+    """Returns the tokens of Hugging Face's model."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     prompt = torch.tensor([PROMPT])
     said = model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
@@ -184,7 +185,7 @@ def greedy(checkpoint: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def tokens(folder: Path) -> list[list[int]]:
-    """What three checkpoints answer to the prompt."""
+    """The answers of three checkpoints to the prompt."""
     found = [greedy(llama(folder, seed)) for seed in range(3)]
     assert len({tuple(each) for each in found}) == 3
     return found
@@ -230,7 +231,7 @@ def call(server: Server, method: str) -> Any:
 
 
 class Asking:
-    """Asks all the time, in a thread."""
+    """A client that asks all the time, in a thread."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -268,8 +269,8 @@ def test_a_live_instance_serves_one_version_or_the_next(
         for reason, said in asking.answers:
             assert (reason, said) in [("length", tokens[0]), ("length", tokens[1])]
 
-        # A worker that refuses: the others have pinned it, and none applies it. vLLM still knows
-        # which answer is to which call.
+        # A worker refuses its pin: the others have pinned, and none applies. vLLM still matches
+        # answers to calls.
         trainer.well(f"load {llama(folder, 2)}")
         refused = trainer.do("refuse")
         assert "WeightUpdateAborted" in refused["error"], refused
@@ -285,7 +286,7 @@ def test_a_live_instance_serves_one_version_or_the_next(
             else:
                 assert (reason, said) == ("abort", tokens[1][: len(said)])
 
-        # A trainer that vanishes between the pin and the commit, and the one after it.
+        # A trainer vanishes between the pin and the commit, and another one follows.
         trainer.well(f"load {llama(folder, 0)}")
         assert trainer.do("vanish") == {"ended": -9}
         assert version(server) == "2"

@@ -7,7 +7,7 @@ from typing import Any
 
 class Faults:
     def fail_halfway(self: Any) -> None:
-        """The next weights are applied in part."""
+        """Makes the next update fail after half of the weights."""
         from kvxfer.connectors.vllm.weight_transfer import engine
 
         real = engine.windows_over

@@ -1,7 +1,7 @@
 """A training rank of the tests, in vLLM's environment, with vLLM's factory and clients:
 `python weight_trainer.py CHECKPOINT SERVER RANK RANKS STORE`. STORE is torch.distributed's file.
 
-It takes an order from each line of its input, and answers it with a line of output, `{}` or
+It reads an order from each line of its input, and answers it with a line of output, `{}` or
 `{"error": …}`.
 
     init VERSION        joins; vLLM serves this version now

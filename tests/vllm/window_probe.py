@@ -1,5 +1,5 @@
 """Lets vLLM's own allocator compute prompts of every length at prefill and receive them at decode,
-and checks which blocks are there: `python window_probe.py`, in vLLM's environment."""
+and checks which blocks they have: `python window_probe.py`, in vLLM's environment."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def window_of(tokens: int, block_size: int = BLOCK) -> KVCacheSpec:
 
 
 def state_of(mode: str) -> KVCacheSpec:
-    """A block at the end of every other, or one that is as long as any prompt."""
+    """Returns the spec of a state at the end of every block, or of one in a single block as long as
+    the longest prompt."""
     size = BLOCK if mode == "align" else MOST
     return MambaSpec(
         block_size=size, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode=mode
@@ -63,7 +64,8 @@ def present(rows: tuple[tuple[int, ...], ...]) -> list[list[bool]]:
 
 
 def needed(config: KVCacheConfig, blocks: PromptBlocks, prompt: int) -> list[list[bool]]:
-    """What decode's allocator has room for, when all but the last token come from prefill."""
+    """Returns the blocks that decode's allocator has when all but the last token come from
+    prefill."""
     manager = manager_of(config)
     allocated = manager.allocate_slots(
         request_of(prompt), 0, num_external_computed_tokens=prompt - 1, delay_cache_blocks=True
@@ -77,7 +79,7 @@ def needed(config: KVCacheConfig, blocks: PromptBlocks, prompt: int) -> list[lis
         ]
         entries = range(max(map(max, spread)) + 1)
         return present(tuple(tuple(row.get(at, NULL_BLOCK) for at in entries) for row in spread))
-    # More states may have room there; the last one is where decode looks for it.
+    # There may be room for more states; decode reads the last one.
     table = blocks.table(ids, prompt)
     assert table[1][-1] != NULL_BLOCK
     return present(table)
@@ -104,7 +106,7 @@ def check(spec: KVCacheSpec, group: BlockGroup, prompt: int) -> None:
     sent = blocks.table(table, prompt)
     assert present(sent) == needed(config, blocks, prompt), (spec, prompt)
 
-    # As when a request ends, or goes on for long: vLLM gives the window back.
+    # vLLM gives the window back when a request ends, or goes on for long.
     manager.remove_skipped_blocks("r", prompt + 2 * LONGEST)
     lost = {block for row in sent for block in row} - {NULL_BLOCK}
     pool = manager.block_pool

@@ -1,7 +1,7 @@
 """Two training ranks over gloo, whose model is sharded by FSDP, push to one instance.
 
-`python -m tests.weights.pushing_ranks FOLDER ADDRESS`. The folder gets from each rank what it was
-told.
+`python -m tests.weights.pushing_ranks FOLDER ADDRESS`. Each rank writes its results and errors to
+the folder.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def run(folder: Path, address: str, rank: int) -> None:
 
     told: dict[str, Any] = {}
     state_dict = model.state_dict
-    if rank == 1:  # one rank alone has something that cannot be sent
+    if rank == 1:  # only this rank has something that cannot be sent
         model.state_dict = lambda **_: {"value": 3}  # type: ignore[method-assign, assignment]
     told["first"] = error_of(lambda: push(1))
     model.state_dict = state_dict  # type: ignore[method-assign]
 
     told["sent"] = [push(1)]
-    model._apply(lambda each: each + 1)  # other memory, as by to()
+    model._apply(lambda each: each + 1)  # other memory, as after to()
     told["sent"].append(push(2))
     if rank == 1:
         model.half()

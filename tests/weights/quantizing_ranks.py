@@ -1,7 +1,7 @@
-"""Four training ranks, over gloo: say what they send of models that are sent quantised.
+"""Four training ranks, over gloo, describe what they send of models that are sent quantised.
 
-`python -m tests.weights.quantizing_ranks FOLDER`. The folder gets for each case the holdings and
-tensors of each rank, and from rank 0 the whole parameters as they are trained.
+`python -m tests.weights.quantizing_ranks FOLDER`. For each case, each rank writes its holdings and
+tensors to the folder, and rank 0 the whole unquantised parameters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FORMATS: Final[dict[str, Quantization]] = {
 
 
 class Mlp(nn.Module):
-    """Shards of 75 and 50 rows, and for `few` none at the last rank."""
+    """A model with shards of 75 and 50 rows, and for `few` none at the last rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Mlp(nn.Module):
 
 
 def format_of(name: str, how: Quantization) -> Quantization | None:
-    """Of a parameter of any case: all but biases."""
+    """Returns the format of a parameter of any case: none for biases."""
     return None if name.endswith("bias") else how
 
 
@@ -74,7 +74,7 @@ def _mlp() -> Mlp:
 
 
 def fsdp(how: Quantization) -> tuple[TrainingState, Tensors]:
-    """What is sent is what a step of training has made."""
+    """FSDP, and a step of training before the staging."""
     module = _mlp()
     fully_shard(module)
     state = _state(module, how)
@@ -101,7 +101,8 @@ def replicas(how: Quantization) -> tuple[TrainingState, Tensors]:
 
 
 def names(how: Quantization) -> tuple[TrainingState, Tensors]:
-    """Fused experts, what is not contiguous, a stage of a pipeline, and two names of one tensor."""
+    """Fused experts, a tensor that is not contiguous, a stage of a pipeline, and a tensor with two
+    names."""
     rank = torch.distributed.get_rank()
     mesh = init_device_mesh("cpu", (WORLD,))
     torch.manual_seed(5)
@@ -125,7 +126,7 @@ def names(how: Quantization) -> tuple[TrainingState, Tensors]:
 
 
 def refusals() -> dict[str, str]:
-    """What each rank is told. All are told the same, though one has the fault."""
+    """Returns the error of each case. All ranks get the same error, though one has the fault."""
     rank = torch.distributed.get_rank()
     module = _mlp()
     fully_shard(module)
@@ -140,7 +141,7 @@ def refusals() -> dict[str, str]:
         found[case] = _told(state.staged)
         with torch.no_grad():
             local.copy_(before)
-        state.staged()  # the next push has values again
+        state.staged()  # without the fault, the next staging succeeds
     storage = module.up.bias.to_local().untyped_storage()  # type: ignore[operator]
     nbytes = storage.nbytes()
     if rank == 1:
@@ -205,7 +206,7 @@ def run(folder: Path, rank: int) -> None:
 
 
 def _counted() -> list[int]:
-    """Gets the elements of each all_reduce from now on."""
+    """Returns a list to which each later all_reduce adds its number of elements."""
     reductions: list[int] = []
     reduce = torch.distributed.all_reduce
 

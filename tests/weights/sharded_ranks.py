@@ -1,7 +1,7 @@
-"""Four training ranks, over gloo: say what they hold of several models.
+"""Four training ranks, over gloo, describe what they hold of several models.
 
-`python -m tests.weights.sharded_ranks FOLDER`. The folder gets for each case the holdings and
-tensors of each rank, and from rank 0 the whole parameters.
+`python -m tests.weights.sharded_ranks FOLDER`. For each case, each rank writes its holdings and
+tensors to the folder, and rank 0 the whole parameters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Mlp(nn.Module):
-    """Dimensions that do not divide evenly by 2 or 4, and one that is less than 4."""
+    """A model with dimensions that 2 or 4 do not divide, and one that is less than 4."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Mlp(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two layers between an embedding and a head that is the same parameter."""
+    """A model with two layers between an embedding and a head, which are the same parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,14 +72,14 @@ class Tied(nn.Module):
 
 
 def made(kind: Callable[[], nn.Module]) -> tuple[nn.Module, Tensors]:
-    """The same on all ranks, with the whole parameters."""
+    """Makes a model, the same on all ranks. Returns it with the whole parameters."""
     torch.manual_seed(3)
     module = kind()
     return module, {name: each.detach().clone() for name, each in module.state_dict().items()}
 
 
 def fsdp() -> tuple[TrainingState, Tensors]:
-    """A step of training after the state was taken down: its tensors have the new weights."""
+    """FSDP, and two steps of training after state_of(): its tensors have the new weights."""
     module, _ = made(Tied)
     for layer in module.layers:  # type: ignore[union-attr]
         fully_shard(layer)  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def fsdp() -> tuple[TrainingState, Tensors]:
 
 
 def other_axis() -> tuple[TrainingState, Tensors]:
-    """By another shard than the first dimension, after a forward has left it whole."""
+    """FSDP along another dimension than the first, after a forward has gathered the parameter."""
     module, whole = made(lambda: nn.Sequential(nn.Linear(8, 3, bias=False), nn.Linear(3, 8)))
     fully_shard(
         module,
@@ -135,7 +135,7 @@ def _over_tp(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def names() -> tuple[TrainingState, Tensors]:
-    """Tensors by name: stages and experts, what is not contiguous, other dtypes, other axes."""
+    """Tensors by name: stages and experts, one that is not contiguous, other dtypes, other axes."""
     rank = torch.distributed.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     whole = {
@@ -176,7 +176,7 @@ def names() -> tuple[TrainingState, Tensors]:
         nics=2,
     )
     assert state.copied == {"turned", "rounded"} & state.tensors.keys()
-    for each in ours.values():  # what is trained after the state was taken down
+    for each in ours.values():  # training after state_of()
         (each.to_local() if isinstance(each, DTensor) else each).neg_()
     state.staged()
     whole["rounded"] = whole["rounded"].bfloat16()
@@ -184,7 +184,7 @@ def names() -> tuple[TrainingState, Tensors]:
 
 
 def _turned(whole: torch.Tensor, mesh: DeviceMesh, rank: int) -> DTensor:
-    """A shard whose memory is that of its transpose."""
+    """Returns a shard whose memory is that of its transpose."""
     local = whole[:, rank // 2 * 3 :][:, :3].t().contiguous().t()
     assert not local.is_contiguous()
     return DTensor.from_local(local, mesh, (Shard(1), Replicate()))
@@ -198,7 +198,7 @@ def whole_of(module: nn.Module) -> Tensors:
 
 
 def refusals() -> dict[str, str]:
-    """What is refused only where there are several ranks."""
+    """Returns the errors that need several ranks."""
     flat = FullyShardedDataParallel(Mlp(), device_id=torch.device("cpu"))
     mesh = init_device_mesh("cpu", (WORLD,))
     short = DTensor.from_local(

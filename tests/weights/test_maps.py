@@ -1,4 +1,4 @@
-"""Maps as records and as JSON: what is refused, and by which words."""
+"""Maps as records and as JSON, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvxfer.weights.plan.schedule import plan_weights
 
 
 def document(**parameters: Any) -> dict[str, Any]:
-    """A map whose training side has one parameter, with these members beside or instead."""
+    """A map whose training side has one parameter, with these members added or replaced."""
     of_it = {"name": "w", "shape": [8, 4], "dtype": "bfloat16"}
     return {
         "train": {"mesh": {"dp": 4}, "parameters": [{**of_it, **parameters}]},
@@ -40,7 +40,7 @@ def parse(value: dict[str, Any]) -> None:
         ({"split": [["tp"], []]}, "w uses the axis 'tp'; mesh has dp"),
         ({"split": [["dp"], ["dp"]]}, "axis of w is 'dp'; name it once"),
         ({"only": {"dp": 4}}, "only.dp of w is 4; use less than 4"),
-        ({"padding": [8, 0]}, "padding of w is (8, 0); leave something of (8, 4)"),
+        ({"padding": [8, 0]}, "padding of w is (8, 0); leave some elements of (8, 4)"),
         ({"parts": [{"ranks": [0], "offset": [4, 0], "shape": [5, 4]}]}, "stay inside the shape"),
         ({"parts": [{"ranks": [4], "offset": [0, 0], "shape": [8, 4]}]}, "name rank 4; use less"),
         ({"parts": [{"ranks": [0, 0], "offset": [0, 0], "shape": [8, 4]}]}, "one box at most"),
@@ -54,7 +54,9 @@ def parse(value: dict[str, Any]) -> None:
         ({"sharding": "fsdp"}, "unknown field `sharding` - at `$.train.parameters[0]`"),
     ],
 )
-def test_what_is_wrong_with_parameters_is_named(parameters: dict[str, Any], words: str) -> None:
+def test_the_error_names_what_is_wrong_with_a_parameter(
+    parameters: dict[str, Any], words: str
+) -> None:
     with pytest.raises(InvalidArgument, match=re.escape(words)) as refused:
         parse(document(**parameters))
     assert str(refused.value).startswith("my.json: ")
@@ -73,21 +75,21 @@ def test_what_is_wrong_with_parameters_is_named(parameters: dict[str, Any], word
         ({"nics": 0}, "Expected `int` >= 1 - at `$.train.nics`"),
     ],
 )
-def test_what_is_wrong_with_a_side_is_named(side: dict[str, Any], words: str) -> None:
+def test_the_error_names_what_is_wrong_with_a_side(side: dict[str, Any], words: str) -> None:
     wrong = document()
     wrong["train"] |= side
     with pytest.raises(InvalidArgument, match=re.escape(words)):
         parse(wrong)
 
 
-def test_a_parameter_is_described_once() -> None:
+def test_a_parameter_described_twice_is_refused() -> None:
     wrong = document()
     wrong["train"]["parameters"] *= 2
     with pytest.raises(InvalidArgument, match="w is described twice"):
         parse(wrong)
 
 
-def test_a_file_that_is_no_map_is_named(tmp_path) -> None:
+def test_the_error_names_a_file_that_is_not_a_map(tmp_path) -> None:
     with pytest.raises(InvalidArgument, match=r"the weight map .*none.json cannot be read"):
         read_map(tmp_path / "none.json")
     (tmp_path / "half.json").write_text('{"train": ')
@@ -114,7 +116,7 @@ def test_known_models_go_through_json(model: str) -> None:
 
 
 def refused(train: dict[str, Any], infer: dict[str, Any]) -> str:
-    """Why a map with these members of its parameter `w`, or of its sides, is not planned."""
+    """Returns the error of planning with these members of the parameter `w`, or of the sides."""
     value = document()
     for name, changes in (("train", train), ("infer", infer)):
         side = changes.pop("side", {})
@@ -126,7 +128,7 @@ def refused(train: dict[str, Any], infer: dict[str, Any]) -> str:
     return str(error.value)
 
 
-def test_what_no_rank_holds_is_refused_by_name() -> None:
+def test_the_error_names_what_no_rank_holds() -> None:
     assert "inference wants v, which no training rank holds" in refused({}, {"name": "v"})
     parts = [
         {"ranks": [0, 1], "offset": [0, 0], "shape": [5, 4]},
@@ -145,16 +147,16 @@ def test_other_types_and_shapes_are_refused_by_name() -> None:
     )
 
 
-def test_one_storage_cannot_take_two() -> None:
+def test_tied_parameters_cannot_take_two_separate_ones() -> None:
     more = [
         {"name": "w", "shape": [8, 4], "dtype": "bfloat16"},
         {"name": "v", "shape": [8, 4], "dtype": "bfloat16"},
     ]
     said = refused({"side": {"parameters": more}}, {"side": {"tied": {"v": "w"}}})
-    assert "v is tied to w at inference, and a parameter apart at training" in said
+    assert "v is tied to w at inference, and a separate parameter at training" in said
 
 
-def test_what_inference_does_not_want_is_told() -> None:
+def test_parameters_that_inference_does_not_want_are_listed() -> None:
     value = document()
     value["train"]["parameters"].append({"name": "value_head", "shape": [4], "dtype": "float32"})
     schedule = plan_weights(parse_map(json.dumps(value).encode(), "map"))
@@ -172,11 +174,11 @@ def test_a_tied_parameter_is_sent_once() -> None:
     assert (figures.nbytes, figures.unwanted) == (8 * 4 * 2, 0)
 
 
-def test_the_map_of_the_docs_is_one() -> None:
-    text = (Path(__file__).parents[2] / "docs/weights.md").read_text()
+def test_the_map_of_the_docs_is_valid() -> None:
+    text = (Path(__file__).parents[2] / "docs/weight-maps.md").read_text()
     (example,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
-    figures = plan_weights(parse_map(example.encode(), "docs/weights.md")).figures
+    figures = plan_weights(parse_map(example.encode(), "docs/weight-maps.md")).figures
     embedding, experts = 32000 * 512 * 2, 12 * 16 * 512 * 1024 * 2
-    assert figures.nbytes == 2 * embedding + experts  # two groups share it
+    assert figures.nbytes == 2 * embedding + experts  # two groups share the embedding
     assert figures.padding_bytes == 2 * 64 * 512 * 2
     assert (figures.parameters, figures.unwanted) == (1 + 12 * 16, 0)

@@ -70,11 +70,13 @@ def test_kv_heads_have_replicas_where_more_ranks_share_them() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("gpt-5", 8, 4), "'gpt-5' is no model known here; use kimi-k2 or llama-3-8b"),
+        (("gpt-5", 8, 4), "'gpt-5' is not a known model; use kimi-k2 or llama-3-8b"),
         (("kimi-k2", 0, 4), "train is 0; use 1 or more"),
         (("kimi-k2", 8, 0), "infer is 0; use 1 or more"),
     ],
 )
-def test_what_is_unknown_is_refused(arguments: tuple[str, int, int], words: str) -> None:
+def test_unknown_models_and_wrong_sizes_are_refused(
+    arguments: tuple[str, int, int], words: str
+) -> None:
     with pytest.raises(InvalidArgument, match=words):
         model_map(*arguments)

@@ -1,4 +1,4 @@
-"""Boxes of simulated ranks, quantised with exchanged maxima: the bytes of the whole parameter."""
+"""Boxes of simulated ranks, quantised with exchanged maxima, equal boxes of the whole quantised."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ Sent = tuple[torch.Tensor, torch.Tensor]
 def of_ranks(
     parameters: dict[str, tuple[Quantization, torch.Tensor]], ranks: list[dict[str, Box]]
 ) -> list[dict[str, Sent]]:
-    """What each rank sends, after one exchange of all parameters. Scales of the box's cells."""
+    """Returns what each rank sends, with the scales of its box's cells, after one exchange of the
+    maxima of all parameters."""
     parts = [
         [
             (name, Kind(parameters[name][0], tuple(parameters[name][1].shape), box))
@@ -110,7 +111,7 @@ def assert_are_of_the_whole(
 
 @st.composite
 def cuts(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
-    """Ranges that cover a dimension."""
+    """Draws ranges that cover a dimension."""
     inner = draw(st.sets(st.integers(1, length - 1), max_size=3)) if length > 1 else set()
     edges = [0, *sorted(inner), length]
     return [(first, end - first) for first, end in pairwise(edges)]
@@ -118,7 +119,7 @@ def cuts(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
 
 @st.composite
 def parameter(draw: st.DrawFn) -> tuple[Quantization, torch.Tensor, list[Box]]:
-    """A parameter, and the boxes that cover it."""
+    """Draws a parameter, and boxes that cover it."""
     shape = draw(st.lists(st.integers(1, 13), min_size=2, max_size=3))
     ranges = [draw(cuts(length)) for length in shape]
     boxes = [Box((), ())]
@@ -126,7 +127,7 @@ def parameter(draw: st.DrawFn) -> tuple[Quantization, torch.Tensor, list[Box]]:
         boxes = [
             Box((*box.offset, first), (*box.shape, size)) for box in boxes for first, size in along
         ]
-    if draw(st.booleans()):  # some rank has the whole
+    if draw(st.booleans()):  # one box is the whole
         boxes.append(Box((0,) * len(shape), tuple(shape)))
     made = torch.Generator().manual_seed(draw(st.integers(0, 1 << 32)))
     weight = torch.randn(*shape, generator=made) * 10.0 ** draw(st.integers(-3, 3))
@@ -139,7 +140,7 @@ def parameter(draw: st.DrawFn) -> tuple[Quantization, torch.Tensor, list[Box]]:
 def test_any_boxes_get_the_bytes_of_the_whole(
     drawn: list[tuple[Quantization, torch.Tensor, list[Box]]], at_least: int, random: object
 ) -> None:
-    """Each box is at one rank, or at two that are replicas; some ranks have nothing."""
+    """Each box is at one rank, or at two that are replicas; some ranks have none."""
     ranks: list[dict[str, Box]] = [{} for _ in range(max(at_least, *(len(d[2]) for d in drawn)))]
     for number, (_, _, boxes) in enumerate(drawn):
         having = list(range(len(ranks)))

@@ -1,4 +1,5 @@
-"""Four training ranks over gloo (quantizing_ranks.py) send what the whole model quantised has."""
+"""Four training ranks over gloo (quantizing_ranks.py) send the bytes of the whole model
+quantised."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checkpoint(ranks: Path, case: str, label: str) -> dict[str, torch.Tensor]:
-    """What quantising the whole model gives."""
+    """Returns the whole model quantised."""
     found = {}
     for name, weight in load_file(ranks / f"{case}-{label}.safetensors").items():
         how = format_of(name, FORMATS[label])
@@ -93,7 +94,7 @@ def test_each_rank_has_its_boxes_of_the_whole_quantised(ranks: Path, case: str, 
     assert all(each.all() for each in seen.values())
 
 
-def test_a_rank_holds_the_scales_that_its_elements_have(ranks: Path) -> None:
+def test_a_rank_holds_the_scales_of_its_elements(ranks: Path) -> None:
     boxes = [
         {each.name: (each.offset, each.shape) for each in parameters}
         for parameters in (holdings(ranks, "fsdp", "blocks", rank).parameters for rank in range(4))
@@ -124,7 +125,7 @@ def test_a_rank_holds_the_scales_that_its_elements_have(ranks: Path) -> None:
         ("mixed", "weight is quantised as"),
     ],
 )
-def test_all_ranks_are_told_what_is_refused(ranks: Path, case: str, text: str) -> None:
+def test_all_ranks_get_the_error_of_one(ranks: Path, case: str, text: str) -> None:
     for rank in range(WORLD):
         found = msgspec.json.decode((ranks / f"refusals-{rank}.json").read_bytes())
         assert text in found[case]

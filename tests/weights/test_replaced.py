@@ -1,4 +1,4 @@
-"""Parameters that get other memory while they are trained: what is sent is what they are now."""
+"""Parameters that move to other memory while they are trained: the current ones are sent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _reassign(net: Net) -> None:
 
 
 def _offload(net: Net) -> None:
-    """As trainers do that keep one copy: the memory goes, and comes back elsewhere."""
+    """Frees the parameters' memory and restores it elsewhere, as trainers that keep one copy do."""
     kept = {name: each.data.clone() for name, each in net.named_parameters()}
     for name, each in net.named_parameters():
         each.data = torch.empty(0)
@@ -62,7 +62,7 @@ def _regrown(net: Net) -> None:
     storage = net.up.weight.untyped_storage()
     nbytes = storage.nbytes()
     storage.resize_(0)
-    between = torch.ones(1000)  # takes the place, often
+    between = torch.ones(1000)  # often takes the freed memory
     storage.resize_(nbytes)
     with torch.no_grad():
         net.up.weight.fill_(float(between[0]))
@@ -98,7 +98,7 @@ def test_a_state_follows_parameters_to_other_memory(
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_what_is_quantised_follows_too(move: Callable[[Net], None]) -> None:
+def test_quantised_parameters_are_followed_too(move: Callable[[Net], None]) -> None:
     net = Net()
     state = state_of(net, quantize=lambda name, _: FP8_BLOCKS if name == "up.weight" else None)
     move(net)
@@ -133,13 +133,13 @@ CHANGES: list[tuple[Callable[[Net], None], str]] = [
     (_shorter, r"up.weight was float32 of \[5, 4\], and is float32 of \[3, 4\]"),
     (_other_dtype, r"up.weight was float32 of \[5, 4\], and is float16 of \[5, 4\]"),
     (_untied, "head.weight was tied to embed.weight, and is not tied"),
-    (_gone, r"up.bias was float32 of \[5\], and is not there"),
-    (_new, r"value.weight was not there, and is float32 of \[1, 4\]"),
+    (_gone, r"up.bias was float32 of \[5\], and is absent"),
+    (_new, r"value.weight was absent, and is float32 of \[1, 4\]"),
 ]
 
 
 @pytest.mark.parametrize(("change", "text"), CHANGES)
-def test_what_instances_have_planned_with_has_to_stay(
+def test_a_change_of_what_instances_planned_with_is_refused(
     change: Callable[[Net], None], text: str
 ) -> None:
     net = Net()
@@ -150,7 +150,7 @@ def test_what_instances_have_planned_with_has_to_stay(
             state.staged()
 
 
-def test_memory_that_was_freed_is_refused_until_it_is_there_again() -> None:
+def test_memory_that_was_freed_is_refused_until_it_is_allocated_again() -> None:
     net = Net()
     state = state_of(net)
     storage = net.up.bias.untyped_storage()
@@ -164,7 +164,7 @@ def test_memory_that_was_freed_is_refused_until_it_is_there_again() -> None:
     assert state.staged()["up.bias"].tolist() == [4] * 5
 
 
-def test_a_mapping_is_looked_at_again() -> None:
+def test_a_mapping_is_read_again_at_each_staging() -> None:
     weight = nn.Parameter(torch.zeros(2, 2))
     parameters = {"a.weight": weight, "b.weight": torch.ones(2)}
     state = state_of(parameters)
@@ -175,7 +175,7 @@ def test_a_mapping_is_looked_at_again() -> None:
         "b.weight": 4,
     }
     del parameters["b.weight"]
-    with pytest.raises(WeightsMismatch, match=r"b\.weight was .* and is not there"):
+    with pytest.raises(WeightsMismatch, match=r"b\.weight was .* and is absent"):
         state.staged()
 
 

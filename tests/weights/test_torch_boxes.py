@@ -22,7 +22,7 @@ from kvxfer.weights.torch_boxes import NOTHING, Box, box_of
         ((2, 2), (1, 1), (Shard(0), Shard(0)), (2, 6), Box((8, 0), (2, 6))),
         ((2, 2), (0, 1), (_StridedShard(0, split_factor=2), Shard(0)), (3, 6), Box((5, 0), (3, 6))),
         ((2, 2), (1, 1), (Replicate(), Shard(1)), (10, 3), Box((0, 3), (10, 3))),
-        # By the second axis, the first, then the third: 5 to 9, 8 and 9, 8.
+        # The rows are divided along the second axis, the first, then the third: 5 to 9, 8 and 9, 8.
         (
             (2, 2, 2),
             (1, 1, 0),
@@ -43,7 +43,7 @@ def test_a_rank_has_the_box_that_its_placements_say(
 
 
 def test_fsdp_over_tensor_parallelism_is_understood_for_any_length(rng: random.Random) -> None:
-    """Of a length that does not divide, torch's own offsets are those of another rank."""
+    """torch's own offsets are another rank's if the length does not divide evenly."""
     refused = 0
     for _ in range(300):
         length, dp, tp = rng.randint(1, 70), rng.randint(1, 5), rng.randint(2, 8)
@@ -71,8 +71,9 @@ def test_a_strided_shard_alone_is_no_box() -> None:
         box_of("w", (8,), (2,), (0,), (_StridedShard(0, split_factor=2),), (4,))
 
 
-def test_where_both_readings_fit_the_rank_is_refused() -> None:
-    """Of 27 by 4, then by 3, rank (2, 2) has one element by both readings, but not the same."""
+def test_a_rank_that_fits_two_readings_of_its_placements_is_refused() -> None:
+    """If 27 is divided by 4 and then by 3, rank (2, 2) has one element in each reading, but not the
+    same one."""
     placements = (_StridedShard(0, split_factor=4), Shard(0))
     with pytest.raises(InvalidArgument, match="not a single box"):
         box_of("w", (27,), (3, 4), (2, 2), placements, (1,))

@@ -1,4 +1,4 @@
-"""Four training ranks over gloo (sharded_ranks.py), and what one rank alone refuses."""
+"""Four training ranks over gloo (sharded_ranks.py), and what a single rank refuses."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def holdings(ranks: Path, case: str, rank: int) -> Holdings:
     return msgspec.json.decode((ranks / f"{case}-{rank}.json").read_bytes(), type=Holdings)
 
 
-def test_shards_are_said_as_they_are_and_not_gathered(ranks: Path) -> None:
+def test_shards_are_described_as_they_are_and_not_gathered(ranks: Path) -> None:
     shapes = {
         case: [
             {each.name: each.shape for each in holdings(ranks, case, rank).parameters}
@@ -96,7 +96,7 @@ def test_two_names_of_one_parameter_are_tied_on_every_rank_that_has_it(ranks: Pa
         assert holdings(ranks, "fsdp", rank).tied == {"head.weight": "embed.weight"}
 
 
-def test_a_scalar_has_one_element_and_the_rank_says_where_it_is(ranks: Path) -> None:
+def test_a_scalar_has_one_element_and_the_rank_reports_its_host(ranks: Path) -> None:
     of_it = holdings(ranks, "names", 3)
     assert (of_it.host, of_it.zone, of_it.nics) == ("host-1", "", 2)
     assert next(each.whole for each in of_it.parameters if each.name == "scale") == (1,)
@@ -110,7 +110,7 @@ def test_a_scalar_has_one_element_and_the_rank_says_where_it_is(ranks: Path) -> 
         ("summand", ("some.weight", "summand", "redistribute")),
     ],
 )
-def test_what_several_ranks_keep_in_no_known_way_is_refused(
+def test_unknown_placements_over_several_ranks_are_refused(
     ranks: Path, case: str, texts: tuple[str, ...]
 ) -> None:
     for rank in range(WORLD):
@@ -158,7 +158,7 @@ def test_a_copy_is_as_new_as_its_last_staging() -> None:
         ({"a.w": torch.zeros(2), "_orig_mod.a.w": torch.zeros(2)}, "a.w is the name of two"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_by_name(
+def test_the_error_names_what_cannot_be_sent(
     parameters: dict[str, torch.Tensor], text: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=text):

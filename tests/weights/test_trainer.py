@@ -48,7 +48,7 @@ class _Serving:
     def __init__(
         self, coordinator: str = "", holdings: Holdings | None = None, fabric: str = "local"
     ) -> None:
-        """Without a coordinator it is to be dialed, at `address`."""
+        """Joins the coordinator; without one, the trainer connects to `address`."""
         self._fabric = fabric
         self.instance = Instance([])
         self.address = ""
@@ -85,7 +85,7 @@ class _Serving:
 
 @pytest.fixture
 def trainers() -> Iterator[list[Trainer]]:
-    """Two ranks, which send what `version_of` says."""
+    """Two ranks, which send the weights of the version `len(versions)`."""
     made: list[Trainer] = []
     for rank in range(2):
         holdings = shards(rank, 2)
@@ -195,7 +195,7 @@ def test_a_model_of_torch_is_pushed_by_one_call(monkeypatch: pytest.MonkeyPatch)
         weights.forget(model)
 
 
-def test_a_push_sends_what_parameters_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_sends_the_current_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVXFER_CLUSTER_KEY", KEY)
     model = torch.nn.Linear(40, 24)
     serving = _Serving(holdings=weights.state_of(model).holdings)
@@ -259,7 +259,7 @@ def test_a_rank_whose_parameters_changed_ends_the_push_of_the_other(
 
 
 def test_ranks_push_together_and_fail_together(tmp_path: Path) -> None:
-    """pushing_ranks.py: two ranks over gloo, with FSDP."""
+    """Runs pushing_ranks.py: two ranks over gloo, with FSDP."""
     serving = _Serving(holdings=weights.state_of(torch.nn.Linear(6, 4)).holdings, fabric="tcp")
     with serving as instance:
         environment = {
@@ -309,7 +309,7 @@ def test_a_wait_says_why_no_instance_came() -> None:
         assert "127.0.0.1:1" in str(cause)
 
 
-def test_a_push_whose_wait_has_ended_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_can_be_repeated_after_its_wait_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVXFER_CLUSTER_KEY", KEY)
     model = torch.nn.Linear(4, 2)
     serving = _Serving(holdings=weights.state_of(model).holdings)
@@ -337,7 +337,7 @@ def test_arguments_of_a_wait_are_checked(
         weights.push(torch.nn.Linear(4, 2), 1, fabrics=["local"], **arguments)
 
 
-def test_another_cluster_key_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_with_another_cluster_key_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVXFER_CLUSTER_KEY", "x" * 32)
     model = torch.nn.Linear(40, 24)
     serving = _Serving(holdings=weights.state_of(model).holdings)
@@ -376,7 +376,7 @@ def test_a_wait_names_the_ranks_that_are_missing() -> None:
 
         assert asyncio.run(join()) == (
             "after 0.01 s 0 of 2 instances are connected: training rank 1 has not joined; training "
-            "rank 2 has not joined; 'i0' lacks of its 3 ranks 0, 2"
+            "rank 2 has not joined; 'i0' has 3 ranks, and lacks 0, 2"
         )
 
 

@@ -1,7 +1,7 @@
-"""What is sent in 8 bits, against what vLLM's own model classes load with scales.
+"""The parameters that are sent in 8 bits are those that vLLM's own model classes load with scales.
 
-vllm_ignored.json has what they load where an operator's quantization_config keeps layers wide;
-tests/vllm/test_scales.py makes it again.
+vllm_ignored.json has what they load if an operator's quantization_config leaves layers
+unquantised; tests/vllm/test_scales.py checks it.
 """
 
 from __future__ import annotations
@@ -131,8 +131,9 @@ def test_routers_heads_and_convolutions_stay_wide(kind: str) -> None:
     assert [chosen(name, (8, 2048)) for name in WIDE[kind]] == [None] * len(WIDE[kind])
 
 
-def test_what_vllm_quantises_unless_it_is_told_not_to() -> None:
-    """Qwen's own FP8 checkpoints list the routers of Qwen3 MoE; without that, vLLM wants scales."""
+def test_modules_that_vllm_quantises_unless_they_are_listed() -> None:
+    """Qwen's own FP8 checkpoints list the routers of Qwen3 MoE; otherwise vLLM wants their
+    scales."""
     router, ba = "model.layers.5.mlp.gate", "model.layers.0.linear_attn.in_proj_ba"
     for kind, module in (("qwen3_moe", router), ("qwen3_next", ba)):
         name = f"{module}.weight"
@@ -160,8 +161,8 @@ def test_a_configuration_is_a_folder_a_file_or_an_object(tmp_path: Path) -> None
     ("config", "text"),
     [
         ({"model_type": "llama"}, "no quantization_config"),
-        (of("bert", FP8), "model_type is 'bert'.* known are afmoe, .*qwen3_moe"),
-        (of("llama", {"quant_method": "awq"}), "quant_method .* is 'awq'; known is fp8, compr"),
+        (of("bert", FP8), "model_type is 'bert'.* supported: afmoe, .*qwen3_moe"),
+        (of("llama", {"quant_method": "awq"}), "quant_method .* is 'awq'; use fp8 or compr"),
         (of("llama", {**FP8, "activation_scheme": "static"}), "activation_scheme .* is 'static'"),
         (of("llama", {**FP8, "weight_block_size": [64, 64]}), r"weight_block_size .* \[64, 64\]"),
         (of("llama", compressed("float", config_groups={})), "config_groups .* is '0 groups'"),
@@ -170,14 +171,14 @@ def test_a_configuration_is_a_folder_a_file_or_an_object(tmp_path: Path) -> None
         ("/not/there", "/not/there: .*No such file"),
     ],
 )
-def test_what_is_not_known_is_refused(config: object, text: str) -> None:
+def test_unknown_configurations_are_refused(config: object, text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
         quantized_for_vllm(config)
 
 
 def test_a_name_that_is_not_known_is_refused() -> None:
     chosen = quantized_for_vllm(of("qwen2_moe", BLOCKS))
-    with pytest.raises(InvalidArgument, match=r"value_head\.weight is no matrix of a qwen2_moe"):
+    with pytest.raises(InvalidArgument, match=r"value_head\.weight is not a matrix of a qwen2_moe"):
         chosen("value_head.weight", (1, 128))
 
 

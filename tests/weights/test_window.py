@@ -1,4 +1,4 @@
-"""Windows give the same as the tensor that they stand for, from the box of it that is there."""
+"""Windows give the same as the tensor that they stand for, from the box of it that is staged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def wanted(read: Callable[[torch.Tensor], Any], *shape: int) -> Holding | None:
 
 
 def staged(whole: torch.Tensor, holding: Holding) -> torch.Tensor:
-    """A window over what `holding` wants of the tensor."""
+    """Returns a window over what `holding` wants of the tensor."""
     cut = whole.reshape(holding.whole)
     for dim, (first, length) in enumerate(zip(holding.offset, holding.shape, strict=True)):
         cut = cut.narrow(dim, first, length)
@@ -44,7 +44,8 @@ def copy_of(view: torch.Tensor, device: str = "cpu") -> torch.Tensor:
 
 
 def check(cut: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> Holding | None:
-    """Recorded and replayed, the cut is that of a real tensor. Returns what was wanted."""
+    """Checks that a cut, recorded and replayed, equals that of a real tensor. Returns what it
+    wanted."""
     whole = numbered(*shape)
     holding = wanted(lambda window: copy_of(cut(window), "meta"), *shape)
     expected = cut(whole)
@@ -159,7 +160,7 @@ def test_a_window_is_read_only() -> None:
     assert torch.equal(memory, numbered(8, 6))
 
 
-def test_a_name_comes_once() -> None:
+def test_a_name_given_twice_is_refused() -> None:
     wants = Wants()
     wants.window(NAME, torch.float32, (2,))
     with pytest.raises(InvalidArgument, match=NAME):
@@ -177,7 +178,7 @@ Op = Callable[[torch.Tensor], torch.Tensor]
 
 @st.composite
 def operation(draw: st.DrawFn, tensor: torch.Tensor) -> Op:
-    """One that a loader may do with such a tensor."""
+    """Draws an operation that a loader may do with such a tensor."""
     kinds = ["unsqueeze", "detach", "flatten", "clone", "contiguous"]
     if tensor.dim():
         kinds += ["slice", "narrow", "select", "chunk", "split", "squeeze", "unflatten", "stride"]

@@ -1,4 +1,4 @@
-"""What quantising a whole parameter gives, written plainly: padded, and cell by cell."""
+"""Quantises a whole parameter, written plainly: padded, and cell by cell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvxfer.weights.quantize import Quantization
 
 
 def quantized(weight: torch.Tensor, how: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values, and the scales as a checkpoint has them."""
+    """Returns the values, and the scales as a checkpoint has them."""
     if weight.dim() > 2:
         values, scales = zip(*(quantized(each, how) for each in weight), strict=True)
         found = torch.stack(scales)
@@ -37,7 +37,7 @@ def quantized(weight: torch.Tensor, how: Quantization) -> tuple[torch.Tensor, to
 
 
 def dequantized(values: torch.Tensor, scales: torch.Tensor, how: Quantization) -> torch.Tensor:
-    """As DeepSeek's `weight_dequant` and vLLM do: the value times its cell's scale."""
+    """Multiplies each value by its cell's scale, as DeepSeek's `weight_dequant` and vLLM do."""
     full = values.float()
     if not any(how.cell):
         return full * scales.view(-1, *(1,) * min(2, full.dim() - len(scales.shape) + 1))

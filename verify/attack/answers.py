@@ -22,7 +22,7 @@ _MANY: Final = 20
 
 
 def altered_answers(pair: Pair, rng: random.Random) -> Tried:
-    """An honest engine dials decode. One bit of decode's reply or accept is changed on the way."""
+    """Connects an honest engine to decode. Changes one bit of decode's reply or accept."""
     return asyncio.run(_dial(pair, rng))
 
 
@@ -55,12 +55,12 @@ def _relay(listener: socket.socket, target: Target, in_reply: bool, rng: random.
         client.sendall(flipped(reply, rng) if in_reply else reply)
         head = read(client, wire.PROOF_BYTES)
         if len(head) < wire.PROOF_BYTES:
-            return  # it has hung up
+            return  # the client has closed
         server.sendall(head + read(client, int.from_bytes(head[2:4], "little")))
         head = read(server, wire.PROOF_BYTES)
         accept = head + read(server, int.from_bytes(head[2:4], "little"))
         client.sendall(flipped(accept, rng))
-        client.recv(1)  # until it hangs up
+        client.recv(1)  # until the client closes
 
 
 ATTACKS: Final = (Attack("bits flipped in the answers", "decode", None, altered_answers),)

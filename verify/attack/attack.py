@@ -18,14 +18,14 @@ Fabric: TypeAlias = Literal["tcp", "local"]
 Metric: TypeAlias = tuple[str, tuple[str, ...]]
 
 HONEST_SHARE: Final = 0.8
-MOST_MEMORY: Final = 96 << 20  # above what the worker had before
+MOST_MEMORY: Final = 96 << 20  # growth over the memory before the attack
 _SETTLE = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """How often the attacker tried and was refused. `errors` are the names of the errors that an
-    honest side reported."""
+    """The numbers of attempts and of refusals. `errors` are the names of the errors that an honest
+    side reported."""
 
     attempts: int
     refused: int
@@ -34,8 +34,9 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """`metric` has to count each attempt: what was refused, and the codes of the refusal. None
-    where another worker refuses, or where the attempt has no effect and is not counted."""
+    """An attack. `metric` has to count each attempt: it names the refused thing and the codes of
+    the refusal. It is None if another worker refuses, or if the attempt has no effect and is not
+    counted."""
 
     name: str
     victim: Literal["prefill", "decode"]
@@ -46,10 +47,10 @@ class Attack:
 
 @dataclass(frozen=True, slots=True)
 class Flood:
-    """An attack that goes on while honest transfers are measured. The context's value counts.
+    """An attack that goes on while honest transfers are measured. `start` gives its tally.
 
-    `elsewhere` does the same work without a victim while honest transfers are measured alone. So
-    the attacker's processor time on this machine does not count as a loss of the victim.
+    `elsewhere` does the same work without a victim while honest transfers are measured alone, so
+    that the attacker's processor time on this machine does not count as a loss of the victim.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Flood:
 
 @dataclass(slots=True)
 class Tally:
-    """What a flood has done so far."""
+    """The attempts and refusals of a flood so far."""
 
     attempts: int = 0
     refused: int = 0
@@ -112,8 +113,8 @@ def run_flood(
     transfers: int = 8,
     least_share: float = HONEST_SHARE,
 ) -> Row:
-    """Measures honest transfers alone and under attack, in turn, for `rounds` rounds. While they
-    show a slowdown it goes on, for up to `most` rounds: other work may have caused it."""
+    """Measures honest transfers alone and under attack, in turn, for `rounds` rounds. If they show
+    a slowdown, continues for up to `most` rounds: other work may have caused it."""
     victim: Victim = getattr(pair, flood.victim)
     before = victim.state()
     row = Row(flood.name, pair.fabric)
@@ -150,12 +151,12 @@ def run_flood(
 
 
 def _share(alone: list[float], under: list[float]) -> float:
-    """The share of their speed that honest transfers keep, from the seconds that each took."""
+    """Returns the share of their speed that honest transfers keep, from the seconds of each."""
     return statistics.median(alone) / statistics.median(under)
 
 
 def counted(state: dict[str, Any], metric: Metric) -> int:
-    """As Prometheus sees it."""
+    """Returns the metric's value, summed over its codes, from the victim's Prometheus text."""
     what, codes = metric
     total = 0.0
     for code in codes:
@@ -188,7 +189,8 @@ def _settle(
 
 
 def _compare(row: Row, pair: Pair, victim: Victim, before: dict[str, Any]) -> None:
-    """The victim's memory and threads after the attack, and whether honest transfers go on."""
+    """Checks the victim's bytes, memory, threads and free blocks, and that an honest transfer still
+    succeeds."""
     row.changed = pair.changed()
     if row.changed:
         row.problems.append(f"{row.changed} bytes were changed")
@@ -204,8 +206,8 @@ def _compare(row: Row, pair: Pair, victim: Victim, before: dict[str, Any]) -> No
 
 
 class Repeated(threading.Thread):
-    """Calls `step` repeatedly, at most so many times a second, at the lowest priority: on a real
-    network the attacker and the victim do not share a processor."""
+    """A thread that calls `step` at most `per_second` times a second, at the lowest priority: on a
+    real network the attacker and the victim do not share a processor."""
 
     def __init__(self, step: Callable[[], None], per_second: float) -> None:
         super().__init__(daemon=True)

@@ -24,7 +24,7 @@ from verify.control_plane import CLUSTER_KEY, RunningControlPlane, worker
 from .attack import Row, Tried
 
 _MANY: Final = 40
-_LEASE_SECONDS: Final = 3600.0  # its workers send no heartbeats
+_LEASE_SECONDS: Final = 3600.0  # long, as the workers send no heartbeats
 
 
 def _token(scope: str) -> str:
@@ -37,7 +37,7 @@ class Plane:
 
     client: httpx2.Client
     leases: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What the registration of each worker answered."""
+    """The answer to each worker's registration."""
 
     def call(
         self, scope: str, method: str, path: str, secret: str | None = None, **arguments: Any
@@ -48,7 +48,7 @@ class Plane:
         return self.client.request(method, path, headers=headers, **arguments)
 
     def open(self) -> Ticket:
-        """A new transfer's ticket."""
+        """Opens a transfer. Returns its ticket."""
         answer = self.call("router", "POST", "/v1/transfers", json={})
         assert answer.status_code == 201, answer.text
         return verify_ticket(answer.json()["ticket"], CLUSTER_KEY, now=time.time())
@@ -59,7 +59,7 @@ class Plane:
         return _code(self.call("router", "POST", path, json=body))
 
     def errors(self) -> dict[str, int]:
-        """What the metrics have counted, by code."""
+        """Returns the number of errors by code, from the metrics."""
         found = {}
         for line in self.call("monitor", "GET", "/metrics").text.splitlines():
             if line.startswith('kvxfer_http_errors_total{code="'):
@@ -88,7 +88,7 @@ def control_plane() -> Iterator[Plane]:
 
 
 def without_rights(plane: Plane, rng: random.Random) -> Tried:
-    """No token, unknown ones, and tokens of another scope."""
+    """Sends no token, unknown tokens, and tokens of another scope."""
     wrong = [
         {},
         {"Authorization": "Bearer"},
@@ -104,7 +104,7 @@ def without_rights(plane: Plane, rng: random.Random) -> Tried:
 
 
 def other_workers(plane: Plane, rng: random.Random) -> Tried:
-    """A worker that has the token of all, and knows every epoch, acts as another instance."""
+    """Acts as another instance, with the token that all workers share and the right epochs."""
     codes = []
     for index in range(_MANY):
         name, own = ("p", "d") if index % 2 else ("d", "p")
@@ -127,7 +127,8 @@ def other_workers(plane: Plane, rng: random.Random) -> Tried:
 
 
 def tickets(plane: Plane, rng: random.Random) -> Tried:
-    """Block tables under tickets that are expired, signed elsewhere, or of another pair."""
+    """Puts block tables whose tickets are expired, signed with another key, of an earlier epoch, or
+    of another transfer."""
     codes = []
     for index in range(_MANY):
         ticket = plane.open()
@@ -139,13 +140,13 @@ def tickets(plane: Plane, rng: random.Random) -> Tried:
             case 2:
                 table = block_table(replace(ticket, prefill_epoch=ticket.prefill_epoch - 1))
             case _:
-                table = block_table(plane.open())  # of another transfer
+                table = block_table(plane.open())  # the table of another transfer
         codes.append(plane.put(ticket, _as_json(table)))
     return _refused(codes, ("ticket-expired", "ticket-invalid", "block-table-mismatch"))
 
 
 def altered_tables(plane: Plane, rng: random.Random) -> Tried:
-    """A router that has the token changes or replaces a block table that decode has signed."""
+    """Changes or replaces block tables that decode has signed, as a router with the token could."""
     codes = []
     for index in range(_MANY):
         ticket = plane.open()

@@ -11,7 +11,7 @@ from .hostile import PATIENCE, read
 
 
 class FakeEngine:
-    """Accepts one engine's control stream, and then says nothing."""
+    """An engine that accepts one control stream, and then sends nothing."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -25,7 +25,7 @@ class FakeEngine:
         self.address = f"kvx://127.0.0.1:{self.listener.getsockname()[1]}/{self.engine.hex()}"
 
     def accept(self) -> socket.socket:
-        """The control stream, authenticated on both sides."""
+        """Accepts a control stream. Both sides are authenticated when it returns."""
         sock, _ = self.listener.accept()
         hello = read(sock, wire.HELLO_BYTES)
         reply = struct.pack("<HH", 0, wire.VERSION) + self.engine + os.urandom(32)
@@ -35,7 +35,7 @@ class FakeEngine:
         head = read(sock, wire.PROOF_BYTES)
         theirs = read(sock, int.from_bytes(head[2:4], "little"))
         transcript += theirs
-        # The same host, and tcp for the way back.
+        # Claims to run on the same host, and offers tcp for the way back.
         host_at = 2 + int.from_bytes(theirs[:2], "little")
         host_size = int.from_bytes(theirs[host_at : host_at + 2], "little")
         host = theirs[host_at + 2 : host_at + 2 + host_size]

@@ -24,7 +24,7 @@ _LATE: Final = ("handshake", ("deadline-exceeded", "backpressure", "peer-lost"))
 
 
 class _Sockets:
-    """Open connections of the attacker. Counts connections that the victim closes."""
+    """The attacker's open connections. It counts those that the victim closes."""
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
@@ -54,7 +54,7 @@ class _Sockets:
                 self._tally.refused += 1
 
     def close(self, seconds: float = 5.0) -> None:
-        """Waits until the victim has closed all."""
+        """Waits up to `seconds` for the victim to close each connection."""
         for each in self.open:
             self._tally.refused += closed(each, seconds)
             each.close()
@@ -87,7 +87,7 @@ def _repeated(
 
 
 def strangers(pair: Pair, rng: random.Random) -> contextlib.AbstractContextManager[Tally]:
-    """Connections that send a wrong hello and wait."""
+    """Opens connections that send a wrong hello and wait."""
     target = pair.decode.target
     hello = rng.randbytes(wire.HELLO_BYTES)
 
@@ -102,7 +102,7 @@ def strangers(pair: Pair, rng: random.Random) -> contextlib.AbstractContextManag
 
 @contextlib.contextmanager
 def strangers_elsewhere() -> Iterator[None]:
-    """As many connections, to the attacker's listener."""
+    """Opens as many connections to a listener of the attacker."""
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
 
         def step() -> None:
@@ -119,7 +119,8 @@ def strangers_elsewhere() -> Iterator[None]:
 
 
 def half_handshakes(pair: Pair, _: random.Random) -> contextlib.AbstractContextManager[Tally]:
-    """Connections that send nothing, half a hello, or a hello without a proof, and stay open."""
+    """Opens connections that send nothing, half a hello, or a hello without a proof, and stay
+    open."""
     target = pair.decode.target
     hello = wire.hello(bytes(16), target.engine)
     openings = (b"", hello[:40], hello)
@@ -134,7 +135,7 @@ def half_handshakes(pair: Pair, _: random.Random) -> contextlib.AbstractContextM
 
 
 def slow_strangers(pair: Pair, _: random.Random) -> contextlib.AbstractContextManager[Tally]:
-    """Two hundred connections that each send their hello one byte at a time."""
+    """Opens two hundred connections that each send their hello one byte at a time."""
     target = pair.decode.target
     hello = wire.hello(bytes(16), target.engine) + bytes(1 << 16)
     sent: dict[socket.socket, int] = {}
@@ -152,7 +153,7 @@ def slow_strangers(pair: Pair, _: random.Random) -> contextlib.AbstractContextMa
 
 
 def silent_rendezvous(pair: Pair, _: random.Random) -> contextlib.AbstractContextManager[Tally]:
-    """Silent connections to the unix socket of the local fabric."""
+    """Opens silent connections to the unix socket of the local fabric."""
     target = pair.decode.target
 
     def step(sockets: _Sockets, _: int) -> None:
@@ -164,7 +165,7 @@ def silent_rendezvous(pair: Pair, _: random.Random) -> contextlib.AbstractContex
 
 @contextlib.contextmanager
 def refused_writes(pair: Pair, rng: random.Random) -> Iterator[Tally]:
-    """A key holder sends refused batches as fast as they are answered."""
+    """Sends refused batches as a key holder, as fast as they are answered."""
     tally = Tally()
     with Member(pair.decode.target, KEY) as member:
         writer = TcpWriter(member)
@@ -183,7 +184,7 @@ def refused_writes(pair: Pair, rng: random.Random) -> Iterator[Tally]:
 
 
 def never_reading(pair: Pair, _: random.Random) -> Tried:
-    """A key holder sends refused batches and never reads the answers."""
+    """Sends refused batches as a key holder, and never reads the answers."""
     with Member(pair.decode.target, KEY) as member:
         writer = TcpWriter(member)
         batches = wire.writes_frame(1, [(0, 0)], None) * 4096
@@ -198,7 +199,7 @@ def never_reading(pair: Pair, _: random.Random) -> Tried:
 
 
 def empty_messages(pair: Pair, _: random.Random) -> Tried:
-    """A key holder sends empty messages while the victim's loop is busy. The first one that the
+    """Sends empty messages as a key holder while the victim's loop is busy. The first one that the
     victim reads ends the connection."""
     with Member(pair.decode.target, KEY) as member:
         writer = TcpWriter(member)
@@ -213,7 +214,7 @@ def empty_messages(pair: Pair, _: random.Random) -> Tried:
 
 
 def long_frames(pair: Pair, _: random.Random) -> Tried:
-    """Control frames that announce far more bytes than a message may have."""
+    """Sends control frames that announce far more bytes than a message may have."""
     sizes = (1 << 20 | 1, 1 << 24, 1 << 31, (1 << 32) - 1)
     refused = 0
     for size in sizes:
@@ -224,8 +225,8 @@ def long_frames(pair: Pair, _: random.Random) -> Tried:
 
 
 def never_ready(pair: Pair, _: random.Random) -> Tried:
-    """Key holders that authenticate, open no path, and stay: the victim closes the oldest ones. An
-    attacker with more processes would only have more such connections."""
+    """Connects many key holders that authenticate, open no path, and stay: the victim closes the
+    oldest ones. An attacker with more processes would only have more such connections."""
     members: list[socket.socket] = []
     limit, extra = 1024, 64
     raised = _raise_descriptors(limit + extra + 64)
@@ -254,7 +255,7 @@ def _raise_descriptors(number: int) -> bool:
 
 @contextlib.contextmanager
 def slow_members(pair: Pair, _: random.Random) -> Iterator[Tally]:
-    """Key holders that send a long batch and a long message one byte at a time."""
+    """Sends a long batch and a long message from each of 20 key holders, one byte at a time."""
     tally = Tally()
     grant = pair.decode.ask("grant", peer=None)
     with contextlib.ExitStack() as stack:
@@ -282,7 +283,7 @@ def slow_members(pair: Pair, _: random.Random) -> Iterator[Tally]:
             yield tally
         finally:
             thread.stop()
-            # Completes every batch at once, to see that it is refused.
+            # Complete every batch at once, to see that it is refused.
             for lane in socks[1::2]:
                 lane.sendall(bytes((1 << 20) - sent))
                 tally.refused += wire.ack_status(read(lane, wire.ACK_BYTES)) == "unknown-region"

@@ -19,7 +19,7 @@ PATIENCE = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where an engine listens."""
+    """The address of an engine."""
 
     host: str
     port: int
@@ -27,7 +27,7 @@ class Target:
 
     @classmethod
     def of(cls, address: str) -> Target:
-        """From kvx://HOST:PORT/ENGINE."""
+        """Parses kvx://HOST:PORT/ENGINE."""
         place, engine = address.removeprefix("kvx://").rsplit("/", 1)
         host, port = place.rsplit(":", 1)
         return cls(host, int(port), bytes.fromhex(engine))
@@ -36,7 +36,7 @@ class Target:
         return socket.create_connection((self.host, self.port), PATIENCE)
 
     def connect_local(self) -> socket.socket:
-        """To the unix socket of the local fabric."""
+        """Connects to the unix socket of the local fabric."""
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         unix.settimeout(PATIENCE)
         give_up = time.monotonic() + PATIENCE
@@ -52,7 +52,7 @@ class Target:
 
 
 def read(sock: socket.socket, size: int) -> bytes:
-    """Reads so many bytes; fewer if the other side has closed."""
+    """Reads `size` bytes; fewer if the other side has closed."""
     found = b""
     with contextlib.suppress(ConnectionError):
         while len(found) < size and (more := sock.recv(size - len(found))):
@@ -61,7 +61,7 @@ def read(sock: socket.socket, size: int) -> bytes:
 
 
 def closed(sock: socket.socket, seconds: float = PATIENCE) -> bool:
-    """Whether the other side closes the connection in time. Drops what it sends until then."""
+    """Returns whether the other side closes the connection in time. Drops what it sends."""
     give_up = time.monotonic() + seconds
     while (left := give_up - time.monotonic()) > 0:
         if not select.select([sock], [], [], left)[0]:
@@ -75,7 +75,7 @@ def closed(sock: socket.socket, seconds: float = PATIENCE) -> bool:
 
 
 def flipped(data: bytes, rng: random.Random) -> bytes:
-    """With one bit changed."""
+    """Returns a copy with one bit changed."""
     changed = bytearray(data)
     at = rng.randrange(8 * len(data))
     changed[at // 8] ^= 1 << at % 8
@@ -99,13 +99,13 @@ class Handshake:
         return self._hello
 
     def answer(self, reply: bytes) -> tuple[bytes, wire.Session]:
-        """The proof, and the session that it opens."""
+        """Returns the proof, and the session that it opens."""
         transcript = self._hello + reply[:-32] + bytes(32)
         session = wire.Session(wire.mac(self._key, b"kvxfer session key", transcript))
         return wire.proof(self._introduction, transcript, session.key), session
 
     def run(self) -> wire.Session | None:
-        """None where the server refuses the proof."""
+        """Runs the handshake. Returns None if the server refuses the proof."""
         self.sock.sendall(self.hello())
         proof, session = self.answer(read(self.sock, wire.REPLY_BYTES))
         self.sock.sendall(proof)
@@ -128,7 +128,7 @@ class Member:
         self.control = handshake.sock
 
     def lane(self, lane: int = 0) -> socket.socket:
-        """A tcp lane."""
+        """Opens a tcp lane."""
         sock = self.target.connect()
         sock.sendall(self.session.lane_hello(lane))
         accepted = read(sock, len(wire.LANE_ACCEPTED))
@@ -136,7 +136,7 @@ class Member:
         return sock
 
     def announce(self, paths: int) -> None:
-        """Announces so many open paths. This makes it a peer of the victim."""
+        """Announces the number of open paths. This makes it a peer of the victim."""
         self.control.sendall(wire.control_frame(wire.PATHS, paths.to_bytes(4, "little")))
 
     def message(self, data: bytes) -> None:
@@ -164,7 +164,7 @@ class Member:
 
 
 class TcpWriter:
-    """Batches over a tcp lane, each answered with the victim's status."""
+    """A writer of batches over a tcp lane. The victim answers each with a status."""
 
     def __init__(self, member: Member) -> None:
         self.lane = member.lane()
@@ -174,7 +174,7 @@ class TcpWriter:
     def write(
         self, key: int, writes: list[tuple[int, int]], imm: int | None, payload: bytes | None = None
     ) -> str:
-        """The status of a batch, or "cut off" if the victim closes the connection."""
+        """Writes a batch. Returns its status, or "cut off" if the victim closes the connection."""
         self._member.beat()
         if payload is None:
             payload = b"\xee" * sum(length for _, length in writes)

@@ -24,7 +24,7 @@ _SEALS: Final = 1 | 2 | 4  # seal, shrink, grow
 
 
 class LocalWriter:
-    """Batches over the ring of a local path, each answered with the victim's status."""
+    """A writer of batches over the ring of a local path. The victim answers each with a status."""
 
     def __init__(self, member: Member, *, sealed: bool = True) -> None:
         self._member = member
@@ -34,7 +34,7 @@ class LocalWriter:
         if sealed:
             fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEALS)
         self._ring = mmap.mmap(self._fd, _RING_BYTES)
-        # One store each: struct would write zeros first, and the victim could see them.
+        # Each position is one store: struct would write zeros first, which the victim could see.
         self._published = ctypes.c_uint64.from_buffer(self._ring, 0)
         self._consumed = ctypes.c_uint64.from_buffer(self._ring, 64)
         ctypes.c_uint64.from_buffer(self._ring, 128).value = (1 << 64) - 1  # awake
@@ -56,7 +56,7 @@ class LocalWriter:
     def write(
         self, key: int, writes: list[tuple[int, int]], imm: int | None, source: int | None = None
     ) -> str:
-        """The status of a batch, or "cut off" if the victim closes the connection."""
+        """Writes a batch. Returns its status, or "cut off" if the victim closes the connection."""
         self._member.beat()
         at = ctypes.addressof(self._source) if source is None else source
         head = self._produced
@@ -78,7 +78,7 @@ class LocalWriter:
         return wire.STATUS.get(struct.unpack_from("<H", self._ring, slot + 18)[0], "?")
 
     def put(self, position: int, slot: bytes) -> None:
-        """Any bytes into a slot."""
+        """Puts any bytes into a slot."""
         at = _HEAD + position % _SLOTS * _SLOT_BYTES
         self._ring[at : at + len(slot)] = slot
 
@@ -88,7 +88,7 @@ class LocalWriter:
         os.eventfd_write(self._wake, 1)
 
     def shared(self) -> int:
-        """The memfd of the next region that the victim shares."""
+        """Returns the memfd of the next region that the victim shares."""
         _, descriptors = receive(self.socket)
         return descriptors[0]
 
@@ -117,5 +117,5 @@ def receive(unix: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def region_message(kind: int, number: int, size: int) -> bytes:
-    """The message that announces a shared region (1) or revokes it (2)."""
+    """Returns the message that announces a shared region (1) or revokes it (2)."""
     return struct.pack("<IIQ", kind, number, size)

@@ -31,7 +31,7 @@ class Writer(Protocol):
 
 @contextlib.contextmanager
 def joined(pair: Pair, name: str) -> Iterator[tuple[Member, Writer]]:
-    """A hostile peer that is connected to decode, over the fabric of the pair."""
+    """Connects a hostile peer to decode, over the fabric of the pair."""
     with Member(pair.decode.target, KEY, name=name) as member:
         writer: Writer = TcpWriter(member) if pair.fabric == "tcp" else LocalWriter(member)
         peers = int(pair.decode.state()["stats"]["peers"])
@@ -52,7 +52,8 @@ def foreign_keys(pair: Pair, rng: random.Random) -> Tried:
 
 
 def outside_of_a_grant(pair: Pair, rng: random.Random) -> Tried:
-    """Offsets and lengths around and far beyond a granted range, sums that overflow 64 bits."""
+    """Writes around and far beyond a granted range, also where offset + length overflows 64
+    bits."""
     with joined(pair, "stretcher") as (_, writer):
         grant = pair.decode.ask("grant", peer="stretcher")
         key, imm = grant["key"], grant["imm"]
@@ -74,7 +75,8 @@ def outside_of_a_grant(pair: Pair, rng: random.Random) -> Tried:
 
 
 def grants_of_others(pair: Pair, _: random.Random) -> Tried:
-    """Another peer's grant, whose key and immediate have leaked: with and without the immediate."""
+    """Writes under another peer's grant whose key and immediate have leaked, with and without the
+    immediate."""
     with joined(pair, "owner"), Member(pair.decode.target, KEY, name="thief") as member:
         writer: Writer = TcpWriter(member) if pair.fabric == "tcp" else LocalWriter(member)
         grant = pair.decode.ask("grant", peer="owner")
@@ -88,8 +90,8 @@ def grants_of_others(pair: Pair, _: random.Random) -> Tried:
 
 
 def stale_counters(pair: Pair, rng: random.Random) -> Tried:
-    """Immediates of released counters, of future generations, of unused slots, and of another
-    peer's live counter."""
+    """Writes with immediates of released counters, of future generations, of unused slots, and of
+    another peer's live counter."""
     with joined(pair, "owner"), Member(pair.decode.target, KEY, name="late") as member:
         writer: Writer = TcpWriter(member) if pair.fabric == "tcp" else LocalWriter(member)
         live = pair.decode.ask("grant", peer="owner")
@@ -115,8 +117,8 @@ def stale_counters(pair: Pair, rng: random.Random) -> Tried:
 
 
 def malformed_batches(pair: Pair, rng: random.Random) -> Tried:
-    """Batches that no engine sends: each costs the hostile peer its connection."""
-    key = int(pair.decode.ask("grant", peer=None)["imm"])  # of no region
+    """Sends batches that no engine sends: each costs the hostile peer its connection."""
+    key = int(pair.decode.ask("grant", peer=None)["imm"])  # the key of no region
     if pair.fabric == "tcp":
         frames = [
             wire.writes_frame(key, [(0, 2**32 - 1)], None),
@@ -166,14 +168,14 @@ def _cut_off(pair: Pair, acts: list[Callable[[Any], None]]) -> Tried:
 
 
 def _unsealed() -> int:
-    """A file that could shrink while the victim reads it."""
+    """Returns a file that could shrink while the victim reads it."""
     fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 1 << 20)
     return fd
 
 
 def shared_memory(pair: Pair, _: random.Random) -> Tried:
-    """The victim has shared the memory that it sends from. The peer tries to change it."""
+    """Tries to change the memory that the victim has shared to send from."""
     with Member(pair.decode.target, KEY, name="mapper") as member:
         writer = LocalWriter(member)
         writer.write(0, [(0, 8)], None)

@@ -36,7 +36,7 @@ class Altered:
 
 
 class Proxy:
-    """Forwards connections to an engine; `alter` sees each frame of writes on the way back."""
+    """A proxy before an engine. `alter` may change each frame of writes on the way back."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -111,7 +111,7 @@ def _shut(*socks: socket.socket) -> None:
 def altered_stream(
     place: Place, trials: int, rng: random.Random, *, checksums: bool = False
 ) -> Altered:
-    """Transfers through a proxy that flips one bit of one frame of writes in each transfer."""
+    """Runs transfers through a proxy that flips one bit of one frame of writes in each."""
     options = ("checksums",) if checksums else ()
     with workers("tcp", *options, met=False) as pair:
         proxy = Proxy(pair.prefill.target)
@@ -134,7 +134,7 @@ def altered_stream(
 
 
 def _once(place: Place, rng: random.Random) -> Callable[[bytes, bytes], tuple[bytes, bytes]]:
-    """Alters one of the first frames. A transfer has more frames than that."""
+    """Returns a function that alters one of the first six frames. A transfer has more frames."""
     left = rng.randrange(6)
 
     def alter(head: bytes, payload: bytes) -> tuple[bytes, bytes]:
@@ -150,7 +150,8 @@ def _once(place: Place, rng: random.Random) -> Callable[[bytes, bytes], tuple[by
 
 
 def _transfer(pair: Pair, address: str, lease: float) -> tuple[list[str], int]:
-    """The errors of both sides, and the number of wrong bytes in decode's blocks."""
+    """Runs a transfer. Returns the errors of both sides, and the number of wrong bytes in decode's
+    blocks."""
     ticket = pair.ticket()
     sending = pair.prefill.begin("send", tickets=[ticket], lease=lease)
     received = pair.decode.ask("receive", tickets=[ticket], address=address, lease=lease)

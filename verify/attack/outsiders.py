@@ -41,7 +41,7 @@ def other_protocols(pair: Pair, rng: random.Random) -> Tried:
 
 
 def without_session(pair: Pair, rng: random.Random) -> Tried:
-    """Further connections that belong to no session: tcp lanes, or a rendezvous by unix socket."""
+    """Opens tcp lanes, or a rendezvous by unix socket, that belong to no session."""
     refused = 0
     for _ in range(_MANY):
         hello = wire.Session(rng.randbytes(32)).lane_hello(0)
@@ -73,7 +73,7 @@ def replayed_handshake(pair: Pair, _: random.Random) -> Tried:
 
 
 def replayed_lane(pair: Pair, _: random.Random) -> Tried:
-    """A lane or a rendezvous of an open session, and of an ended one."""
+    """Replays a lane or a rendezvous of an open session, and of an ended one."""
     refused = 0
     with Member(pair.decode.target, KEY) as member:
         if pair.fabric == "tcp":
@@ -104,7 +104,8 @@ def altered_handshake(pair: Pair, rng: random.Random) -> Tried:
         if len(reply) == wire.REPLY_BYTES and reply[:2] == b"\0\0":
             proof, _session = handshake.answer(reply)
             if not index % 2:
-                # Not in the length: the victim would wait for the rest until its deadline.
+                # Keeps the length: if it grew, the victim would wait for the rest until its
+                # deadline.
                 proof = proof[:4] + flipped(proof[4:], rng)
             handshake.sock.sendall(proof)
             tried.append((handshake.sock, read(handshake.sock, 2) != b"\0\0"))

@@ -55,8 +55,8 @@ class Pair:
         return Ticket(**{**said, **changes})
 
     def transfer(self, number: int = 1) -> list[float]:
-        """Runs so many honest transfers of HONEST_BLOCKS. Returns the seconds of each. Raises
-        AssertionError if one fails or has a wrong byte."""
+        """Runs `number` honest transfers of HONEST_BLOCKS blocks each. Returns the seconds of each.
+        Raises AssertionError if one fails or has a wrong byte."""
         tickets = [self.ticket() for _ in range(number)]
         sending = self.prefill.begin("send", tickets=tickets)
         received = self.decode.ask("receive", tickets=tickets, address=self.prefill.address)
@@ -66,13 +66,15 @@ class Pair:
         return list(received["seconds"])
 
     def changed(self) -> int:
-        """The number of changed bytes outside the memory of honest transfers, on both sides."""
+        """Returns the number of changed bytes outside the memory of honest transfers, on both
+        sides."""
         return sum(int(one.ask("changed")["changed"]) for one in (self.prefill, self.decode))
 
 
 @contextmanager
 def workers(fabric: str, *options: str, met: bool = True) -> Iterator[Pair]:
-    """A pair after one transfer; without one, the workers have not connected yet."""
+    """Starts a pair, and runs one transfer. Without `met`, runs none: the workers have not
+    connected yet."""
     with (
         Victim("prefill", fabric, *options) as prefill,
         Victim("decode", fabric, *options) as decode,

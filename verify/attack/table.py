@@ -64,7 +64,7 @@ def table_of(rows: list[Row]) -> Table:
 
 
 def altered_table(found: list[Altered]) -> Table:
-    table = Table(title="One bit of a tcp stream altered on the way: it is in the clear")
+    table = Table(title="One bit of an unencrypted tcp stream altered on the way")
     for column in ("where", "checksums"):
         table.add_column(column)
     for column in ("transfers", "named error", "wrong pages, unnoticed", "harmless", "elsewhere"):

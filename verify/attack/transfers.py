@@ -61,14 +61,14 @@ def offer(ticket: str, transfer_id: str, **changes: Any) -> Offer:
 
 
 def attacker(name: str, fabric: str) -> Engine:
-    """An engine with the key and a long timeout: its victims are busy, not gone."""
+    """Makes an engine with the key and a long timeout: its victims are busy, not dead."""
     return Engine(cluster_key=KEY, name=name, fabrics=(fabric,), peer_timeout=10)
 
 
 def with_engine(
     victim: Callable[[Pair], str], act: Callable[[Peer], Awaitable[Tried]], fabric: str
 ) -> Callable[[Pair], Tried]:
-    """Runs `act` with a peer of the victim's that has the right key."""
+    """Returns an attack that connects to the victim with the right key, and runs `act`."""
 
     async def run(pair: Pair) -> Tried:
         async with attacker("impostor", fabric) as engine:
@@ -91,7 +91,7 @@ async def answers(peer: Peer, messages: list[Message], want: int) -> list[Messag
 
 
 def tickets(pair: Pair, rng: random.Random) -> Tried:
-    """Offers to prefill under bad tickets: expired, signed with another key, altered, of another
+    """Sends prefill offers with bad tickets: expired, signed with another key, altered, of another
     pair or epoch, used before, or no ticket at all."""
     used = pair.claims()
     used_token = pair.ticket(transfer_id=used.transfer_id)
@@ -135,7 +135,7 @@ def _token(pair: Pair, **changes: Any) -> tuple[str, str]:
 
 
 def _altered(transfer_id: str, token: str, rng: random.Random) -> tuple[str, str]:
-    """Other claims under the same signature."""
+    """Returns other claims under the same signature."""
     head, payload, signature = token.split(".")
     raw = base64.urlsafe_b64decode(payload + "==")
     raw = raw.replace(b'"epoch":1', b'"epoch":%d' % rng.randint(2, 9))
@@ -143,14 +143,14 @@ def _altered(transfer_id: str, token: str, rng: random.Random) -> tuple[str, str
 
 
 def _unsigned(transfer_id: str, token: str) -> tuple[str, str]:
-    """With "alg": "none"."""
+    """Returns the claims with "alg": "none", without a signature."""
     claims = jwt.decode(token, options={"verify_signature": False})
     kid = jwt.get_unverified_header(token)["kid"]
     return transfer_id, jwt.encode(claims, "", algorithm="none", headers={"kid": kid})
 
 
 def tables(pair: Pair, rng: random.Random) -> Tried:
-    """Offers with a good ticket and an invalid block table, invalid grants or immediate."""
+    """Sends offers with a good ticket, and with an invalid block table, grants or immediate."""
     bad: list[dict[str, Any]] = [
         {"blocks": (NUM_BLOCKS).to_bytes(4, "little")},
         {"blocks": b"\xff" * 4},
@@ -178,7 +178,7 @@ def tables(pair: Pair, rng: random.Random) -> Tried:
 
 
 def foreign_transfers(pair: Pair, _: random.Random) -> Tried:
-    """DONE and CANCEL for other peers' transfers in progress, sent to both workers."""
+    """Sends both workers DONE and CANCEL for other peers' transfers in progress."""
     names = [pair.ticket() for _ in range(12)]
     ids = [jwt.decode(name, options={"verify_signature": False})["jti"] for name in names]
 
@@ -208,7 +208,7 @@ def foreign_transfers(pair: Pair, _: random.Random) -> Tried:
 
 
 def bombs(pair: Pair, rng: random.Random) -> Tried:
-    """Huge, deeply nested or malformed messages: each costs the attacker a connection."""
+    """Sends huge, deeply nested or malformed messages: each costs the attacker a connection."""
     deep = b"\x82\xa4type\xa5offer\xa3xyz" + b"\x91" * 1_000_000
     layout = replace(LAYOUT, num_layers=1 << 16)
     payloads = [

@@ -11,7 +11,7 @@ from typing import Final
 
 MAGIC: Final = b"KVXF"
 VERSION: Final = 2
-CONTROL, LANE = 1, 2  # what a hello asks for
+CONTROL, LANE = 1, 2  # the request of a hello
 HELLO_BYTES: Final = 72
 REPLY_BYTES: Final = 84
 PROOF_BYTES: Final = 36
@@ -22,7 +22,7 @@ HEARTBEAT, MESSAGE, PATHS, READY, GOODBYE = 1, 2, 3, 4, 5  # control frames
 WRITES, ACK = 1, 2  # tcp frames
 ACK_BYTES: Final = 40
 
-# Errc, as it goes over the wire.
+# The values of Errc on the wire.
 STATUS: Final = {
     0: "ok",
     5: "unknown-region",
@@ -79,7 +79,7 @@ def control_frame(kind: int, body: bytes = b"", size: int | None = None) -> byte
 def writes_frame(
     key: int, writes: list[tuple[int, int]], imm: int | None, count: int | None = None
 ) -> bytes:
-    """The header and descriptors of a batch; writes are (offset, length)."""
+    """Returns the header and descriptors of a batch; writes are (offset, length)."""
     offset, length = writes[0]
     head = struct.pack(
         "<BBHIQIIQII",

@@ -28,7 +28,7 @@ from verify.processes.commands import commands, kv_endpoint, report
 KEY: Final = b"the cluster key of the attacked workers"
 EPOCH: Final = 1
 NUM_BLOCKS: Final = 96
-HONEST_BLOCKS: Final = 32  # of one honest transfer: 16 MiB
+HONEST_BLOCKS: Final = 32  # in one honest transfer: 16 MiB
 VAULT_BYTES: Final = 8 << 20
 GRANT_BYTES: Final = 64 << 10
 PATTERN: Final = 0xA5
@@ -82,7 +82,7 @@ class Worker:
         raise ValueError(command)
 
     def _state(self) -> dict[str, Any]:
-        """State that an attack must not change, and the metrics that must count it."""
+        """Returns the state that an attack must not change, and the metrics that must count it."""
         status = dict(
             line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
         )
@@ -103,12 +103,13 @@ class Worker:
             plane[self._held] = PATTERN
 
     def _changed(self) -> int:
-        """The number of bytes of the pattern that were overwritten."""
+        """Returns the number of bytes of the pattern that were overwritten."""
         found = int((self._watched != PATTERN).sum())
         return found + sum(int((plane[self._held] != PATTERN).sum()) for plane in self._planes)
 
     def _grant(self, peer: str | None) -> dict[str, Any]:
-        """Grants the middle of the vault to one named peer. None: only a counter, for any peer."""
+        """Grants the middle of the vault to one named peer. For None, makes only a counter, for any
+        peer."""
         if peer is None:
             counter, key = self._engine.counter(), b""
         else:
@@ -131,7 +132,7 @@ class Worker:
         return {}
 
     async def _send(self, tickets: list[str], lease: float = 60.0) -> dict[str, Any]:
-        """The prefill side of one transfer for each ticket."""
+        """Runs the prefill side of one transfer for each ticket."""
         errors = []
         with self._pool.hold(HONEST_BLOCKS) as hold:
             for plane, pages in enumerate(self._planes):
@@ -152,7 +153,7 @@ class Worker:
     async def _receive(
         self, tickets: list[str], address: str, lease: float = 60.0
     ) -> dict[str, Any]:
-        """The decode side. Compares the bytes of every transfer, outside of its measured time."""
+        """Runs the decode side. Compares the bytes of every transfer after its measured time."""
         wrong = 0
         seconds: list[float] = []
         errors: list[str] = []
@@ -171,7 +172,7 @@ class Worker:
         return {"errors": errors, "seconds": seconds, "wrong": wrong}
 
     def _wrong(self, ids: list[int]) -> int:
-        """The number of wrong bytes of a transfer. Clears its blocks for the next one."""
+        """Returns the number of wrong bytes of a transfer. Clears its blocks for the next one."""
         wrong = sum(
             int((pages[block] != _value(plane, index)).sum())
             for plane, pages in enumerate(self._planes)
@@ -183,12 +184,12 @@ class Worker:
 
 
 def _value(plane: int, index: int) -> int:
-    """The value of each byte in a page of an honest transfer; never 0."""
+    """Returns the value of each byte in a page of an honest transfer; never 0."""
     return 1 + (plane * 31 + index) % 251
 
 
 async def main(instance: str, fabric: str, *, checksums: bool) -> None:
-    logging.getLogger("kvxfer").setLevel(logging.ERROR)  # every attack is a warning
+    logging.getLogger("kvxfer").setLevel(logging.ERROR)  # every attack logs a warning
     async with kv_endpoint(
         *(instance, LAYOUT, NUM_BLOCKS),
         key=KEY,

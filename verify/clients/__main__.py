@@ -1,7 +1,7 @@
-"""A short session of each client, against one aggregated vLLM and against the router over a pair:
-what it got has to be the same. `make test-clients` calls it.
+"""Runs a short session of each client against one aggregated vLLM and against the router over a
+pair: the client has to get the same from both. `make test-clients` calls it.
 
-Exit code 1 where a client fails, or got something else.
+Exit code 1 if a client fails, or gets something else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLIENTS_PYTHON: Final = os.environ.get("KVXFER_CLIENTS_PYTHON", "")
 
 _SECONDS: Final = 300
 _TAIL: Final = 2000
-# A client must not see what else is there.
+# A client must not see the rest of the environment.
 _VARIABLES: Final = {
     **{name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ},
     "HF_HUB_OFFLINE": "1",
@@ -61,11 +61,11 @@ CLIENTS: Final = (
 
 
 class ClientFailed(Exception):
-    """The end of what it wrote."""
+    """A client failed. The text is the end of its output."""
 
 
 def session(client: Client, url: str, model: Path) -> dict[str, Any]:
-    """What the client tells of its session."""
+    """Runs a client's session. Returns its report."""
     command = [client.python, str(HERE / "programs" / client.program), url, str(model)]
     done = subprocess.run(
         command, env=_VARIABLES, capture_output=True, text=True, timeout=_SECONDS, check=False
@@ -80,11 +80,11 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[str]:
     for name in sorted({*ours["results"], *theirs["results"]}):
         got, wanted = (each["results"].get(name) for each in (ours, theirs))
         if got != wanted:
-            yield f"{name}: {got!r:.300}, and not {wanted!r:.300}"
+            yield f"{name}: {got!r:.300}, not {wanted!r:.300}"
 
 
 def compared(client: Client, servers: Compared, table: Table) -> list[str]:
-    """What is wrong."""
+    """Compares a client's sessions. Returns the problems, and adds a row to the table."""
     moved = servers.received_tokens()
     try:
         theirs = session(client, servers.aggregated.url, servers.model)
@@ -103,7 +103,7 @@ def compared(client: Client, servers: Compared, table: Table) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make test-clients", description=__doc__)
     names = [client.name for client in CLIENTS]
-    parser.add_argument("--client", action="append", choices=names, help="only these")
+    parser.add_argument("--client", action="append", choices=names, help="run only these")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the servers' logs there")
     options = parser.parse_args()
     console = Console()
@@ -122,7 +122,7 @@ def main() -> int:
                     with console.status(client.name):
                         problems += compared(client, servers, table)
         except ProcessFailed as failed:
-            problems.append(f"{failed}; run it with --logs FOLDER for the servers' logs")
+            problems.append(f"{failed}; for the servers' logs, run it with --logs FOLDER")
     console.print(table)
     for problem in problems:
         console.print(problem, markup=False, highlight=False, style="red")

@@ -69,7 +69,8 @@ class Rounds:
 async def run(
     count: int, fabrics: list[Fabric], parallel: int, rng: random.Random, console: Console
 ) -> list[Round]:
-    """`count` rounds: every fault on every fabric in turn, in random order, all else random."""
+    """Runs `count` rounds: every fault on every fabric in turn, in random order, all else
+    random."""
     rounds = Rounds(count, fabrics, rng)
     columns = (TextColumn("rounds"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
@@ -82,7 +83,7 @@ async def run(
 
 
 def on_a_machine_with_rdma(count: int, faults: Iterable[Fault], seed: int) -> list[Round]:
-    """The rounds of verbs on a host without RDMA devices: they run in the emulated machine."""
+    """Runs the rounds of verbs in the emulated machine, on a host without RDMA devices."""
     with tempfile.TemporaryDirectory(prefix="kvxfer-chaos-") as folder:
         found = Path(folder) / "rounds.json"
         command = ["scripts/rxe-machine", "--share", folder, "--timeout", "3600"]
@@ -132,7 +133,7 @@ def detections(rounds: Iterable[Round]) -> list[float]:
 
 
 def broken(rounds: list[Round]) -> Iterator[str]:
-    """The broken promises, in words."""
+    """Yields the broken promises, in words."""
     if wrong := [one for one in rounds if one.wrong_bytes]:
         yield f"{len(wrong)} rounds with wrong bytes, such as {wrong[0]}"
     if leaked := [one for one in rounds if one.leaked_blocks]:
@@ -158,14 +159,14 @@ def main() -> int:
     parser.add_argument(
         "--rounds", type=above_zero, default=1000, help="over all faults and fabrics"
     )
-    parser.add_argument("--fabric", action="append", choices=list(FABRICS), help="only these")
+    parser.add_argument("--fabric", action="append", choices=list(FABRICS), help="break only these")
     faults = sorted({str(fault) for fabric in FABRICS.values() for fault in fabric.faults})
-    parser.add_argument("--fault", action="append", choices=faults, help="only these")
+    parser.add_argument("--fault", action="append", choices=faults, help="cause only these")
     parser.add_argument(
         "--parallel", type=above_zero, default=4, help="pairs of workers per fabric"
     )
     parser.add_argument("--seed", type=int, default=None, help="repeat the choices of a run")
-    parser.add_argument("--json", action="store_true", help="every round instead of a table")
+    parser.add_argument("--json", action="store_true", help="print every round instead of a table")
     parser.add_argument("--write", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     seed = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed

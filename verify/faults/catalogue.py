@@ -13,7 +13,7 @@ Role: TypeAlias = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one side or, without a victim, to the network between both."""
+    """A fault of one side or, without a victim, of the network between both."""
 
     act: str
     victim: Role | None = None
@@ -26,8 +26,8 @@ def _of_both(*acts: str) -> tuple[Fault, ...]:
     return tuple(Fault(act, role) for act in acts for role in get_args(Role))
 
 
-# kill: SIGKILL. freeze: SIGSTOP until the other side has given it up. stall: SIGSTOP for less than
-# the heartbeats' timeout, while the other side cancels and reuses its blocks.
+# kill: SIGKILL. freeze: SIGSTOP until the other side has given up. stall: SIGSTOP for less than the
+# heartbeats' timeout, while the other side cancels and reuses its blocks.
 PROCESS: Final = _of_both("kill", "freeze", "stall")
 # The process gets no more memory from the system; then the other side cancels.
 MEMORY: Final = _of_both("no memory")
@@ -38,7 +38,7 @@ NETWORK: Final = (
     *(Fault(damage) for damage in get_args(Damage)),
     *_of_both("half-open"),
 )
-# The ports at both ends. Connections that do not use them stay.
+# The ports at both ends are down. Connections that do not use them stay.
 PORTS: Final = (Fault("port down"),)
 # SIGSTOP for less than the heartbeats' timeout; neither side gives up.
 PAUSE: Final = _of_both("pause")
@@ -63,8 +63,8 @@ FABRICS: Final = {
     for fabric in (
         Fabric("local", "local", PROCESS + MEMORY + CLOCK),
         Fabric("tcp", "tcp", PROCESS + MEMORY + CLOCK + NETWORK, linked=True),
-        # The socket buffers are always full. After a pause Linux resends what had no room only
-        # every 0.2 s: the 32 MiB of all blocks took over 20 s on busy processors.
+        # The socket buffers are always full. After a pause Linux resends the bytes that had no room
+        # only every 0.2 s: the 32 MiB of all blocks took over 20 s on busy processors.
         Fabric(
             "tcp 4 KiB", "tcp", PROCESS + PAUSE, linked=True, small_buffers=True, most_blocks=32
         ),

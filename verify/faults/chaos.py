@@ -24,7 +24,7 @@ from .link import Damage, Link, link
 from .rdma_ports import RdmaPorts
 from .worker import KEY, NUM_BLOCKS
 
-# How long the survivor's pages are watched after the frozen sender wakes up.
+# The time to watch the survivor's pages after the frozen sender wakes up.
 _WATCH_SECONDS: Final = 0.2
 _CLOCK_JUMP_SECONDS: Final = 3600
 _FAKETIME: Final = "/usr/$LIB/faketime/libfaketime.so.1"
@@ -35,9 +35,9 @@ class Round:
     """The result of one round.
 
     `detection` is the time in seconds until the last side that could learn of the fault had its
-    error; after a stall, the stalled side. It counts from the fault; after a stall, from SIGCONT;
-    for a transfer to a frozen worker, from the start of the transfer. None if the transfer finished
-    before the fault or in spite of it.
+    error; after a stall, until the stalled side had it. It counts from the fault; after a stall,
+    from SIGCONT; for a transfer to a frozen worker, from the start of the transfer. None if the
+    transfer finished before the fault or in spite of it.
     """
 
     fault: str
@@ -50,7 +50,7 @@ class Round:
     wrong_bytes: int = 0
     leaked_blocks: int = 0
     hung: str = ""
-    """The side that could not begin, or that did not end long after every deadline of the
+    """The side that could not begin, or that had not ended long after every deadline of the
     transfer."""
 
 
@@ -122,7 +122,7 @@ class Arena:
         await asyncio.gather(*(asyncio.to_thread(w.close) for w in self.workers.values()))
 
     async def round(self, fault: Fault, seed: int) -> Round:
-        """One transfer, one fault at a random moment of it, and the outcome."""
+        """Runs one transfer with one fault at a random moment. Returns the outcome."""
         try:
             return await self._round(fault, seed)
         except (TimeoutError, _NotOffered) as error:
@@ -132,7 +132,7 @@ class Arena:
     async def _round(self, fault: Fault, seed: int) -> Round:
         rng = random.Random(seed)
         may_end_well = fault in (*CLOCK, *PAUSE, Fault("loss"))
-        # A frozen receiver may find whole transfers, posted and announced, when it wakes up.
+        # When a frozen receiver wakes up, it may find whole transfers, posted and announced.
         asleep = str(fault) == "freeze decode" and rng.random() < 0.4
         transfer = _Transfer(
             ticket=self._ticket(),
@@ -196,7 +196,7 @@ class Arena:
         return _Found(at, [ended], [checked])
 
     async def _freeze(self, victim: Role, asleep: _Transfer | None) -> _Found:
-        """The survivor gives the other side up and reuses its blocks. Only then it may wake."""
+        """Freezes the victim until the survivor has given it up and reused its blocks."""
         broken, survivor = self._sides(victim)
         at = time.monotonic()
         broken.freeze()
@@ -209,7 +209,8 @@ class Arena:
         return _Found(at, [ended], [woken, await self._watch(survivor)])
 
     async def _stall(self, victim: Role, seconds: float) -> _Found:
-        """The other worker cancels; decode reuses its blocks before a stalled prefill wakes up."""
+        """Stalls the victim; the other worker cancels. A stalled prefill wakes up only after decode
+        has reused its blocks."""
         stalled, other = self._sides(victim)
         stalled.freeze()
         other.tell("cancel")
@@ -239,12 +240,12 @@ class Arena:
         return found
 
     async def _forget_lateness(self, of: Role) -> None:
-        """A peer that was late is given more time for a minute (patience.hpp). Other rounds measure
-        how soon a death is seen, so they begin with a new process."""
+        """Replaces the process. For a minute its peer would allow it more time, as it was late
+        (patience.hpp), and other rounds measure how soon a death is detected."""
         await self.start(of)
 
     async def _sever(self, how: Damage) -> _Found:
-        """Both sides give each other up and reuse their blocks. Only then is the network mended."""
+        """Breaks the network until both sides have given each other up and reused their blocks."""
         at = await self._network.damage(how)
         try:
             ended = await asyncio.gather(*map(self._reuse, self.workers.values()))
@@ -252,7 +253,7 @@ class Arena:
             await self._network.mend()
         checked = await asyncio.gather(*map(self._watch, self.workers.values()))
         if not all(end["error"] for end in ended):
-            # The transfer had ended before. Their connection may have outlived the damage, with a
+            # The transfer had ended before the damage. The connection may have outlived it, after a
             # silence of up to a peer timeout.
             await self._forget_lateness("prefill")
         return _Found(at, ended, checked)
@@ -263,11 +264,11 @@ class Arena:
             found = await self._both(at)
         finally:
             await self._network.mend()
-        await self._forget_lateness("prefill")  # on both sides: they connect anew
+        await self._forget_lateness("prefill")  # for both sides: they connect anew
         return found
 
     async def _half_open(self, victim: Role) -> _Found:
-        """A process ends, and no packet says so."""
+        """Kills a process while its peer can get no packet."""
         broken, survivor = self._sides(victim)
         at = await self._network.damage("cut")
         broken.send(signal.SIGKILL)
@@ -287,8 +288,8 @@ class Arena:
             self._set_clock(victim, 0)
 
     async def _exhaust(self, victim: Role) -> _Found:
-        """The other worker cancels. The worker without memory has to clean up; or it dies, as
-        Python may. Then it is started again."""
+        """Takes the victim's memory; the other worker cancels. The victim has to clean up, or dies,
+        as Python may. A new process replaces it."""
         broken, survivor = self._sides(victim)
         _take_memory(broken.pid)
         broken.tell("hog")
@@ -303,13 +304,14 @@ class Arena:
         return _Found(at, [own, ended] if own else [ended], [checked])
 
     async def _both(self, at: float) -> _Found:
-        """Neither transfer has to fail. Both sides end and have their blocks back."""
+        """Waits until both sides end and have their blocks back. Neither side has to fail."""
         ended = await asyncio.gather(*map(self._reuse, self.workers.values()))
         checked = await asyncio.gather(*map(self._watch, self.workers.values()))
         return _Found(at, ended, checked)
 
     async def _reuse(self, worker: WorkerProcess) -> Event:
-        """How the transfer ended for a worker, which then gives its blocks to another request."""
+        """Waits for the end of a worker's transfer, and returns its report. The worker then gives
+        the blocks to another request."""
         ended = await worker.said("ended")
         worker.tell("reuse")
         await worker.said("reused")
@@ -362,14 +364,14 @@ class Arena:
 
 
 def _take_memory(pid: int) -> None:
-    """From now on the process gets no more memory from the system."""
+    """Keeps the process from getting more memory from the system."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
     most = pages * resource.getpagesize()
     resource.prlimit(pid, resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 
 
 async def _said(worker: WorkerProcess, *names: str) -> Event | None:
-    """The next event of one of these names; None where the process has ended."""
+    """Returns the next event with one of these names; None if the process has ended."""
     try:
         return await worker.said(*names)
     except EOFError:
@@ -380,7 +382,7 @@ async def _said(worker: WorkerProcess, *names: str) -> Event | None:
 async def arena(
     fabric: Fabric, environment: Mapping[str, str] | None = None
 ) -> AsyncIterator[Arena]:
-    """Both workers of a fabric, started; no process is left behind."""
+    """Starts both workers of a fabric, and ends them; no process is left behind."""
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvxfer-chaos-"))
         cable = None
@@ -393,6 +395,6 @@ async def arena(
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value that `share` of the values do not exceed."""
+    """Returns the value that `share` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

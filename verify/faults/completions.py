@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import httpx2
@@ -13,10 +14,17 @@ from kvxfer.event_stream import EventParser
 _PATH = "/v1/completions"
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    tokens: list[int]
+    expected: list[int]
+    """The tokens that one aggregated process answers."""
+
+
 class Sent(Protocol):
     streamed: bool
     tokens: list[int]
-    """The tokens that have come, even if the request failed later."""
+    """The tokens that have arrived, even if the request failed later."""
     failure: str | None
 
 

@@ -18,7 +18,7 @@ from kvxfer.errors import KvxferError
 
 Damage: TypeAlias = Literal["cut", "reset", "loss", "port down"]
 
-# What each namespace does with incoming packets. RST packets pass, so that both ends see one.
+# The rule of each namespace for incoming packets. RST packets pass, so that both ends see one.
 _RULES: Final = {
     "cut": "drop",
     "reset": "tcp flags & rst == 0 reject with tcp reset",
@@ -44,11 +44,12 @@ class Host:
     interface: str
 
     def command(self, *arguments: str) -> list[str]:
-        """The command line that runs a command in this namespace."""
+        """Returns the command line that runs a command in this namespace."""
         return ["ip", "netns", "exec", self.namespace, *arguments]
 
     def enter(self) -> None:
-        """Moves this thread here, with the threads that it starts from now on. Raises OSError."""
+        """Moves this thread into the namespace, with the threads that it starts later. Raises
+        OSError."""
         libc = ctypes.CDLL(None, use_errno=True)
         with Path("/run/netns", self.namespace).open() as there:
             if libc.setns(there.fileno(), _NETWORK) != 0:
@@ -56,7 +57,7 @@ class Host:
 
 
 class Link:
-    """Made by link(). Loop only."""
+    """The cable between two hosts, made by link(). Loop only."""
 
     def __init__(self, hosts: tuple[Host, Host]) -> None:
         self.hosts = hosts
@@ -80,16 +81,16 @@ class Link:
 
 
 async def _run_at(host: Host, command: str) -> float:
-    """The time when the command began. On a busy machine it takes long to start the shell in the
-    namespace, and nothing is broken before the command begins."""
+    """Runs a command in a host's namespace. Returns the time when it began: on a busy machine the
+    shell starts late, and nothing is broken before the command begins."""
     clock = time.time() - time.monotonic()
     told = await run_command(*host.command("bash", "-c", f"echo $EPOCHREALTIME; exec {command}"))
     return float(told) - clock
 
 
 async def _reach(host: Host, address: str) -> None:
-    """Waits until packets arrive, that is, until the other side refuses a connection. A port that
-    was down takes a while. Raises CommandFailed after _REACH_SECONDS."""
+    """Waits until packets arrive, that is, until the other side refuses a connection. This takes
+    longer after a port was down. Raises CommandFailed after _REACH_SECONDS."""
     until = time.monotonic() + _REACH_SECONDS
     while True:
         try:
@@ -105,7 +106,7 @@ async def _reach(host: Host, address: str) -> None:
 
 
 def why_no_links() -> str | None:
-    """Why this host cannot have links; None if it can."""
+    """Returns why this host cannot have links; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for tool, package in (("ip", "iproute2"), ("nft", "nftables")):
@@ -116,7 +117,7 @@ def why_no_links() -> str | None:
 
 @contextlib.asynccontextmanager
 async def link(*, small_buffers: bool = False) -> AsyncIterator[Link]:
-    """Two hosts and their link, which are removed at the end. With `small_buffers` their sockets
+    """Makes two hosts and their link; removes them at the end. With `small_buffers` their sockets
     have buffers of 4 KiB each way. Raises CommandFailed."""
     number = next(_numbers)
     names = (f"kvx{number}p", f"kvx{number}d")
@@ -144,7 +145,7 @@ async def link(*, small_buffers: bool = False) -> AsyncIterator[Link]:
 
 
 async def run_command(*command: str, given: str = "") -> str:
-    """Returns the output of a command; `given` is its input. Raises CommandFailed."""
+    """Runs a command with the input `given`. Returns its output. Raises CommandFailed."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,

@@ -15,20 +15,20 @@ from .link import Damage, run_command
 
 _INTERFACE: Final = Path(__file__).parents[2] / "scripts/rxe/guest-interface"
 _DEVICES: Final = Path("/sys/class/infiniband")
-# Sets an interface's flags: of <linux/sockios.h>.
+# From <linux/sockios.h>: sets an interface's flags.
 _SIOCSIFFLAGS: Final = 0x8914
-# The name that scripts/rxe-machine gives to its machine. Links of other machines are left alone.
+# The name that scripts/rxe-machine gives its machine. Links of other machines are not touched.
 _MACHINE: Final = "rxe-machine"
 
 
 class RdmaPorts:
-    """Loop only."""
+    """The ports of all RDMA devices. Loop only."""
 
     async def damage(self, how: Damage) -> float:
-        """Takes all links away until mend(). Returns `time.monotonic()` just before."""
+        """Takes all links down until mend(). Returns `time.monotonic()` just before."""
         assert how == "port down"
         at = time.monotonic()
-        # No command: its start takes long on an emulated machine.
+        # A command would start too slowly on an emulated machine.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             for number in range(_count()):
                 interface = f"rx{number}".encode()
@@ -36,7 +36,7 @@ class RdmaPorts:
         return at
 
     async def mend(self) -> None:
-        # Their routes went with the links.
+        # The routes were lost with the links.
         for number in range(_count()):
             again = await run_command(str(_INTERFACE), str(number), str(_count()))
             await run_command("ip", "-batch", "-", given=again)

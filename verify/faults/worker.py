@@ -34,7 +34,7 @@ LAYOUT: Final = KvLayout(num_layers=8, num_kv_heads=8, head_size=32, dtype="floa
 
 
 class FaultWorker:
-    """Carries out the driver's commands. Reports events with times of CLOCK_MONOTONIC."""
+    """A worker that executes the driver's commands. Reports have times of CLOCK_MONOTONIC."""
 
     def __init__(self, cache: KvCache, pool: BlockPool, endpoint: KvEndpoint) -> None:
         self._pool = pool
@@ -76,13 +76,13 @@ class FaultWorker:
         except KvxferError as failure:
             error, text = failure.code, str(failure)
         except (MemoryError, SystemError) as failure:
-            # numpy raises SystemError then. Any other SystemError is a defect.
+            # numpy raises SystemError if memory is missing. Any other SystemError is a defect.
             if isinstance(failure, SystemError) and not self._hogged:
                 raise
             error = "no-memory"
         at = time.monotonic()
         if self._hogged:
-            # Without memory blocks may come back late, but they come back.
+            # Without memory, blocks may be given back late, but they are given back.
             self._hogged.clear()
             with contextlib.suppress(TimeoutError):
                 await eventually(lambda: self._pool.num_free == NUM_BLOCKS, _BACK_SECONDS)
@@ -111,7 +111,7 @@ class FaultWorker:
                     session.write_layer(layer)
                     await asyncio.sleep(pause)
                 if hold_back:
-                    # The driver breaks something now; only a failure ends this wait.
+                    # The driver causes a fault now; only a failure ends this wait.
                     await session.wait()
                 await session.finish(b"tail")
         return 0
@@ -142,7 +142,7 @@ class FaultWorker:
         report("reused", blocks=len(self._other_request))
 
     def _check(self) -> None:
-        """Counts the bytes of the other request that were changed."""
+        """Reports the number of the other request's bytes that were changed."""
         assert self._other_request is not None
         wrong = sum(
             wrong_bytes(plane[block], reused(block, LAYOUT.part_bytes))
@@ -154,7 +154,7 @@ class FaultWorker:
         report("checked", wrong=wrong, free=self._pool.num_free)
 
     def _hog(self) -> None:
-        """Allocates the remaining memory, until not even a page is left."""
+        """Allocates memory until not even a page is left."""
         for size in (1 << 20, LAYOUT.part_bytes):
             with contextlib.suppress(MemoryError):
                 while True:
@@ -182,7 +182,7 @@ async def main(instance: str, epoch: int, fabric: str, host: str) -> None:
         with contextlib.suppress(MemoryError, SystemError):
             async for command in commands():
                 worker.command(command)
-        os._exit(0)  # all memory is gone
+        os._exit(0)  # no memory is left for a clean end
 
 
 if __name__ == "__main__":

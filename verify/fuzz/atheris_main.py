@@ -1,6 +1,6 @@
 """Runs one Python target under atheris: `python -m verify.fuzz.atheris_main TARGET [OPTIONS]`.
 
-Options and folders are libFuzzer's.
+The options and folders are those of libFuzzer.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import atheris
 
 
 class _PlainLoaders:
-    """Finds kvxfer's modules as an editable installation does, but with Python's standard loaders:
-    atheris does not instrument modules from other loaders, and would fuzz blindly."""
+    """A finder that gives kvxfer's modules, also of an editable installation, Python's standard
+    loaders: atheris instruments no module of another loader, and would fuzz blindly."""
 
     def __init__(self) -> None:
         self._finders = tuple(sys.meta_path)

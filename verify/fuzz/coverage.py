@@ -1,4 +1,4 @@
-"""The lines of the decoders, and which of these were reached."""
+"""The lines of the decoders, and the share of them that was reached."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ class Coverage:
         self._lines = 0
 
     def add(self, file: str, lines: Mapping[int, bool]) -> None:
-        """The lines of one file, at least one, and whether each was reached."""
+        """Adds the lines of a file, each with whether it was reached. Raises LookupError if there
+        are none."""
         if not lines:
-            raise LookupError(f"none of the functions of {file} that are to be covered was found")
+            raise LookupError(f"{file} has none of the functions that its target must cover")
         self._lines += len(lines)
         self._reached += sum(lines.values())
         if missed := sorted(line for line, reached in lines.items() if not reached):

@@ -11,12 +11,12 @@ from typing import Final
 from verify.fuzz import seeds
 
 CORPUS: Final = Path(__file__).parent / "corpus"
-"""Inputs that fuzzing found, under version control: one JSON file per target, with inputs in base64
-by name."""
+"""The folder of inputs that fuzzing found, under version control: a JSON file per target, with
+inputs in base64 by name."""
 
 
 def found(target: str) -> dict[str, bytes]:
-    """The inputs that fuzzing found for a target, by name."""
+    """Returns the inputs that fuzzing found for a target, by name."""
     packed = CORPUS / f"{target}.json"
     if not packed.exists():
         return {}
@@ -35,7 +35,7 @@ def folders(target: str, into: Path) -> list[Path]:
 
 
 def keep(crash: Path, target: str) -> str:
-    """Adds an input that shows a defect to the corpus, which the tests replay. Returns its name."""
+    """Adds an input that shows a defect to the corpus that the tests replay. Returns its name."""
     content = crash.read_bytes()
     name = f"found-{hashlib.sha256(content).hexdigest()[:12]}"
     inputs = {**found(target), name: content}

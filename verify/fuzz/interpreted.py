@@ -1,4 +1,4 @@
-"""The Python targets: how to run one, and how much of its decoders a corpus reaches."""
+"""The Python targets: the command to run one, and the coverage of its decoders by a corpus."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from verify.fuzz.python import load
 
 
 def command(target: str, options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The command that runs a target under atheris, and its environment."""
+    """Returns the command that runs a target under atheris, and its environment."""
     return [sys.executable, "-m", "verify.fuzz.atheris_main", target, *options], {**os.environ}
 
 
 def coverage(target: str, corpora: Sequence[Path], scratch: Path) -> Coverage:
-    """The lines of the target's decoders that these inputs reach. Raises CalledProcessError if one
-    of them fails."""
+    """Returns the lines of the target's decoders that the inputs reach. Raises CalledProcessError
+    if an input fails."""
     decoders = load(target).DECODERS
     data, report = scratch / f"{target}.coverage", scratch / f"{target}.json"
     tool = [sys.executable, "-m", "coverage"]

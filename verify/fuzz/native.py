@@ -1,4 +1,4 @@
-"""The C++ targets: how to run one, and how much of its decoders a corpus reaches."""
+"""The C++ targets: the command to run one, and the coverage of its decoders by a corpus."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ DECODERS: Final[dict[str, dict[str, str]]] = {
         "fabric/ofi/path_endpoint.hpp": "",
     },
 }
-"""For each target the sources that it must cover, each with a pattern for the names of functions;
-an empty pattern stands for all."""
+"""The sources that each target must cover, each with a pattern for the names of functions; an empty
+pattern stands for all."""
 
 _ENVIRONMENT: Final = {
     "CUDA_DOUBLE_DELAY_US": "0",
@@ -73,14 +73,14 @@ _ENVIRONMENT: Final = {
 
 
 def command(target: str, options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The command that runs a target under libFuzzer, and its environment."""
+    """Returns the command that runs a target under libFuzzer, and its environment."""
     environment = {**os.environ, **_ENVIRONMENT, "LLVM_PROFILE_FILE": os.devnull}
     return [str(_BUILD / f"engine_native/fuzz/fuzz_{target}"), *options], environment
 
 
 def coverage(target: str, corpora: Sequence[Path], scratch: Path) -> Coverage:
-    """The lines of the target's decoders that these inputs reach. Raises CalledProcessError if one
-    of them fails."""
+    """Returns the lines of the target's decoders that the inputs reach. Raises CalledProcessError
+    if an input fails."""
     run, environment = command(target, ["-runs=0", *map(str, corpora)])
     raw, merged = scratch / f"{target}.profraw", scratch / f"{target}.profdata"
     environment["LLVM_PROFILE_FILE"] = str(raw)
@@ -114,8 +114,8 @@ def _llvm(tool: str, *arguments: str) -> str:
 
 
 def _lines(lcov: str) -> dict[str, dict[int, int]]:
-    """How often each line of each file was run. ccache makes paths relative to the build, so one
-    file may have several."""
+    """Returns the number of runs of each line, by file. ccache makes paths relative to the build,
+    so one file may have several."""
     counts: dict[str, dict[int, int]] = {}
     for line in lcov.splitlines():
         kind, _, value = line.partition(":")
@@ -128,7 +128,7 @@ def _lines(lcov: str) -> dict[str, dict[int, int]]:
 
 
 def _functions(exported: str) -> dict[str, list[tuple[str, int, int]]]:
-    """The functions of each file: name, first and last line."""
+    """Returns the functions of each file: name, first and last line."""
     functions = json.loads(exported)["data"][0]["functions"]
     mangled = [function["name"].rpartition(":")[2] for function in functions]
     names = subprocess.run(

@@ -10,7 +10,8 @@ from verify.fuzz.python import load
 
 
 def replay(target: str, folders: Iterable[Path]) -> None:
-    """Raises the target's error, with a note that names the input."""
+    """Runs the target on each input. Raises the target's error, with a note that names the
+    input."""
     run = load(target).run
     run(b"")
     for folder in folders:

@@ -29,7 +29,7 @@ from verify.fuzz.python import TARGETS as PYTHON_TARGETS
 
 LEAST_PERCENT: Final = 95.0
 WORK: Final = native.ROOT / "build/fuzz-findings"
-"""The findings stay here between runs, so the next run continues from them."""
+"""The folder of the findings. They stay between runs, so the next run continues from them."""
 SEEDS: Final = native.ROOT / "build/fuzz-seeds"
 
 _BLIND: Final = "Is the code instrumented for coverage?"
@@ -46,7 +46,7 @@ class Outcome:
     executions: int = 0
     per_second: float = 0.0
     coverage: float | None = None
-    """Percent of the decoders' lines; None if it was not requested or not available."""
+    """The percentage of the decoders' lines; None if it was not requested or not available."""
     missed: dict[str, list[int]] = field(default_factory=dict)
     crashes: list[str] = field(default_factory=list)
 
@@ -64,7 +64,7 @@ def fuzz(target: str, seconds: int, with_coverage: bool = False) -> Outcome:
     options = [
         f"-max_total_time={seconds}",
         "-max_len=4096",
-        "-timeout=120",  # of a busy machine, too
+        "-timeout=120",  # long enough for a busy machine
         "-rss_limit_mb=2048",
         "-print_final_stats=1",
         f"-artifact_prefix={crashes}/{target}-",
@@ -88,7 +88,7 @@ def fuzz(target: str, seconds: int, with_coverage: bool = False) -> Outcome:
         outcome.crashes = [f"{name} of its corpus" for name in kept] or ["see the log"]
         return outcome
     if _BLIND in log:
-        outcome.crashes = ["no line of the target is instrumented: it fuzzes blindly"]
+        outcome.crashes = ["no line of the target is instrumented, so the fuzzer is blind"]
         return outcome
     if not with_coverage:
         return outcome
@@ -150,7 +150,7 @@ def _range_text(lines: list[int]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
     parser.add_argument(
-        "--seconds", type=above_zero, default=30, help="for each target (default: 30)"
+        "--seconds", type=above_zero, default=30, help="seconds for each target (default: 30)"
     )
     parser.add_argument(
         "--target", action="append", choices=TARGETS, help="only this one; may be repeated"
@@ -168,7 +168,7 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.add_argument(
-        "--clean", action="store_true", help="forget what earlier runs found before"
+        "--clean", action="store_true", help="first delete the findings of earlier runs"
     )
     options = parser.parse_args()
     if options.clean:

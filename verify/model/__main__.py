@@ -1,5 +1,5 @@
-"""Checks the models of the KV transfer and of a path's end with Spin, and that Spin finds the harm
-when a defence is taken away.
+"""Checks the models of the KV transfer and of a path's end with Spin. Also checks that Spin finds a
+violation in each mutation, which lacks one defence.
 
 Exit code 1 if an invariant is violated, or a mutation is not refuted.
 """
@@ -63,8 +63,10 @@ def chosen(options: argparse.Namespace) -> tuple[Check, ...]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make model", description=__doc__)
-    parser.add_argument("--only", default="", metavar="TEXT", help="checks with this in their name")
-    parser.add_argument("--exhaustive", action="store_true", help="leave the bitstate ones out")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="run checks with TEXT in their name"
+    )
+    parser.add_argument("--exhaustive", action="store_true", help="leave the bitstate checks out")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     options = parser.parse_args()
     verdicts = []

@@ -1,4 +1,4 @@
-"""The checks: sizes of the model, and defences that are taken away so that it must fail."""
+"""The checks: sizes of the model, and mutations that lack a defence and must fail."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Final
 
 
 class Search(enum.StrEnum):
-    """How Spin searches the states."""
+    """A way in which Spin searches the states."""
 
     EXHAUSTIVE = "exhaustive"
     BITSTATE = "bitstate"  # a part of the states: one minute in random order, two bits per state
     FORMULA = "formula"  # LTL, with weak fairness
-    CYCLES = "cycles"  # checks that there are none
+    CYCLES = "cycles"  # no run may be endless
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One run of Spin. refuted: the invariant that must be violated; None: all must hold."""
+    """One run of Spin. `refuted` is the invariant that must be violated; None if all must hold."""
 
     name: str
     defines: Mapping[str, str | int | None]
@@ -30,7 +30,7 @@ class Check:
 
 
 def _alone(faults: int, *switches: str) -> dict[str, str | int | None]:
-    """One transfer of one pair, with one block."""
+    """Returns the definitions for one transfer of one pair, with one block."""
     sizes = {"TRANSFERS": 1, "SLOTS": 1, "TOPOLOGY": "ONE_PAIR", "FAULTS": faults}
     return {**sizes, **dict.fromkeys(switches)}
 
@@ -43,7 +43,7 @@ def _together(
 
 
 def _path(name: str, *switches: str, refuted: int | None = None) -> Check:
-    """Three writes over a path between NICs that ends up to twice."""
+    """Returns a check of three writes over a path between NICs that ends up to twice."""
     return Check(
         name,
         {"WRITES": 3, "FAULTS": 2, **dict.fromkeys(switches)},
@@ -125,18 +125,18 @@ MUTATIONS: Final = (
     _mutation("grants are not checked", 1, "WITHOUT_GRANTS"),
     _mutation("a counter is released without waiting for copies", 1, "GPU", "WITHOUT_COPY_WAIT"),
     _mutation("a batch counts before its copy has ended", 1, "GPU", "WITHOUT_COPY_END"),
-    _mutation("prefill frees what is under way", 1, "WITHOUT_PINS"),
+    _mutation("prefill frees blocks with writes under way", 1, "WITHOUT_PINS"),
     _mutation("a group is split over two queue pairs", 1, "NIC", "GROUPED", "SPLIT_GROUP"),
     _mutation("leases never end", 2, "WITH_ENDLESS_LEASES"),
     _mutation("DONE's total is ignored", 3, "WITHOUT_TOTAL"),
-    _mutation("prefill says nothing when it gives up", 4, "WITHOUT_LEASES", "WITHOUT_LAST_WORDS"),
+    _mutation("prefill sends no CANCEL when it fails", 4, "WITHOUT_LEASES", "WITHOUT_LAST_WORDS"),
     _mutation("a lost decode worker is forgotten", 4, "WITHOUT_LEASES", "WITHOUT_MEMORY"),
     _mutation("heartbeats are not watched", 4, "WITHOUT_LEASES", "WITHOUT_HEARTBEATS"),
     _mutation("epochs are not checked", 5, "WITHOUT_EPOCHS"),
     PATH_STOP_REMOVED,
     _path("completions are believed after path_stop", "WITHOUT_SEAL", refuted=6),
     _path("a NIC is stopped before all is counted", "WITHOUT_COUNTING", refuted=6),
-    _path("path_close is said before the NIC is stopped", "EARLY_CLOSE", refuted=1),
+    _path("path_close is sent before the NIC is stopped", "EARLY_CLOSE", refuted=1),
     _path("path_close's counts are ignored", "WITHOUT_COUNTS", refuted=3),
     _path("uncounted writes are not delivered first", "WITHOUT_ORDER", refuted=3),
 )

@@ -35,8 +35,8 @@ inline decode_gives_up(t, e)
   if :: !DECODE_ACTIVE(t) -> x[t].lease = 0 :: else fi
 }
 
-/* Which connection there is to prefill, as decode's engine knows it, or a new one: an engine's id is
-   part of its address, so a restarted one does not answer. */
+/* Finds decode's open connection to prefill, or makes a new one. An engine's id is part of its
+   address, so a restarted engine does not answer. */
 inline meet_prefill(t)
 {
   if
@@ -89,7 +89,7 @@ inline decode_begins(t)
 #define WELCOME(t) (x[t].over != NOBODY && TICKET_OF_PREFILL_AT_DECODE(t) && \
                     !CONNECTION(t).decode_told && x[t].decode == D_NONE)
 
-/* The request ends before it has blocks: KvEndpoint.release(), where prefill can be reached. */
+/* KvEndpoint.release(): the request ends before it has blocks. Prefill is told if it is reachable. */
 inline decode_releases(t)
 {
   x[t].decode_request = SERVED;
@@ -111,7 +111,7 @@ inline decode_releases(t)
                  block[(DECODE_OF(t) - PREFILLS) * SLOTS + 1] == FREE)
 #endif
 
-/* Ends once. */
+/* A lease ends only once. */
 inline decode_lease_over(t)
 {
   x[t].lease = 0;
@@ -145,8 +145,8 @@ end:
      }
 #endif
 
-  /* Of an ended transfer nothing is heard any more; prefill takes no notice of the CANCELLED that a
-     late CANCEL is answered with. */
+  /* Messages of an ended transfer have no effect. Prefill ignores the CANCELLED that answers a late
+     CANCEL. */
   :: d_step { DECODE_HEARS(t, ACCEPTED) -> to_decode[t]?ACCEPTED;
        if
        :: DECODE_ACTIVE(t) ->
@@ -179,7 +179,7 @@ end:
        decode_advance(t, DE_COUNTED);
        block_becomes(BLOCK_OF(t), COMPLETE)
      }
-  /* take(); later the engine of decode is done with the block. */
+  /* take(); later decode's inference engine frees the block. */
   :: d_step { UP(DECODE_OF(t)) && x[t].decode == D_COMPLETE ->
        REQUIRE(invariant_3, owner[BLOCK_OF(t)] == t && PLACED(t) == WRITES);
        block_becomes(BLOCK_OF(t), HELD);

@@ -1,7 +1,7 @@
-/* What the two engines of a transfer do: its writes, and the connection that has its number. */
+/* The two engines of a transfer: its writes, and the connection that has its number. */
 
-/* Connection gone, or heartbeats that stay away. Real time is not in the model: that this takes less
-   than a second is what the engine's peer_timeout is for. */
+/* The connection has ended, or heartbeats are missing. The model has no real time; the engine's
+   peer_timeout bounds the detection to less than a second. */
 #ifdef WITHOUT_HEARTBEATS
 #define GONE(c, w) (!connection[c].open)
 #else
@@ -56,7 +56,7 @@ end:
   :: d_step { x[n].refused > 0 && PREFILL_RUNS(n) -> x[n].refused--; x[n].failed = 1 }
 
 #ifdef NIC
-  /* Frame revoke: nothing more is posted. Frame revoked: nothing is under way. */
+  /* After the frame revoke, prefill posts no write. The frame revoked says that none is under way. */
   :: d_step { x[n].revoking && !x[n].revoked && PREFILL_RUNS(n) && CONNECTION(n).open ->
        x[n].revoked = 1;
        cancel_writes(n)
@@ -66,7 +66,7 @@ end:
        end_revocation(n);
        retire(n)
      }
-  /* No answer in time: decode resets its paths, and prefill hears of it. */
+  /* No answer in time: decode resets its paths, and prefill learns of it. */
   :: d_step { x[n].revoking && UP(DECODE_OF(n)) ->
 #ifndef WITHOUT_RESET
        x[n].cut = 1;
@@ -82,7 +82,7 @@ end:
      }
 #endif
 
-  /* DomainGroup::close_peer() at decode: the fence, then a waiting owner may take memory back. */
+  /* DomainGroup::close_peer() at decode: the fence. After it a waiting owner may take memory back. */
   :: d_step { connection[n].used && UP(DECODE_OF(n)) && !connection[n].decode_lost &&
               GONE(n, PREFILL_OF(n)) ->
        connection[n].decode_lost = 1;
@@ -98,7 +98,7 @@ end:
        };
        skip
      }
-  /* MessageHandler.drop() at decode. */
+  /* MessageHandler.drop() at decode */
   :: d_step { connection[n].used && UP(DECODE_OF(n)) && connection[n].decode_lost &&
               !connection[n].decode_told ->
        connection[n].decode_told = 1;
@@ -114,7 +114,7 @@ end:
        skip
      }
 
-  /* At prefill: its operations end. */
+  /* Prefill loses decode: its operations end. */
   :: d_step { connection[n].used && UP(PREFILL_OF(n)) && !connection[n].prefill_lost &&
               GONE(n, DECODE_OF(n)) ->
        connection[n].prefill_lost = 1;

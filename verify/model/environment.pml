@@ -1,6 +1,6 @@
-/* The control plane, which gives out tickets and requests, and everything that goes wrong. */
+/* The control plane, which issues tickets and requests, and all faults. */
 
-/* A ticket, which names the epochs of its workers, and the requests that carry it. */
+/* Issues a ticket, which names the epochs of its workers, and sends the requests that carry it. */
 #define CONTROL_PLANE(t) \
   :: d_step { x[t].prefill_request == NOT_SENT -> \
        x[t].ticket_prefill = worker[PREFILL_OF(t)].epoch; \
@@ -65,7 +65,7 @@ inline decode_worker_dies(w)
 #endif
          x[i].revoking = 0;
 #ifdef GPU
-         x[i].copying = 0; /* its memory is gone with it */
+         x[i].copying = 0; /* the process's memory has ended with it */
 #endif
          x[i].slot = 0;
          if :: x[i].decode_request == KEPT -> x[i].decode_request = SERVED :: else fi;
@@ -85,8 +85,8 @@ inline dies(w)
   fi
 }
 
-/* Each strike costs one of `faults`. Of two transfers, which are alike, the first strike is never at
-   the second or its own worker. */
+/* Each strike costs one of `faults`. Two transfers are alike, so the first strike never hits the
+   second one or the worker that only it uses. */
 inline strike()
 {
   faults--;
@@ -121,7 +121,7 @@ inline strike()
   :: d_step { faults > 0 && (may) && (x[t].decode_request == SENT || x[t].decode_request == KEPT) -> \
        strike(); decode_releases(t); retire(t) }
 
-/* A lease ends while there still is something else to do. */
+/* A lease ends while other steps are still possible. */
 #ifndef LEASES_END
 #define STRIKES_LEASES(t, may)
 #else

@@ -1,7 +1,7 @@
 /* The writes of a transfer, the permission to place them, and its revocation. */
 
-/* Decode's end is closed. tcp and local: its engine thread places the bytes, and does so no more.
-   NICs: the queue pair is in ERR. */
+/* Decode's end is closed. With tcp and local, decode's engine thread, which places the bytes, has
+   stopped. With NICs, the queue pair is in ERR. */
 #ifdef WITHOUT_FENCE
 #define FENCED(t) (worker[DECODE_OF(t)].life == DEAD)
 #else
@@ -9,7 +9,7 @@
 #endif
 #define LANDS(t) (!FENCED(t) && !x[t].cut)
 
-/* Operation.cancel(): nothing more is posted; what is posted is waited for. */
+/* Operation.cancel(): no further write is posted; posted writes are waited for. */
 inline cancel_writes(t)
 {
   if
@@ -18,7 +18,7 @@ inline cancel_writes(t)
   fi
 }
 
-/* Prefill's end of the connection is gone: its operations have ended. What is on the wire may still
+/* Prefill's end of the connection has ended, and its operations with it. Writes on the wire may still
    land, unless decode has closed its end too. */
 inline orphan_writes(t)
 {
@@ -35,7 +35,7 @@ inline drop_orphans(t)
   if :: !LANDS(t) -> x[t].orphaned = 0 :: else fi
 }
 
-/* A NIC places bytes even while the process of decode is frozen, and whatever its sender posts. */
+/* A NIC places all bytes that its sender posts, even while decode's process is frozen. */
 #ifdef NIC
 #define PLACES(t) true
 #define GRANTED(t) true
@@ -48,8 +48,8 @@ inline drop_orphans(t)
 #endif
 #endif
 
-/* Of a group the last write has the immediate, and one queue pair keeps their order. Over two it may
-   land first. */
+/* The last write of a group has the immediate, and one queue pair keeps the order. Over two queue
+   pairs the last write may land first. */
 #ifndef GROUPED
 #define COUNTS(t) true
 #elif defined(SPLIT_GROUP)
@@ -69,7 +69,7 @@ inline land(t)
 }
 
 #ifdef GPU
-/* The copy has ended. Only then it counts, and not where the peer was lost meanwhile. */
+/* A copy counts only when it has ended, and not if the peer was lost meanwhile. */
 inline end_copy(t)
 {
   x[t].copying--;
@@ -92,8 +92,8 @@ inline free_block(t)
   x[t].count = 0
 }
 
-/* counter.revoke(): afterwards no write with its immediate lands. Where NICs place the bytes, that
-   takes an answer, or a reset of the paths; where a GPU does, the end of its copies. */
+/* counter.revoke(): after it no write with the counter's immediate lands. If NICs place the bytes, it
+   needs an answer or a reset of the paths; if a GPU does, the end of its copies. */
 inline revoke(t)
 {
   if

@@ -1,32 +1,33 @@
-/* How a path between two NICs ends, as docs/protocol.md has it under "A lost path". One writer, one
-   reader, one counter, and paths without order, each opened when the one before it has ended at both
-   sides. Completions of either side come in any order, and those that a host has not read when its
-   NIC is stopped are gone.
+/* The end of a path between two NICs, as docs/protocol.md describes it under "A lost path". There is
+   one writer, one reader and one counter. Paths keep no order; each is opened when the one before it
+   has ended at both sides. Completions of either side arrive in any order. Completions that a host
+   has not read when its NIC is stopped are lost.
 
    Set with -D:
-     WRITES   how many, each with an immediate
-     FAULTS   how often a side may end the path
-   Each defence can be taken away; Spin then has to find the harm:
+     WRITES   the number of writes, each with an immediate
+     FAULTS   the number of times that a side may end the path
+   Each of these removes a defence; Spin then has to find a violation:
      WITHOUT_STOP      no path_stop: each side stops its NIC at once
-     WITHOUT_SEAL      the writer believes completions after its path_stop
-     WITHOUT_COUNTING  the reader stops its NIC before it has counted what the writer knows
-     EARLY_CLOSE       the reader says path_close before its NIC is stopped
-     WITHOUT_COUNTS    the writer posts what is unfinished again, whatever path_close says
-     WITHOUT_ORDER     what is posted again without its immediate need not be delivered first */
+     WITHOUT_SEAL      the writer accepts completions after its path_stop
+     WITHOUT_COUNTING  the reader stops its NIC before it has counted the writes that the writer knows
+     EARLY_CLOSE       the reader sends path_close before its NIC is stopped
+     WITHOUT_COUNTS    the writer posts unfinished writes again, whatever path_close says
+     WITHOUT_ORDER     writes posted again without immediate need not be delivered first */
 
-/* Of docs/protocol.md; the one that a run violates is false. */
-hidden byte invariant_1 = true; /* nothing lands once a side has said that its NIC is stopped */
-hidden byte invariant_3 = true; /* a count never runs ahead of the bytes */
+/* The invariants of docs/protocol.md. The one that a run violates is false. */
+hidden byte invariant_1 = true; /* no write lands once a side has said that its NIC is stopped */
+hidden byte invariant_3 = true; /* the count never exceeds the number of placed writes */
 hidden byte invariant_6 = true; /* a lost path costs no peer, and every immediate counts once */
 
 #define REQUIRE(invariant, condition) invariant = (condition); assert(invariant)
 
-/* The writes. WANTED: to be posted with the immediate; AGAIN: without, it was counted before. */
+/* The writes. WANTED: to be posted with the immediate. AGAIN: to be posted without it, as it was
+   counted before. */
 mtype:write = { WANTED, AGAIN, POSTED, POSTED_AGAIN, DONE };
 mtype:write write[WRITES] = WANTED;
-bit placed[WRITES]; /* its bytes are there */
+bit placed[WRITES]; /* its bytes have arrived */
 
-/* Of the path that is used now. A completion is queued by the NIC, and read by its host. */
+/* The state of the current path. A completion is queued by the NIC, and read by its host. */
 mtype:completion = { NONE, QUEUED, READ };
 bit counts[WRITES]; /* it carries the immediate */
 bit landed[WRITES];
@@ -39,9 +40,9 @@ mtype:side reader = OPEN;
 bit reader_said_closed;
 
 byte known;    /* immediates of this path that the writer knows to be delivered */
-byte received; /* and that the reader has counted */
-byte needed;   /* as the writer's path_stop said */
-byte count;    /* of the counter */
+byte received; /* immediates of this path that the reader has counted */
+byte needed;   /* the number that the writer's path_stop announced */
+byte count;    /* the counter's value */
 bit writer_heard_stop, reader_heard_stop;
 
 mtype:message = { STOP, CLOSE };
@@ -82,8 +83,8 @@ hidden byte i, unknown, came;
 #endif
 #endif
 
-/* LostWrites::give_back(): of the unfinished writes with an immediate some have arrived, it is not
-   known which. */
+/* LostWrites::give_back(): some of the unfinished writes with an immediate have arrived; it is unknown
+   which. */
 inline give_back(of_reader)
 {
   REQUIRE(invariant_6, of_reader >= known);
@@ -126,7 +127,7 @@ inline open_path()
   reader_heard_stop = 0
 }
 
-/* The NICs. What is on the wire lands also when its sender's NIC is stopped. */
+/* The NICs. Writes on the wire land even when the sender's NIC is stopped. */
 proctype nics(byte w)
 {
 end:
@@ -195,7 +196,7 @@ end:
        if :: reader == OPEN -> reader_stops() :: else fi
      }
 
-  /* The NICs are stopped. */
+  /* Each side stops its NIC, and sends path_close. */
   :: d_step { writer == STOPPING && writer_heard_stop ->
        writer = STOPPED;
        to_reader!CLOSE(0)
@@ -231,7 +232,7 @@ end:
   od
 }
 
-/* Nothing can happen any more: every write was delivered and counted. */
+/* At the end of a run every write has been delivered and counted. */
 active proctype at_the_end()
 {
   timeout ->

@@ -1,4 +1,5 @@
-/* The prefill side of a transfer: PrefillSession, and what MessageHandler and PrefillSide do for it. */
+/* The prefill side of a transfer: PrefillSession, and the parts of MessageHandler and PrefillSide that
+   serve it. */
 
 #define PREFILL_HEARS(t, m) (x[t].over != NOBODY && UP(PREFILL_OF(t)) && \
                              !CONNECTION(t).prefill_told && to_prefill[t]?[m])
@@ -11,7 +12,7 @@
 #define TICKET_OF_DECODE_AT_PREFILL(t) (x[t].ticket_decode == CONNECTION(t).decode_epoch)
 #endif
 
-/* A message to a peer that is gone is lost. */
+/* A message to a lost peer is dropped. */
 inline tell_decode(t, m)
 {
   if
@@ -32,7 +33,7 @@ inline prefill_gives_up(t, e)
   fi
 }
 
-/* Outbound.add() and post(): what the engine has computed. */
+/* Outbound.add() and post(): writes of layers that the inference engine has computed. */
 inline post_writes(t, n)
 {
   if
@@ -67,7 +68,7 @@ inline accept_offer(t)
   fi
 }
 
-/* Connections.loss_of_decode(): over which its OFFER would have come. */
+/* Connections.loss_of_decode(): the loss of the connection over which decode's OFFER would arrive */
 #ifdef WITHOUT_MEMORY
 #define DECODE_WAS_LOST(t) false
 #else
@@ -160,7 +161,7 @@ inline prefill_hears_cancel(t)
   fi
 }
 
-/* PrefillSide.drop(), of one transfer. `c`: the connection that is lost. */
+/* PrefillSide.drop(), for one transfer; `c` is the lost connection. */
 inline prefill_loses_decode(t, c)
 {
   if
@@ -175,7 +176,7 @@ inline prefill_loses_decode(t, c)
   fi
 }
 
-/* The end of PrefillSession._settle(). */
+/* The end of PrefillSession._settle() */
 inline prefill_ends(t, e)
 {
   prefill_advance(t, e);
@@ -223,7 +224,7 @@ end:
   do
   :: d_step { x[t].prefill_request == SENT && UP(PREFILL_OF(t)) -> prefill_begins(t); retire(t) }
 
-  /* write_layer(); finish() after the last. */
+  /* write_layer(), and finish() after the last layer */
   :: d_step { UP(PREFILL_OF(t)) && x[t].written < WRITES &&
               (x[t].prefill == P_WAITING || x[t].prefill == P_SENDING) ->
        if
@@ -254,7 +255,7 @@ end:
        prefill_ends(t, PE_DRAINED); retire(t) }
 
 #ifdef LEASES_END
-  /* At the latest when there is nothing else to do. */
+  /* A lease ends at the latest when no other step is possible. */
   :: atomic { timeout && PREFILL_LEASE(t) -> d_step { prefill_lease_over(t); retire(t) } }
 #endif
   od

@@ -1,12 +1,12 @@
-/* What has to be true at the end of every run, and the same as formulas. A run ends where no process
-   can do anything any more. That every run does (there are no cycles) is checked, too. */
+/* The conditions at the end of every run, and the same conditions as formulas. A run ends when no
+   process can take a step. A separate check shows that every run ends: there are no cycles. */
 
 #define DECODE_OVER(t) ((x[t].decode != D_NONE && !DECODE_ACTIVE(t)) || \
                         GONE_FOR(DECODE_OF(t), x[t].ticket_decode))
 #define PREFILL_OVER(t) ((x[t].prefill != P_NONE && !PREFILL_ACTIVE(t)) || \
                          GONE_FOR(PREFILL_OF(t), x[t].ticket_prefill))
 
-/* What a frozen worker has it cannot give back. */
+/* A frozen worker cannot give back its pages. */
 #define HAS_PAGES(t) ((UP(PREFILL_OF(t)) && (x[t].pinned || x[t].early)) || \
                       (UP(DECODE_OF(t)) && owner[BLOCK_OF(t)] == t))
 #define PREFILL_WAITS(t) (UP(PREFILL_OF(t)) && PREFILL_ACTIVE(t) && x[t].knew && DECODE_OVER(t))

@@ -1,6 +1,6 @@
-/* What sessions, blocks and messages are called, and every allowed transition: the tables of
+/* The states of sessions and blocks, the messages, and every allowed transition: the tables of
    kvxfer/kv/session_state.py, kvxfer/kv/block_pool.py and kvxfer/kv/messages.py. A test compares
-   them with the code (test_states.py). NONE: there is no session. */
+   them with the code (test_model_states.py). NONE: there is no session. */
 
 mtype:prefill = { P_NONE, P_WAITING, P_SENDING, P_DRAINING, P_CANCELLING, P_DELIVERED, P_CANCELLED };
 mtype:decode = { D_NONE, D_OFFERED, D_RECEIVING, D_COUNTING, D_COMPLETE, D_TAKEN, D_CANCELLING,
@@ -11,10 +11,10 @@ mtype:decode_event = { DE_ACCEPTED, DE_REFUSED, DE_DONE, DE_COUNTED, DE_TAKE, DE
                        DE_LEASE_OVER, DE_PEER_CANCEL, DE_PEER_CANCELLED, DE_PEER_LOST };
 mtype:block = { FREE, OFFERED, RECEIVING, COMPLETE, HELD };
 
-/* HELLO is a flag of the connection. EXPECT belongs to the brokered handshake, which is not here. */
+/* HELLO is a flag of the connection. EXPECT belongs to the brokered handshake, which is not modelled. */
 mtype:message = { OFFER, RELEASE, KEEP, ACCEPTED, REFUSED, DONE, CANCEL, CANCELLED };
 
-/* The tables look one up and leave the result here: no part of a state. */
+/* The results of looking up a transition. They are no part of a state. */
 hidden mtype:prefill prefill_after;
 hidden mtype:decode decode_after;
 hidden byte block_allowed;
@@ -23,7 +23,7 @@ hidden byte block_allowed;
 #define DECODE(from, event, to) :: x[t].decode == D_##from && e == DE_##event -> decode_after = D_##to
 #define BLOCK(from, to) :: block[b] == from && (after) == to -> block_allowed = true
 
-/* prefill_after: P_NONE where the state does not allow the event. */
+/* Sets prefill_after: P_NONE if the state does not allow the event. */
 inline prefill_look_up(t, e)
 {
   if
@@ -51,7 +51,7 @@ inline prefill_look_up(t, e)
   fi
 }
 
-/* decode_after: D_NONE where the state does not allow the event. */
+/* Sets decode_after: D_NONE if the state does not allow the event. */
 inline decode_look_up(t, e)
 {
   if
@@ -107,8 +107,8 @@ inline block_becomes(b, after)
   block[b] = after
 }
 
-/* An event that the state has to allow: anything else is a violation of the protocol, for which the
-   code cuts the peer off. */
+/* Applies an event that the state has to allow. Any other event violates the protocol: the code then
+   disconnects the peer. */
 inline prefill_advance(t, e)
 {
   prefill_look_up(t, e);

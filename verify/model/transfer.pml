@@ -1,17 +1,17 @@
-/* KV transfers between prefill and decode workers, as docs/protocol.md has them: what is checked,
-   and what is left out, stands there under "Model". `make model` runs it.
+/* KV transfers between prefill and decode workers, as in docs/protocol.md, which says under "Model"
+   what is checked and what is left out. `make model` runs it.
 
    Set with -D:
-     TRANSFERS       how many, each with its ticket
-     TOPOLOGY        which workers they are between, below
+     TRANSFERS       the number of transfers, each with its ticket
+     TOPOLOGY        the workers that they connect, below
      SLOTS           blocks of a decode worker; a transfer takes one, and writes its two halves
-     NIC             the NIC places the bytes (verbs, ofi); without, the receiving engine does
-     GPU             decode's blocks are a GPU's, which the receiving engine asks to copy
-     FAULTS          how often the environment may strike
+     NIC             the NIC places the bytes (verbs, ofi); without it, the receiving engine does
+     GPU             decode's blocks are on a GPU; the receiving engine starts its copies
+     FAULTS          the number of times that the environment may strike
      WITHOUT_LEASES  no lease ever ends: a side learns of the other's end from the peer alone
-     WITH_KEEP       decode may say KEEP before it offers
+     WITH_KEEP       decode may send KEEP before it offers
      FORMULAS        check the formulas in properties.pml in place of the end of each run
-   Each defence can be taken away (WITHOUT_FENCE and others); Spin then has to find the harm. */
+   Other switches remove a defence (WITHOUT_FENCE and more); Spin then has to find a violation. */
 
 #define SHARED_DECODE 1  /* two pairs: a prefill worker each, one decode worker, one pool of blocks */
 #define SHARED_PREFILL 2 /* two pairs: one prefill worker, a decode worker each */
@@ -36,7 +36,7 @@
 
 #define WORKERS (PREFILLS + DECODES)
 #define WRITES 2
-#ifdef GROUPED /* one immediate counts for both */
+#ifdef GROUPED /* one immediate counts for both writes */
 #define TOTAL 1
 #define PLACED(t) x[t].came
 #else
@@ -60,7 +60,7 @@ hidden byte invariant_5 = true; /* a restarted peer is never taken for the old o
 
 #define REQUIRE(invariant, condition) invariant = (condition); assert(invariant)
 
-/* A process with its engine. A frozen one does nothing, but its NIC goes on. */
+/* A process with its engine. A frozen one does nothing, but its NIC keeps working. */
 mtype:life = { LIVES, FROZEN, DEAD };
 typedef Worker {
   mtype:life life = LIVES;
@@ -79,7 +79,7 @@ typedef Connection {
   bit prefill_told;
   bit decode_lost;
   bit decode_told;
-  unsigned prefill_epoch : 2; /* of the processes that it connects */
+  unsigned prefill_epoch : 2; /* epochs of the processes that it connects */
   unsigned decode_epoch : 2;
 };
 Connection connection[TRANSFERS];
@@ -87,44 +87,44 @@ Connection connection[TRANSFERS];
 mtype:request = { NOT_SENT, SENT, KEPT, SERVED };
 
 typedef Transfer {
-  /* The control plane's. */
+  /* The control plane's part */
   unsigned ticket_prefill : 2; /* epochs */
   unsigned ticket_decode : 2;
   mtype:request prefill_request = NOT_SENT;
   mtype:request decode_request = NOT_SENT;
-  /* Over which connection (NOBODY: none yet). */
+  /* The number of the connection that it uses (NOBODY: none yet) */
   unsigned over : 4 = NOBODY;
 
-  /* Prefill's endpoint: ledger, early offer, session. */
+  /* Prefill's endpoint: ledger, early offer, session */
   bit claimed_offer;
-  bit failure;          /* why the transfer has failed is remembered */
+  bit failure;          /* the transfer's failure is remembered */
   bit early;            /* an OFFER waits for its request */
   mtype:prefill prefill = P_NONE;
-  bit pinned;           /* prefill's blocks */
-  bit met;              /* decode's OFFER, or its KEEP, has come */
-  bit heard_cancel;     /* decode's last word */
+  bit pinned;           /* prefill's blocks are pinned */
+  bit met;              /* decode's OFFER, or its KEEP, has arrived */
+  bit heard_cancel;     /* decode's CANCEL has arrived */
   unsigned written : 2; /* layers that the engine has computed */
   bit revoked;          /* prefill's NIC posts nothing more with this immediate */
 
-  /* Writes, which are alike: they land in any order. */
-  unsigned queued : 2;   /* the engine has them, no path yet */
+  /* Writes. They are alike, and land in any order. */
+  unsigned queued : 2;   /* submitted, not posted to a path yet */
   unsigned posted : 2;
 #ifdef GPU
-  unsigned copying : 2;  /* by decode's GPU, which nothing stops */
+  unsigned copying : 2;  /* copied by decode's GPU, which nothing stops */
 #endif
   unsigned landed : 2;   /* placed; the sender does not know yet */
   unsigned refused : 2;  /* not placed; the sender does not know yet */
-  unsigned orphaned : 2; /* their sender is gone, or has given the connection up */
+  unsigned orphaned : 2; /* their sender has ended, or has given up the connection */
   bit failed;            /* one was refused, or cancelled before it was posted */
 
-  /* Decode's: session, counter, block. */
+  /* Decode's endpoint: session, counter, block */
   mtype:decode decode = D_NONE;
-  bit lease;          /* runs */
+  bit lease;          /* the lease runs */
   unsigned slot : 2;
-  bit live;           /* the counter, and the grants that go with it */
-  unsigned count : 2; /* immediates that came */
+  bit live;           /* the counter and its grants are valid */
+  unsigned count : 2; /* immediates that arrived */
 #ifdef GROUPED
-  unsigned came : 2;  /* writes */
+  unsigned came : 2;  /* writes that arrived */
 #endif
   bit revoking;       /* prefill's NIC was asked to stop */
   bit cut;            /* it did not in time: the path was reset */
@@ -134,20 +134,20 @@ typedef Transfer {
 Transfer x[TRANSFERS];
 
 mtype:block block[DECODES * SLOTS] = FREE;
-byte owner[DECODES * SLOTS] = NOBODY; /* which transfer */
+byte owner[DECODES * SLOTS] = NOBODY; /* the number of the transfer */
 #define BLOCK_OF(t) ((DECODE_OF(t) - PREFILLS) * SLOTS + x[t].slot)
 
-/* Messages in order, on the wire or not yet taken out of the engine's queue. */
+/* Messages in order, on the wire or still in the engine's queue. */
 chan to_prefill[TRANSFERS] = [6] of { mtype:message };
 chan to_decode[TRANSFERS] = [6] of { mtype:message };
 
-byte faults; /* that are still to come */
+byte faults; /* strikes that are left */
 bit unhurt = 1;
 
-/* Scratch. */
+/* A loop variable. */
 hidden byte i;
 
-/* Whose lease runs: of prefill's session or early offer, and of decode's session. */
+/* True while a lease runs: that of prefill's session or early offer, and that of decode's session. */
 #define PREFILL_LEASE(t) (UP(PREFILL_OF(t)) && (x[t].early || x[t].prefill == P_WAITING || \
                           x[t].prefill == P_SENDING || x[t].prefill == P_DRAINING))
 #define DECODE_LEASE(t) (UP(DECODE_OF(t)) && x[t].lease)
@@ -174,11 +174,11 @@ inline forget(messages)
 #define UNDER_WAY(t) (x[t].queued + x[t].posted + AWAITED(t) + x[t].landed + x[t].refused)
 #define POSTED(t) (x[t].posted + x[t].landed + x[t].refused)
 
-/* The process that a ticket names is no more. */
+/* The process that a ticket names has ended. */
 #define GONE_FOR(w, ticket) (worker[w].life == DEAD || worker[w].epoch != (ticket))
 
-/* What is left of a transfer that has ended everywhere, and whose ticket is good for nothing more, tells
-   nothing: its states become one. */
+/* Merges all states of a transfer that has ended everywhere and whose ticket has no further use: their
+   differences have no effect. */
 inline retire(t)
 {
   if

@@ -38,7 +38,7 @@ class SpinError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """violated: the invariant or other error that was found; None: nothing."""
+    """The result of a check. `violated` is the invariant or other error that was found, or None."""
 
     check: Check
     states: int
@@ -48,7 +48,7 @@ class Verdict:
     violated: str | None
     seconds: float
     memory_mib: float
-    hash_factor: float | None  # of a bitstate search: best above 100
+    hash_factor: float | None  # for a bitstate search; best above 100
 
     @property
     def met(self) -> bool:
@@ -57,7 +57,7 @@ class Verdict:
 
 
 def run(check: Check) -> Verdict:
-    """Raises SpinError."""
+    """Runs a check. Raises SpinError."""
     with tempfile.TemporaryDirectory(prefix="kvxfer-model-") as folder:
         defines = [
             f"-D{name}" if value is None else f"-D{name}={value}"
@@ -74,7 +74,7 @@ def read_verdict(check: Check, told: str) -> Verdict:
     """Parses the verifier's output. Raises SpinError if the search did not reach its end."""
     errors = int(_number(r"errors: (\d+)", told))
     if cut := _CUT_SHORT.search(told):
-        raise SpinError(f"{check.name}: the search did not come to its end: {cut[0]}")
+        raise SpinError(f"{check.name}: the search did not finish: {cut[0]}")
     factor = re.search(r"hash factor: ([\d.]+)", told)
     return Verdict(
         check=check,

@@ -123,10 +123,10 @@ DEFECTS: Final[dict[str, Defects]] = {
     "dispatches complete in a change": Defects(completes_blocked=True),
     "no answer in combine_recv": Defects(deaf_in_combine=True),
     "a decision is not passed on": _patch(Membership, "_received_flush", _keeps_its_view),
-    "newcomers hear the leader alone": _patch(
+    "only the leader tells newcomers": _patch(
         Membership, "_adopt", _leaves_newcomers_to_the_leader
     ),
-    "exclusion not heeded": _patch(Membership, "answered", _hears_no_exclusion),
+    "exclusion ignored": _patch(Membership, "answered", _hears_no_exclusion),
     "the last step is the first": _patch(Membership, "_first_step", _last_step),
     "numbers without the leader": _patch(Membership, "_next_number", _counts_rounds),
     "decision on different losses": _patch(Membership, "_all_say_the_same", _hears_any),

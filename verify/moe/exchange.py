@@ -1,4 +1,4 @@
-"""What a rank has sent and received in its steps: a model of the native exchange."""
+"""A model of the native exchange: the data that a rank has sent and received in its steps."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Exchange:
         self.next_step = 0
         self.down: set[int] = set()
         self._waits_for = _NOTHING
-        self._views: dict[int, View] = {}  # in which each step was dispatched
-        self._gone: dict[int, set[int]] = {}  # of each step, members that left since
+        self._views: dict[int, View] = {}  # the view in which each step was dispatched
+        self._gone: dict[int, set[int]] = {}  # the members that left after each step
         self._sources: dict[int, frozenset[int]] = {}
         self._dispatches: dict[tuple[int, int], int] = {}
         self._answers: dict[tuple[int, int], tuple[int, frozenset[int]]] = {}
@@ -44,14 +44,14 @@ class Exchange:
             self._rank.wake()
 
     def waits_for(self, kind: str, step: int) -> None:
-        """Sets the data that wakes the rank up once it is complete."""
+        """Sets the data that wakes up the rank once it is complete."""
         self._waits_for = (kind, step)
 
     def lost(self, rank: int) -> None:
         self.down.add(rank)
 
     def set_up(self, rank: int) -> None:
-        """The connection is set up, with another process than before."""
+        """Takes note of a connection to a new process of a rank. Drops the old process's data."""
         self.down.discard(rank)
         for landed in (self._dispatches, self._answers):
             for key in [key for key in landed if key[0] == rank]:
@@ -68,7 +68,7 @@ class Exchange:
                 self._gone.setdefault(step, set()).update(gone)
 
     def leave_out(self, step: int) -> None:
-        """No rank runs it."""
+        """Drops a step that no rank runs."""
         self._views.pop(step, None)
         self._gone.pop(step, None)
         if self._waits_for == ("dispatch", step):
@@ -94,7 +94,7 @@ class Exchange:
         return self._views[step]
 
     def dispatched(self, step: int) -> bool:
-        """Whether each other rank of the step's view has dispatched it, or is lost."""
+        """Returns whether each other rank of the step's view has dispatched it, or is lost."""
         view, own = self._views[step], self._rank.rank
         for rank in view.members:
             here = rank == own or self._dispatches.get((rank, step)) == view.number
@@ -103,7 +103,7 @@ class Exchange:
         return True
 
     def receive(self, step: int) -> set[int]:
-        """The ranks that are missing."""
+        """Receives the dispatches of a step. Returns the ranks that are missing."""
         number = self._views[step].number
         others = set(self._others(step))
         sources = {rank for rank in others if self._dispatches.get((rank, step)) == number}
@@ -116,7 +116,7 @@ class Exchange:
             self._write(rank, ("combine", step, number, sources))
 
     def combined(self, step: int) -> bool:
-        """Whether each other rank of the step's view has answered, or is lost."""
+        """Returns whether each other rank of the step's view has answered, or is lost."""
         view, own = self._views[step], self._rank.rank
         for rank in view.members:
             here = rank == own or self._answers.get((rank, step), _NONE)[0] == view.number
@@ -125,7 +125,8 @@ class Exchange:
         return True
 
     def combine(self, step: int) -> tuple[dict[int, frozenset[int]], set[int]]:
-        """The sources of each rank that has answered, and the ranks that have not answered."""
+        """Ends a step. Returns the sources of each rank that has answered, and the ranks that have
+        not answered."""
         number = self._views[step].number
         others = self._others(step)
         whole = {

@@ -1,4 +1,4 @@
-"""What happens to the ranks of a simulated group."""
+"""The faults of the ranks of a simulated group."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ FAULTS: Final = (
     "refusal",
     "refusals",
 )
-_SECONDS: Final = 1.5
-"""Faults begin within this time."""
 
 
 def simulate(seed: int, defects: Defects = NONE, *, trace: bool = False) -> Outcome:
@@ -53,7 +51,7 @@ class _Fate:
         count = self._random.choice((0, 1, 1, 2, 2, 3, 4, 6))
         at = 0.0
         for _ in range(count):
-            # At the same time, shortly after, or when a loss is just being noticed.
+            # Faults come together, shortly after one another, or while a loss is being detected.
             at += self._random.choice((0.0, 0.0, 0.001, 0.01, 0.72, self._random.random()))
             self._one(min(at, 3.0))
         if self._random.random() < 0.6:
@@ -109,15 +107,15 @@ class _Fate:
         self._weigh()
 
     def _weigh(self) -> None:
-        """Decides whether two halves may both go on: some ranks were cut off, or frozen at another
-        time than others."""
+        """Decides whether two halves may both continue: some ranks were cut off, or were frozen at
+        another time than others."""
         counts = self._group.counts
         cut = counts["cut"] + counts["partition"] + counts["short cut"]
         waves = len(self._freezes) + counts["sender of views freezes"] > 1
         safe = self._group.min_ranks > self._group.size // 2
         self._group.one_group = safe or not (cut or waves)
 
-    # --- what happens
+    # --- faults
 
     def _touch(self, *ranks: int) -> None:
         self._group.touched |= {*ranks}
@@ -130,7 +128,7 @@ class _Fate:
             process.kill(host=host)
 
     def _refuse(self, rank: int, times: int = 1) -> None:
-        """It cannot begin its next steps. The others must not lose it for that."""
+        """Makes a rank refuse its next steps. The others must not lose it for that."""
         self._group.ranks[rank].refuses = times
 
     def _freeze(self, rank: int, seconds: float) -> None:
@@ -166,7 +164,7 @@ class _Fate:
                 self._group.network.cut(one, two, seconds)
 
     def _arm(self, fault: str, at: float) -> None:
-        """A rank dies or freezes when it has sent so many of some messages."""
+        """Kills or freezes the sender of a random message of a kind."""
         group = self._group
         kind = Flush if "flushes" in fault else View
         left = self._random.randint(1, 2 * group.size)
@@ -198,7 +196,7 @@ class _Fate:
     # --- newcomers
 
     def _restart_all(self) -> None:
-        """Starts ended ranks again, for some time."""
+        """Plans restarts of ended ranks, for some time."""
         group = self._group
         group.count("restarts")
         until = self._last + self._random.uniform(0.0, 2.0)
@@ -220,7 +218,7 @@ class _Fate:
         self._last = until + 1.5
 
     def _hit_newcomer(self, rank: int) -> None:
-        """Some newcomers break while they are admitted, or soon after."""
+        """Plans faults of some newcomers, while they are admitted or soon after."""
         at = self._random.uniform(0.0, 1.0)
         chance = self._random.random()
         other = self._random.choice([each for each in range(self._group.size) if each != rank])

@@ -21,7 +21,7 @@ from .rank import ORDERS, Rank
 _PAUSE_SECONDS: Final = 0.05
 _DIAL_SECONDS: Final = 0.8
 _MOST_SECONDS: Final = 25.0
-"""The time after the last fault for every rank to go on, or to learn that it is excluded."""
+"""The time after the last fault for every rank to continue, or to learn that it is excluded."""
 _MORE_STEPS: Final = 3
 """The number of steps that each rank must run after the last fault."""
 
@@ -55,7 +55,7 @@ class Group:
         self.min_ranks = self.random.choice((1, 1, most))
         self.compute_most = self.random.choice((0.05, 0.1, 0.3))
         self.touched: set[int] = set()
-        """Ranks to which something happened."""
+        """The ranks that had a fault."""
         self.of_sender: Callable[[Rank, View | Flush], None] | None = None
         self.starts = [0] * self.size
         self.ranks = [Rank(self, rank, newcomer=False) for rank in range(self.size)]
@@ -83,7 +83,7 @@ class Group:
             side.exchange.set_up(peer.rank)
 
     def restart(self, rank: int) -> None:
-        """A process takes the place of one that has died."""
+        """Starts a process in the place of one that has died."""
         self.starts[rank] += 1
         process = Rank(self, rank, newcomer=True)
         self.ranks[rank] = process
@@ -91,7 +91,7 @@ class Group:
         self.trace(process, "starts")
         process.start()
 
-    # --- what ranks ask of it
+    # --- calls of ranks
 
     def compute_seconds(self) -> float:
         if self.random.random() < 0.01:
@@ -112,7 +112,7 @@ class Group:
             self.of_sender(rank, message)
 
     def ask(self, asker: Rank, target: Rank, ask: Ask, *, pause: bool) -> None:
-        """By a connection that is made for it."""
+        """Asks a rank over a new connection. The answer, or None, is an event of `asker`."""
         self.count("asked")
         done = False
 
@@ -161,10 +161,10 @@ class Group:
             asker,  # type: ignore[arg-type]
         )
 
-    # --- its run
+    # --- the run
 
     def run(self, faults: Callable[[Group], float]) -> Outcome:
-        """`faults` plans the faults, and returns the time of the last one."""
+        """Runs the group. `faults` plans the faults, and returns the time after the last one."""
         violation = ""
         try:
             quiet = faults(self)
@@ -183,7 +183,7 @@ class Group:
         return Outcome(violation, self.counts, self._digest.hexdigest(), self.lines)
 
     one_group = True
-    """Whether the faults rule out that two halves both go on."""
+    """True if the faults permit only one half of the group to continue."""
 
     def _until(self, at: float) -> None:
         while self.clock.due_at() <= at:
@@ -193,12 +193,12 @@ class Group:
     def _happen(self) -> None:
         due = self.clock.due_at()
         if due == float("inf"):
-            raise Violation("nothing happens any more")
+            raise Violation("no event is left")
         self.clock.now = max(self.clock.now, due)
         self.clock.happen()
 
     def _settle(self) -> None:
-        """Runs until each living rank goes on, or has been told to stop."""
+        """Runs until each living rank continues, or has been told to stop."""
         end = self.clock.now + _MOST_SECONDS
         goal = {rank: self.oracle.steps[rank] + _MORE_STEPS for rank in self.all}
         while waiting := self._waiting(goal):
@@ -211,7 +211,7 @@ class Group:
 
     def _waiting(self, goal: dict[Rank, int]) -> list[Rank]:
         live = [rank for rank in self.ranks if rank.alive]
-        for rank in live:  # newcomers since then count from now on
+        for rank in live:  # later newcomers count from now on
             goal.setdefault(rank, self.oracle.steps[rank] + _MORE_STEPS)
         members = [rank for rank in live if not rank.newcomer or rank.machine.view is not None]
         if not members:

@@ -1,4 +1,4 @@
-"""How a simulated newcomer connects to the members: a model of the mesh."""
+"""A model of the mesh: a simulated newcomer connects to the members."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ if TYPE_CHECKING:
 
 
 class Joining:
-    """A newcomer asks a member for the list of members, connects to each, and says so."""
+    """The steps of a newcomer: it asks a member for the list of members, connects to each, and
+    announces itself."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
 
     def turn(self, newcomer: Rank) -> None:
-        """One turn of a newcomer; it repeats them until it is admitted."""
+        """Runs one turn of a newcomer, which repeats turns until it is admitted."""
         group = self._group
         members = [rank for rank in group.ranks if self._is_member(rank)]
         if not members:
@@ -24,7 +25,7 @@ class Joining:
         known = group.random.choice(members)
         view = known.machine.view
         if view is None or newcomer.rank in view.members:
-            return  # its place is not free yet
+            return  # the newcomer's place is not free yet
         wanted = [group.ranks[rank] for rank in view.members]
         for member in wanted:
             if not self._is_set_up(newcomer, member):
@@ -61,7 +62,7 @@ class Joining:
         )
 
     def hello(self, member: Rank, newcomer: Rank) -> None:
-        """The member's side: it accepts a newcomer whose place is free."""
+        """Accepts a newcomer at a member, if the newcomer's place is free."""
         view = member.machine.view
         if not newcomer.alive or self._is_set_up(newcomer, member):
             return

@@ -34,7 +34,7 @@ class Connection:
             self._carry(to, "said", lambda: to.meets(("said", self, message)))
 
     def write(self, side: Rank, data: tuple[Any, ...]) -> None:
-        """On one host the other side reads the data even if this side dies."""
+        """Writes data. On one host the other side gets it even if this side dies."""
         to = self.other(side)
         if not self.open[side]:
             return
@@ -49,8 +49,9 @@ class Connection:
         self._carry(to, "written", lands)
 
     def end(self, side: Rank, *, silent: bool | None) -> None:
-        """This side ends the connection: the other side is silent (True), or the connection broke
-        (False). None: on purpose. The other side learns of it, unless it is cut off."""
+        """Ends the connection at this side. `silent` is True if the other side is silent, False if
+        the connection broke, and None if the end is on purpose. The other side learns of the end
+        unless it is cut off."""
         if not self.open[side]:
             return
         self.open[side] = False
@@ -79,14 +80,14 @@ class Connection:
         clock.after(at - clock.now, arrived, to)  # type: ignore[arg-type]
 
     def watch(self, side: Rank) -> None:
-        """The other side has fallen silent. If that lasts, this side gives it up."""
+        """Watches the other side, which has fallen silent. If that lasts, this side gives it up."""
         since = self.network.clock.now
 
         def look() -> None:
             other = self.other(side)
             if not self.open[side] or other.silent_since(side) > since:
                 return
-            if side.resumed_at > since:  # its stop does not count as their silence
+            if side.resumed_at > since:  # this side's freeze does not count as silence
                 self.watch(side)
             else:
                 self.end(side, silent=True)
@@ -96,7 +97,7 @@ class Connection:
 
 
 class Network:
-    """All connections, and which ranks are cut off from each other."""
+    """All connections, and the pairs of ranks that are cut off from each other."""
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
         self.clock, self.random = clock, rng
@@ -119,7 +120,7 @@ class Network:
             connection.watch(other)
 
     def cut_until(self, one: Rank, other: Rank) -> float:
-        """0 where they are not cut off from each other."""
+        """Returns the time when the ranks' cut ends; 0 if they are not cut off from each other."""
         _, until = self._cuts.get(frozenset((one, other)), (0.0, 0.0))
         return until if until > self.clock.now else 0.0
 

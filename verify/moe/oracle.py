@@ -1,4 +1,4 @@
-"""What must hold at every moment, whatever happens to the ranks of a group."""
+"""The promises that must hold at every moment, whatever faults the ranks of a group have."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Violation(Exception):
 
 
 class Oracle:
-    """Is told of each adopted view, and of each step that begins and completes."""
+    """A judge that hears of each adopted view, and of each step that begins and completes."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self.views: dict[int, View] = {}
         self._decided_at: dict[int, float] = {}
         self._takes_part: dict[int, dict[int, Rank]] = {}
-        """By view, the processes that came into it from the previous view."""
+        """The processes that entered each view from the previous view, by the view's number."""
         self._completed: dict[tuple[Rank, int], View] = {}
         self._refused: set[tuple[int, int]] = set()
-        """Ranks, and the steps that they could not begin."""
+        """The ranks, and the steps that they could not begin."""
         self._began: dict[int, list[tuple[float, Rank]]] = collections.defaultdict(list)
-        """Steps, by the view in which they were begun."""
+        """The begins of steps, by the number of the view in which they were begun."""
         self.steps: dict[Rank, int] = collections.defaultdict(int)
         """The number of steps that each rank has combined."""
 
@@ -49,9 +49,9 @@ class Oracle:
         known = self.views.get(view.number)
         self._require(
             known in (None, view),
-            f"{rank.name} adopts view {view}, others know it as {known}",
+            f"{rank.name} adopts view {view}; for others it is {known}",
         )
-        self._require(rank.rank in view.members, f"{rank.name} adopts {view}, and is not in it")
+        self._require(rank.rank in view.members, f"{rank.name} adopts {view} without being in it")
         if known is None:
             self._decide(rank, view)
         if rank.rank in view.newcomers:
@@ -87,19 +87,21 @@ class Oracle:
             met = self._group.network.between(newcomer, member)
             self._require(
                 bool(met) or member is newcomer,
-                f"{newcomer.name} is admitted, and is not set up with {member.name}",
+                f"{newcomer.name} is admitted without a connection to {member.name}",
             )
 
     def _require_known_losses(self, view: View) -> None:
-        """If more than half of a view stay and had no fault, no other faultless rank is lost."""
+        """Requires that no faultless rank is lost if more than half of a view stay without a
+        fault."""
         before = set(self.views[view.previous].members)
         unbroken = before - self._group.touched
         stay = unbroken & set(view.members)
         gone = unbroken - stay if 2 * len(stay) > len(before) else set()
-        self._require(not gone, f"nothing had happened to {sorted(gone)}, which are not in {view}")
+        self._require(not gone, f"{sorted(gone)} had no fault, but are not in {view}")
 
     def _require_one_view(self, process: Rank, step: int, in_view: View, view: View) -> None:
-        """A process in a view has not completed that view's steps in an earlier view."""
+        """Requires that a process in a view has not completed that view's steps in an earlier
+        view."""
         current = process.machine.view
         self._require(
             self._takes_part[view.number].get(process.rank) is not process
@@ -107,8 +109,8 @@ class Oracle:
             or self._round(in_view) >= self._round(view)
             or current is None
             or (not self._follows(current, view) and not self._follows(view, current)),
-            f"{process.name} completed the dispatch of step {step} in view {in_view.number}, and "
-            f"the others run it in {view}",
+            f"{process.name} completed the dispatch of step {step} in view {in_view.number}; the "
+            f"others run it in {view}",
         )
 
     def _follows(self, view: View, before: View) -> bool:
@@ -142,7 +144,7 @@ class Oracle:
         self._group.count("steps left out")
 
     def _require_run(self, rank: Rank, step: int, view: View) -> None:
-        """No view that led to this one leaves the step out."""
+        """Requires that neither this view nor one before it leaves the step out."""
         while True:
             self._require(
                 all(refusal.step != step for refusal in view.refused),
@@ -163,7 +165,7 @@ class Oracle:
             )
 
     def completes(self, rank: Rank, step: int, view: View, missing: set[int]) -> None:
-        """A dispatch."""
+        """Checks a completed dispatch."""
         self._completed[rank, step] = view
         self._require_run(rank, step, view)
         for other in self.views.values():
@@ -202,7 +204,7 @@ class Oracle:
     # --- the end
 
     def require_one_group(self) -> None:
-        """Of two successors of one view, ranks may go on in one only."""
+        """Requires that ranks continue in only one of two successors of a view."""
         after: dict[int, list[View]] = collections.defaultdict(list)
         for view in self.views.values():
             if view.number:
@@ -217,14 +219,14 @@ class Oracle:
         first, second = (self._lived_in(view, since, after) for view in (one, other))
         self._require(
             not first or not second or first[1] < second[0] or second[1] < first[0],
-            f"the group goes on twice: in {one} and in {other}",
+            f"the group continues twice: in {one} and in {other}",
         )
 
     def _lived_in(
         self, view: View, since: float, after: dict[int, list[View]]
     ) -> tuple[float, float] | None:
-        """The first and the last time at which steps began in the view or its successors. Counts
-        only ranks that began more steps than can be under way at once."""
+        """Returns the first and the last time at which steps began in the view or its successors.
+        Counts only ranks that began more steps than can be under way at once."""
         begun: dict[Rank, list[float]] = collections.defaultdict(list)
         pending = [view]
         while pending:
@@ -237,13 +239,13 @@ class Oracle:
         return (min(times), max(times)) if times else None
 
     def require_survivors(self) -> None:
-        """If more than half of the ranks had no fault, these are in one view."""
+        """Requires that the ranks without a fault are in one view, if they are more than half."""
         group = self._group
         core = [rank for rank in group.first if rank.rank not in group.touched]
         if 2 * len(core) <= group.size or len(core) < group.min_ranks:
             return
         views = {rank.machine.view for rank in core if rank.machine.ended is None}
         ended = [rank.name for rank in core if rank.machine.ended is not None]
-        self._require(not ended, f"nothing happened to {ended}, most of the group, and they ended")
-        self._require(len(views) == 1, f"ranks to which nothing happened are in views {views}")
+        self._require(not ended, f"{ended} had no fault and are among the majority, but ended")
+        self._require(len(views) == 1, f"ranks without a fault are in views {views}")
         group.count("most survived")

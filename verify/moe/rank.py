@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 _NEVER: Final = float("inf")
 WAIT: Final = -1.0
-"""A loop yields this to wait for the next event; otherwise the seconds for which it computes."""
+"""The value that a loop yields to wait for the next event. Else it yields the seconds for which it
+computes."""
 JOIN_SECONDS: Final = 0.5
 ORDERS: Final = {
     "one step": ((0, "srcw"),),
@@ -31,7 +32,7 @@ r: dispatch_recv, c: combine_send, w: combine_recv."""
 
 
 class Rank:
-    """One process, from its start to its end. Events of `lets` wait while it is frozen."""
+    """One process, from its start to its end. Events that lets() gets wait while it is frozen."""
 
     def __init__(self, group: Group, rank: int, *, newcomer: bool) -> None:
         self.group, self.rank = group, rank
@@ -49,7 +50,7 @@ class Rank:
         self.refuses = 0
         """The number of its next steps that it cannot begin."""
         self.left_out: set[int] = set()
-        """Steps that no rank runs."""
+        """The steps that no rank runs."""
         self._held: list[Callable[[], None]] = []
         self._arrived: list[tuple[Any, ...]] = []
         self._events: list[tuple[Any, ...]] = []
@@ -58,7 +59,7 @@ class Rank:
         self._main = self._life()
         group.network.connections[self] = []
 
-    # --- what its host does with it
+    # --- acts of its host
 
     @property
     def runs(self) -> bool:
@@ -70,7 +71,7 @@ class Rank:
         return self.runs
 
     def silent_since(self, peer: Rank) -> float:
-        """Since when the other rank hears nothing of this one."""
+        """Returns the time since which the other rank gets nothing from this one."""
         since = self.group.clock.now if not self.host_gone else self.frozen_at
         if self.runs:
             since = _NEVER
@@ -91,7 +92,7 @@ class Rank:
         self.wake()
 
     def kill(self, *, host: bool = False) -> None:
-        """host: its host dies, too, so no connection is closed."""
+        """Kills the process. With `host` its host dies too, so no connection is closed."""
         self.alive = False
         if host:
             self.host_gone = True
@@ -105,7 +106,7 @@ class Rank:
         for connection in self.group.network.connections[self]:
             connection.watch(connection.other(self))
 
-    # --- what comes
+    # --- events
 
     def start(self) -> None:
         self._go_on()
@@ -130,7 +131,7 @@ class Rank:
             self.group.clock.after(seconds, self._go_on, self)  # type: ignore[arg-type]
 
     def _drain(self) -> None:
-        """Takes events as MoeExchange.events() does: some it handles, the others it keeps."""
+        """Takes events as MoeExchange.events() does: marks lost ranks, and keeps all events."""
         arrived, self._arrived = self._arrived, []
         for event in arrived:
             if event[0] == "lost":
@@ -176,10 +177,10 @@ class Rank:
             case "joined":
                 self._do(machine.newcomer(rest[0]))
 
-    # --- what it does
+    # --- effects
 
     def _do(self, effects: Effects) -> None:
-        for effect in effects:  # it may be killed or frozen in the middle of them
+        for effect in effects:  # it may be killed or frozen between two
             act = partial(self._do_one, effect)
             if self.lets(act):
                 act()
@@ -221,7 +222,7 @@ class Rank:
             self.exchange.leave_out(refusal.step)
         self.exchange.set_view(view, newcomer=first)
 
-    # --- its loop
+    # --- the loop
 
     def _life(self) -> Iterator[float]:
         if self.newcomer:

@@ -1,8 +1,8 @@
 """Compares a pair of vLLM behind `kvxfer router` with one aggregated server: every answer has to be
 the same, by push and by pull. `make test-openai` calls it.
 
-Exit code 1 where an answer differs that no row of docs/router.md excuses; over all models also
-where a row excuses nothing, too many answers are excused, or a member was not sent.
+Exit code 1 if an answer differs and no row of docs/router.md excuses it. In a run of all models
+also if a row excuses nothing, too many answers are excused, or a member was not sent.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from verify.processes.process import ProcessFailed
 LEAST_COMPARED: Final = 1500
 MOST_EXCUSED: Final = 0.03
 _SHOWN: Final = 40
-# Of the generated requests, every so manieth goes to the other models as well.
+# One of this number of generated requests goes to the other models as well.
 _STEP: Final = 6
 
 
@@ -64,7 +64,7 @@ def written(setup: Setup, texts: Texts) -> Iterator[Case]:
 
 
 class Comparison:
-    """A run over several models, with one of `every` requests."""
+    """A run over several models, with one request of `every`."""
 
     def __init__(self, seed: int, every: int, console: Console) -> None:
         self.seed = seed
@@ -79,7 +79,7 @@ class Comparison:
         self.lost: list[str] = []
 
     def run(self, servers: Compared, setup: Setup) -> None:
-        """Everything that one model is asked, by every way."""
+        """Sends all requests for one model, in every way."""
         document = servers.aggregated.get("/openapi.json").json()
         self.members = {route: members_of(document, route) for route in ROUTES}
         aggregated = straight(servers.aggregated.url)
@@ -104,7 +104,7 @@ class Comparison:
                 before = servers.received_tokens()
                 ways = {way: to}
                 if way == "push" and servers.second is not None:
-                    # Beside each request: what a server has cached depends on those before.
+                    # Sent beside each request: a server's cache depends on the requests before.
                     ways["itself"] = straight(servers.second.url)
                 work = compare(
                     *(cases, aggregated, ways, self.excuses, self.tally),
@@ -134,7 +134,7 @@ class Comparison:
         router: Any,
         progress: Progress,
     ) -> None:
-        """Bodies of many members, until each valid pair was answered."""
+        """Sends bodies of many members, until each valid pair was answered."""
         texts, rng = Texts(self.seed + 3), random.Random(self.seed)
         for route in ROUTES:
             taken = {
@@ -142,7 +142,7 @@ class Comparison:
                 for case, (answer, *_) in zip(cases, found, strict=True)
                 for name, kind in case.covers
                 if case.route == route and kind == "ordinary" and answer.status == 200
-                # What the router refuses is compared alone.
+                # Requests that the router refuses are compared alone.
                 if not any(each.refuses(route, case.bodies[0]) for each in self.excuses)
             }
             cover = self.pairs[route] = PairCover(sorted(taken), rng)
@@ -156,7 +156,7 @@ class Comparison:
                 progress.update(task, completed=cover.total - len(cover.left))
 
     def missing(self) -> list[str]:
-        """Members and classes that no request has covered."""
+        """Returns the members and classes that no request has covered."""
         return [
             f"{route} {name}: {kind}"
             for route, members in self.members.items()
@@ -166,11 +166,11 @@ class Comparison:
         ]
 
     def problems(self) -> list[str]:
-        """Servers that ended, and answers that differ, in words."""
+        """Returns the servers that ended, and the answers that differ, in words."""
         return self.lost + [each.told() for each in self.tally.different]
 
     def gaps(self) -> list[str]:
-        """What a whole run has to have compared, and has not."""
+        """Returns the comparisons of a whole run that are missing, and excuses without a use."""
         tally, found = self.tally, [f"not sent: {each}" for each in self.missing()]
         pushed = tally.compared["push"]
         if pushed < LEAST_COMPARED:
@@ -205,7 +205,7 @@ class Comparison:
             equal = count - different - excused
             results.add_row(way, str(count), str(equal), str(excused), str(different))
         yield results
-        moved = Table("model, way", "tokens of prompts that came from prefill")
+        moved = Table("model, way", "prompt tokens from prefill")
         for name, tokens in self.moved.items():
             moved.add_row(name, f"{tokens:,.0f}")
         yield moved
@@ -216,7 +216,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", action="append", choices=[setup.name for setup in SETUPS])
     parser.add_argument(
-        "--every", type=above_zero, default=1, metavar="N", help="one request of N, by the seed"
+        "--every",
+        type=above_zero,
+        default=1,
+        metavar="N",
+        help="send one of N requests, by the seed",
     )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the servers' logs there")
@@ -237,7 +241,7 @@ def main() -> int:
                         comparison.run(servers, setup)
                 except (ServerLost, ProcessFailed) as lost:
                     comparison.lost.append(
-                        f"{setup.name}: {lost}; run it with --logs FOLDER for the servers' logs"
+                        f"{setup.name}: {lost}; for the servers' logs, run it with --logs FOLDER"
                     )
     for table in comparison.tables():
         console.print(table)

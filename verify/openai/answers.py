@@ -1,7 +1,7 @@
-"""Answers of an inference engine in a form in which two of them can be compared.
+"""The answers of an inference engine, in a form that can be compared.
 
-Ids, times and fingerprints count by their form. Of a stream the adjacent deltas of a choice are
-joined: vLLM merges them by timing.
+Only the form of ids, times and fingerprints counts. The adjacent deltas of a choice in a stream are
+joined, as vLLM merges them by timing.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvxfer.event_stream import EventParser
 
 LOGPROB_TOLERANCE: Final = 1e-3
 
-# What vLLM says instead of minus infinity.
+# vLLM's value for minus infinity.
 _FORBIDDEN: Final = -9999.0
 
-# Members whose values two servers do not share, and the form that they have.
+# Members whose values differ between servers, and the form of the values.
 _BY_FORM: Final[Mapping[str, re.Pattern[str]]] = {
     "id": re.compile(
         r"(cmpl|chatcmpl|resp|msg|rs|fc|call|toolu|modelperm|chatcmpl-tool|embd|score)?"
@@ -33,17 +33,17 @@ _BY_FORM: Final[Mapping[str, re.Pattern[str]]] = {
     "system_fingerprint": re.compile(r"vllm-[0-9.]+-[0-9a-f]+"),
     "signature": re.compile(r"[0-9a-f]+"),
 }
-# Tokens of reasoning are counted by the pieces in which a stream comes.
+# The count of reasoning tokens depends on the pieces in which a stream arrives.
 _NUMBERS_BY_FORM: Final = frozenset(
     {"created", "created_at", "sequence_number", "reasoning_tokens"}
 )
 _HEADERS: Final = ("content-type", "retry-after", "www-authenticate")
-# Text that comes in pieces.
+# Members with text that arrives in pieces.
 _JOINED: Final = frozenset(
     {"text", "content", "reasoning", "reasoning_content", "refusal", "arguments", "name"}
 )
 _LATE: Final = "then a chunk"
-# Events of /v1/responses and /v1/messages that are pieces of one, and their text.
+# Events of /v1/responses and /v1/messages that are pieces of one value, and the members with text.
 _PIECES: Final = re.compile(r".*(\.delta|_block_delta)$")
 _TEXT_OF_PIECES: Final = frozenset({"delta", "text", "thinking", "partial_json"})
 
@@ -60,14 +60,14 @@ class Where(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What two answers have to have in common."""
+    """The parts of an answer that have to be equal in two answers."""
 
     status: int
     headers: Mapping[str, str]
     content: Any
 
     def differences(self, other: Answer) -> list[Where]:
-        """Where the other one is not the same."""
+        """Returns the places at which the other answer differs."""
         found = list(_differences(self.status, other.status, ("status",)))
         for name in _HEADERS:
             found += _differences(self.headers.get(name), other.headers.get(name), (name,))
@@ -75,7 +75,7 @@ class Answer:
 
 
 def read(answer: httpx2.Response) -> Answer:
-    """An answer in one piece, or a whole stream."""
+    """Reads an answer in one piece, or a whole stream."""
     headers = {name: answer.headers[name] for name in _HEADERS if name in answer.headers}
     if headers.get("content-type", "").startswith("text/event-stream"):
         return Answer(answer.status_code, headers, _stream(answer.content))
@@ -89,7 +89,7 @@ def read(answer: httpx2.Response) -> Answer:
 
 
 def by_form(value: Any, name: str = "") -> Any:
-    """The value with that of each member that counts by its form replaced by that."""
+    """Returns a copy in which each value that counts only by its form is replaced by the form."""
     if isinstance(value, dict):
         return {key: by_form(each, key) for key, each in _permitted(value, name).items()}
     if isinstance(value, list):
@@ -103,14 +103,14 @@ def by_form(value: Any, name: str = "") -> Any:
 
 
 def _listed(content: Mapping[str, Any]) -> Any:
-    """A list of models, whose ids are names."""
+    """Returns a list in comparable form. The ids of models are names, which count."""
     names = [each.get("id") for each in content["data"] if each.get("object") == "model"]
     return {**by_form(content), "names": names}
 
 
 def _permitted(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Without the names of tokens that a grammar forbids: equal as they are to vLLM, any of them
-    may fill the list of the likeliest ones."""
+    """Removes the names of tokens that a grammar forbids. They are equal for vLLM, so any of them
+    may fill the list of the likeliest tokens."""
     if name != "top_logprobs":
         return value
     if isinstance(value.get("logprob"), int | float):  # an entry of a chat
@@ -136,8 +136,8 @@ def _json(data: str) -> Any:
 
 
 def _chunks(events: list[Any]) -> dict[str, Any]:
-    """The stream of completions or chats: each choice as the sum of its deltas, and all else that
-    its chunks say. `members` has the names of all that some chunk has."""
+    """Returns a stream of completions or chats: each choice as the sum of its deltas, and all other
+    values. `members` has the names of all members of all chunks."""
     choices: dict[str, dict[str, Any]] = {}
     whole: dict[str, list[Any]] = {}
     usage: Any = None
@@ -150,7 +150,7 @@ def _chunks(events: list[Any]) -> dict[str, Any]:
         if others and others[-1] != _LATE:
             others.append(_LATE)
         members |= _names(event)
-        usage = event.get("usage", usage)  # it grows
+        usage = event.get("usage", usage)  # the last one counts: it grows
         for name, value in by_form(event).items():
             if name not in {"choices", "usage"} and value not in (
                 told := whole.setdefault(name, [])
@@ -161,7 +161,7 @@ def _chunks(events: list[Any]) -> dict[str, Any]:
             if choice.get("finish_reason") is not None:
                 choice.setdefault("after its end", []).append(piece)
             _add(choice, by_form(piece))
-    # What is told once is null in other chunks, however many these are.
+    # A value that is sent once is null in other chunks; their number varies.
     values = {name: [each for each in told if each is not None] for name, told in whole.items()}
     return {
         **values,
@@ -173,7 +173,7 @@ def _chunks(events: list[Any]) -> dict[str, Any]:
 
 
 def _names(event: Mapping[str, Any]) -> set[str]:
-    """Those of the members, of a choice and its delta as well."""
+    """Returns the names of an event's members, of its choices' members and of their deltas'."""
     found = set(event)
     for choice in event["choices"]:
         found |= {f"choice.{name}" for name in choice}
@@ -202,7 +202,7 @@ def _add(whole: dict[str, Any], piece: Mapping[str, Any]) -> None:
 
 
 def _typed(events: list[tuple[str, Any]]) -> Iterator[Any]:
-    """Events with a type, where neighbours that are pieces of one are one."""
+    """Yields events with a type. Adjacent pieces of one value are joined."""
     piece: tuple[str, Any] | None = None
     for name, data in events:
         data = by_form(data)
@@ -218,7 +218,7 @@ def _typed(events: list[tuple[str, Any]]) -> Iterator[Any]:
 
 
 def _continues(whole: Any, piece: Any) -> bool:
-    """Whether a piece differs from the one before in its text only."""
+    """Returns whether a piece differs from the one before only in its text."""
     if not isinstance(whole, dict) or not isinstance(piece, dict) or whole.keys() != piece.keys():
         return False
     return all(
@@ -239,7 +239,7 @@ def _join(whole: dict[str, Any], piece: Mapping[str, Any]) -> None:
 
 
 def _goes_on(had: Any, value: Any, is_text: bool) -> bool:
-    """Whether a value continues the one before."""
+    """Returns whether a value continues the one before."""
     both = (type(had), type(value))
     return both == (list, list) or (is_text and both == (str, str))
 
@@ -248,7 +248,7 @@ def _differences(ours: Any, theirs: Any, path: tuple[str, ...]) -> Iterator[Wher
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for name in sorted({*ours, *theirs}):
             if name not in ours or name not in theirs:
-                there = "missing" if name not in ours else "more than there"
+                there = "missing" if name not in ours else "extra"
                 yield Where((*path, name), there)
             else:
                 yield from _differences(ours[name], theirs[name], (*path, name))

@@ -1,4 +1,4 @@
-"""Requests that users send, written by hand. Streamed and in one piece, unless they say which."""
+"""Requests as users send them, written by hand. Most are sent streamed and in one piece."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _completions(texts: Texts) -> Iterator[tuple[str, Body]]:
     yield "one token", {"prompt": text(), "max_tokens": 1}
     yield "a prompt of one token", {"prompt": [75], "max_tokens": 4}
     yield "no model", {"model": None, "prompt": text()}
-    yield "greedy by no temperature", {"prompt": text(), "temperature": 0.0, "top_k": 1}
+    yield "greedy by temperature 0", {"prompt": text(), "temperature": 0.0, "top_k": 1}
     for seed in (1, 2, 3):
         yield f"seed {seed} at 1", {"prompt": text(), "temperature": 1.0, "seed": seed}
     yield "seed, top_p, top_k, min_p", {
@@ -92,7 +92,7 @@ def _completions(texts: Texts) -> Iterator[tuple[str, Body]]:
     }  # fmt: skip
     yield "a stop token", {"prompt": text(), "stop_token_ids": [72, 100], "max_tokens": 60}
     yield "at least ten", {"prompt": text(), "min_tokens": 10, "stop": "e", "max_tokens": 30}
-    yield "more at least than at most", {"prompt": text(), "min_tokens": 10}
+    yield "a minimum above the maximum", {"prompt": text(), "min_tokens": 10}
     yield "truncated", {"prompt": text(100), "truncate_prompt_tokens": 50}
     yield "truncated at the right", {
         "prompt": text(100), "truncate_prompt_tokens": 50, "truncation_side": "right"
@@ -155,7 +155,7 @@ def _chats(texts: Texts) -> Iterator[tuple[str, Body]]:
         "messages": [{"role": "system", "content": texts.text()}, *said()]
     }  # fmt: skip
     yield "turns", {"messages": said(answered, *said())}
-    yield "the model goes on", {
+    yield "the model continues a message", {
         "messages": said(answered), "continue_final_message": True, "add_generation_prompt": False
     }  # fmt: skip
     yield "parts", {"messages": [{"role": "user", "content": [
@@ -195,7 +195,7 @@ def _chats(texts: Texts) -> Iterator[tuple[str, Body]]:
     yield "a tool by its name", {
         "messages": said(), "tools": [_WEATHER, TOOL], "tool_choice": _NAMED, "max_tokens": 60
     }  # fmt: skip
-    yield "a tool that is not there", {
+    yield "an unknown tool", {
         "messages": said(), "tools": [TOOL], "tool_choice": _NAMED
     }  # fmt: skip
     yield (
@@ -217,7 +217,7 @@ def _chats(texts: Texts) -> Iterator[tuple[str, Body]]:
         },
     )
     yield (
-        "one of them is enough",
+        "two tool calls, one permitted",
         {
             "messages": said(),
             "tools": [_WEATHER],
@@ -236,7 +236,7 @@ def _chats(texts: Texts) -> Iterator[tuple[str, Body]]:
         },
     )
     yield (
-        "reasoning that nobody wants to see",
+        "reasoning that is left out",
         {
             "messages": said(),
             "include_reasoning": False,
@@ -263,8 +263,8 @@ def _chats(texts: Texts) -> Iterator[tuple[str, Body]]:
         },
     )
     yield "no messages", {"messages": []}
-    yield "messages that are none", {"messages": ["hi"]}
-    yield "a role that is none", {"messages": [{"role": "wizard", "content": texts.text()}]}
+    yield "invalid messages", {"messages": ["hi"]}
+    yield "an unknown role", {"messages": [{"role": "wizard", "content": texts.text()}]}
 
 
 def _responses(texts: Texts) -> Iterator[tuple[str, Body]]:
@@ -367,7 +367,7 @@ _UNREADABLE: Final = (b"", b"{", b"[1]", b"7", b"null", b"\xff", b'{"model": "ti
 
 
 def by_hand(texts: Texts) -> Iterator[Case]:
-    """All of them."""
+    """Yields all requests."""
     for route, written in _WRITTEN.items():
         for streamed in (False, True):
             for name, more in written(texts):
@@ -389,7 +389,7 @@ def by_hand(texts: Texts) -> Iterator[Case]:
 
 
 def _others(texts: Texts) -> Iterator[Case]:
-    """Routes without a cache."""
+    """Yields requests of routes that transfer no KV cache."""
     text = texts.text()
     chat = [{"role": "user", "content": text}]
     for route, body in (

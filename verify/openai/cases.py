@@ -12,9 +12,9 @@ from verify.openai.members import CHAT, COMPLETIONS, Values
 
 Body = dict[str, Any]
 MODELS: Final = ("tiny", "blue", "red")
-"""The name that all servers give their model, and those of its adapters."""
+"""The name that all servers give their model, and the names of its adapters."""
 PROMPT: Final[Mapping[str, str]] = {COMPLETIONS: "prompt", CHAT: "messages"}
-# With a seed, and without a temperature, so that an answer is the same each time.
+# It has a seed and temperature 0, so that an answer is the same each time.
 _BASE: Final[Body] = {"model": "tiny", "max_tokens": 6, "temperature": 0, "seed": 7}
 _WORDS: Final = (
     *("north", "river", "seven", "glass", "amber", "stone", "quiet", "paper", "field", "light"),
@@ -24,22 +24,22 @@ _WORDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Requests that are sent one after the other, and are compared one by one."""
+    """Requests that are sent one after the other and compared one by one."""
 
     name: str
     route: str
     bodies: tuple[Any, ...]
-    """Each an object, or bytes that are none."""
+    """The bodies: objects, or bytes that are not an object."""
     covers: frozenset[tuple[str, str]] = frozenset()
-    """Members and the classes of their values."""
+    """The members, and the classes of their values."""
     pairs: frozenset[tuple[str, str]] = frozenset()
-    """Members that have ordinary values together."""
+    """The pairs of members that have ordinary values together."""
     method: str = "POST"
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class Texts:
-    """Prompts that no other request has: what is cached would show in the answer."""
+    """A source of prompts that no other request has: a cached prefix would show in the answer."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -59,7 +59,7 @@ def base(route: str, texts: Texts) -> Body:
 
 
 def singles(route: str, members: Mapping[str, Values], texts: Texts) -> Iterator[Case]:
-    """Each member with a value of each class, the valid ones streamed and in one piece."""
+    """Yields each member with a value of each class, the valid ones streamed and in one piece."""
     for name, values in members.items():
         for kind in ("absent", "ordinary", "edge", "wrong"):
             for value in (None,) if kind == "absent" else values.of(kind):
@@ -86,7 +86,7 @@ def _both(name: str, kind: str) -> Sequence[Body]:
 
 
 def together(route: str, members: Mapping[str, Values], names: Iterable[str], texts: Texts) -> Case:
-    """Members with ordinary values in one body."""
+    """Returns a case that has these members with ordinary values in one body."""
     chosen = sorted(names)
     body = base(route, texts)
     for name in chosen:
@@ -94,6 +94,6 @@ def together(route: str, members: Mapping[str, Values], names: Iterable[str], te
     for name in chosen:
         body[name] = texts.prompt(route) if name == PROMPT[route] else members[name].ordinary
     if body.get("use_beam_search"):
-        body["temperature"] = 0  # else its logprobs have the token that each step has sampled
+        body["temperature"] = 0  # else its logprobs have each step's sampled token
     pairs = frozenset(itertools.combinations(chosen, 2))
     return Case("+".join(chosen), route, (body,), pairs=pairs)

@@ -1,4 +1,4 @@
-"""Sends requests to the aggregated server and, another way, to the pair: the answers are equal."""
+"""Sends requests to the aggregated server and to the pair, and compares the answers."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _LIMITS: Final = {
 }
 
 BROKEN_OFF: Final = 599
-"""The status of an answer that breaks off: vLLM itself closes the connection of some."""
+"""The status of an answer that breaks off: vLLM itself closes the connection of some requests."""
 
 
 class ServerLost(Exception):
-    """A server has ended, and what it was asked last."""
+    """A server has ended. The text names its last request."""
 
 
 Way = Callable[[httpx2.AsyncClient, Case, Any], Awaitable[httpx2.Response]]
-"""How a request gets to a server."""
+"""A way by which a request gets to a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Difference:
     body: Any
     where: Sequence[Where]
     theirs: Answer
-    """The aggregated server's."""
+    """The aggregated server's answer."""
     ours: Answer
 
     def told(self) -> str:
@@ -59,18 +59,18 @@ class Difference:
 
 @dataclass
 class Tally:
-    """What came of the comparison so far."""
+    """The results of the comparison so far."""
 
     compared: Counter[str] = field(default_factory=Counter)
-    """Requests, by the way that they took."""
+    """The number of compared requests, by way."""
     answered: int = 0
-    """Of these, those that the aggregated server did not refuse."""
+    """The number of requests that the aggregated server did not refuse."""
     excused: Counter[Excuse] = field(default_factory=Counter)
     different: list[Difference] = field(default_factory=list)
 
 
 def straight(url: str) -> Way:
-    """To a server that does all of it."""
+    """Returns the way to one server, which does all of the work."""
 
     async def ask(http: httpx2.AsyncClient, case: Case, body: Any) -> httpx2.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -92,7 +92,8 @@ def straight(url: str) -> Way:
 
 
 def pulled(prefill: str, decode: str) -> Way:
-    """As vLLM's own proxies do: prefill first, then decode with what its reply says."""
+    """Returns the way of vLLM's own proxies: first prefill, then decode with the parameters in
+    prefill's reply."""
 
     async def ask(http: httpx2.AsyncClient, case: Case, body: Any) -> httpx2.Response:
         first = {k: v for k, v in body.items() if k not in ("stream", "stream_options")}
@@ -121,13 +122,13 @@ async def compare(
     tally: Tally,
     advance: Callable[[], None] = lambda: None,
 ) -> list[list[Answer]]:
-    """Compares all of them; returns the reference's answers, those of each case in a list.
+    """Compares all cases. Returns the reference's answers, a list for each case.
 
-    One goes after the other: the last digits of an engine, and its choice among equal logits,
-    depend on what else is in a batch.
+    Sends one request after the other: the last digits of an engine's results, and its choice among
+    equal logits, depend on the other requests in a batch.
     """
     found = []
-    # vLLM closes a connection after an internal error: the next request might still meet it.
+    # vLLM closes a connection after an internal error; the next request could still use it.
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx2.AsyncClient(timeout=_SECONDS, limits=limits, trust_env=False) as http:
         for case in cases:
@@ -149,7 +150,7 @@ def _note(tally: Tally, excuses: Sequence[Excuse], seen: Difference) -> None:
     way, theirs, ours = seen.way, seen.theirs, seen.ours
     if way == "pull":
         if theirs.status != 200 or is_error(theirs):
-            return  # a proxy's own business
+            return  # errors of a proxy are not compared
         theirs, ours = without_usage_of_prompt(theirs), without_usage_of_prompt(ours)
     tally.compared[way] += 1
     where = ours.differences(theirs)
@@ -163,7 +164,7 @@ def _note(tally: Tally, excuses: Sequence[Excuse], seen: Difference) -> None:
 
 
 def is_error(answer: Answer) -> bool:
-    """Whether a stream tells of an error."""
+    """Returns whether a stream reports an error."""
     content = answer.content
     if not isinstance(content, dict):
         return False
@@ -172,7 +173,8 @@ def is_error(answer: Answer) -> bool:
 
 
 def without_usage_of_prompt(answer: Answer) -> Answer:
-    """Of vLLM's own proxies the client gets decode's usage, whose cached tokens are others."""
+    """Removes the usage of the prompt. Clients of vLLM's own proxies get decode's usage, with other
+    cached tokens."""
     return Answer(answer.status, answer.headers, _without(answer.content))
 
 

@@ -1,4 +1,4 @@
-"""What docs/router.md says that a router over a pair does otherwise than one aggregated server."""
+"""The differences between a router over a pair and one aggregated server, from docs/router.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CONDITIONS: Final[Mapping[str, Callable[[Any], bool]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Excuse:
-    """A row of the table: where a member has such a value, a part of the answer is the router's."""
+    """A row of the table: if a member has such a value, a part of the answer is the router's."""
 
     route: str
     member: str
@@ -34,22 +34,22 @@ class Excuse:
     part: str
 
     def matches(self, route: str, body: Any) -> bool:
-        """Whether a request is one that the row is about."""
+        """Returns whether the row is about such a request."""
         if self.route not in (_ALL, route) or not isinstance(body, dict):
             return False
         return self.member in body and _CONDITIONS[self.condition](body[self.member])
 
     def refuses(self, route: str, body: Any) -> bool:
-        """Whether nothing of the answer is the engine's."""
+        """Returns whether no part of the answer to such a request is the engine's."""
         return self.part == _ALL and self.matches(route, body)
 
     def covers(self, where: Sequence[Where]) -> bool:
-        """Whether the row is about all places at which the answers differ."""
+        """Returns whether the row is about all places at which the answers differ."""
         return self.part == _ALL or all(self.part in each.path for each in where)
 
 
 def read_excuses(document: Path = DOCUMENT) -> list[Excuse]:
-    """The rows of the table. Raises ValueError for one that the comparison cannot read."""
+    """Returns the rows of the table. Raises ValueError for a row that it cannot read."""
     lines = [_cells(line) for line in document.read_text().splitlines()]
     if _HEAD not in lines:
         raise ValueError(f"{document.name} has no table of {', '.join(_HEAD)}")
@@ -57,7 +57,7 @@ def read_excuses(document: Path = DOCUMENT) -> list[Excuse]:
     for row in itertools.takewhile(any, lines[lines.index(_HEAD) + 2 :]):
         if len(row) != len(_HEAD):
             raise ValueError(
-                f"{document.name}: a row has not {len(_HEAD)} cells: {' | '.join(row)}"
+                f"{document.name}: a row does not have {len(_HEAD)} cells: {' | '.join(row)}"
             )
         route, member, condition, part, *_ = (cell.strip("`") for cell in row)
         if condition not in _CONDITIONS:
@@ -71,7 +71,7 @@ def read_excuses(document: Path = DOCUMENT) -> list[Excuse]:
 def excusing(
     excuses: Sequence[Excuse], case: Case, body: Any, where: Sequence[Where]
 ) -> Excuse | None:
-    """The first row that excuses the differences of an answer."""
+    """Returns the first row that excuses the differences of an answer."""
     about = (each for each in excuses if each.matches(case.route, body))
     return next((each for each in about if each.covers(where)), None)
 

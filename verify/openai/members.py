@@ -1,5 +1,5 @@
-"""The members of vLLM's request bodies, by its own OpenAPI document, and values of four classes for
-each: absent, ordinary, edge, wrong type.
+"""The members of vLLM's request bodies, from its own OpenAPI document, and values of four classes
+for each: absent, ordinary, edge, wrong type.
 
 A member that this file does not know gets values by its schema, so that a newer vLLM is covered.
 """
@@ -29,13 +29,13 @@ _HUGE: Final = 1 << 70
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Of one member."""
+    """The values of one member."""
 
     ordinary: Any
     edge: tuple[Any, ...] = (None,)
     wrong: tuple[Any, ...] = ([{}],)
     needs: Mapping[str, Any] = field(default_factory=dict)
-    """Other members, without which the ordinary value means nothing."""
+    """The other members that the ordinary value needs to have a meaning."""
 
     def of(self, kind: str) -> tuple[Any, ...]:
         return {"ordinary": (self.ordinary,), "edge": self.edge, "wrong": self.wrong}[kind]
@@ -197,7 +197,7 @@ _OF_ROUTE: Final[Mapping[str, Mapping[str, Values]]] = {
 
 
 def members_of(document: Mapping[str, Any], route: str) -> dict[str, Values]:
-    """Those of a route's body, with their values."""
+    """Returns the members of a route's body, with their values."""
     operation = document["paths"][route]["post"]
     content = operation["requestBody"]["content"]["application/json"]["schema"]
     properties = _resolved(document, content)["properties"]
@@ -214,7 +214,7 @@ def _resolved(document: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping
 
 
 def _by_schema(document: Mapping[str, Any], schema: Mapping[str, Any]) -> Values:
-    """Of a member that has come with a newer vLLM."""
+    """Returns values for a member that this file does not know."""
     kinds = [_resolved(document, each) for each in _alternatives(schema)]
     kind = next((each for each in kinds if each.get("type") != "null"), {})
     default = schema.get("default", kind.get("default"))

@@ -1,4 +1,4 @@
-"""Bodies that have all valid pairs of members in them: those that the engine takes, alone or among
+"""Bodies that contain all valid pairs of members: those that the engine accepts, alone or among
 other members."""
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ _MEMBERS: Final = 9
 
 
 class PairCover:
-    """Which pairs were answered, were refused, and are left. The engine's answers decide: a pair
-    whose body of two members is refused is no valid one."""
+    """The pairs that were answered, were refused, and are left. The engine's answers decide: a pair
+    is invalid if its body of two members is refused."""
 
     def __init__(self, members: Sequence[str], rng: random.Random) -> None:
-        """Of members whose ordinary value is taken alone."""
+        """Covers pairs of `members`, whose ordinary values are accepted alone."""
         self._members = sorted(members)
         self._rng = rng
         self.left: set[Pair] = set(itertools.combinations(self._members, 2))
@@ -26,10 +26,10 @@ class PairCover:
         self.answered: set[Pair] = set()
         self.refused: set[Pair] = set()
         self._suspected: set[Pair] = set()
-        """In a body that was refused: tried by themselves."""
+        """The pairs in refused bodies of more members. Each is tried alone."""
 
     def next(self) -> Collection[str]:
-        """The members of the next body, while a pair is left."""
+        """Returns the members of the next body. A pair has to be left."""
         fresh = sorted(self.left - self._suspected)
         if not fresh:
             return self._rng.choice(sorted(self.left))
@@ -46,7 +46,7 @@ class PairCover:
         return sum(_pair(name, each) in self.left for each in chosen)
 
     def told(self, names: Collection[str], *, answered: bool) -> None:
-        """What the engine made of a body with these members."""
+        """Takes the engine's answer to a body with these members."""
         pairs = set(itertools.combinations(sorted(names), 2))
         if answered:
             self.answered |= pairs & self.left

@@ -19,37 +19,39 @@ from verify.vllm.servers import add_vllm, make_model, vllm
 ARGUMENTS: Final = (
     *("--enable-scale-out", "--enable-prompt-tokens-details"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-    # What an answer without a limit ends at.
+    # An answer without a limit ends here.
     *("--max-model-len", "1536"),
-    # All prompts of a run: what is cached shows in an answer's usage.
+    # Room for all prompts of a run: cached tokens show in an answer's usage.
     *("--kv-cache-memory-bytes", str(1 << 30)),
-    # On a CPU, vLLM 0.32 ends at a prompt with a seed that it computes in chunks.
+    # On a CPU, vLLM 0.32 crashes on a prompt with a seed that it computes in chunks.
     *("--max-num-batched-tokens", "32768"),
 )
-"""Of each server: what routes and members need."""
+"""The arguments of each server, which routes and members need."""
 _LEASE_SECONDS: Final = 20.0
-# The cores of a test machine are busy; what is compared is the answer, not the speed.
+# The cores of a test machine are busy; answers are compared, not speed.
 _PEER_TIMEOUT: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A model, and what its servers are started with."""
+    """A model, and the arguments of its servers."""
 
     name: str
     kind: str = ""
-    """Of tiny_models.py; the tiny Llama where it is empty."""
+    """A kind of tiny_models.py; if empty, the tiny Llama."""
     arguments: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
-    """Of LoRA, by the names that requests use."""
+    """The names of LoRA adapters that requests use."""
     spared: Callable[[Case], bool] = lambda _: False
-    """What ends an engine with these arguments."""
+    """Returns whether a case would crash an engine with these arguments; such a case is not
+    sent."""
     whole: bool = False
-    """Whether all generated requests are sent; else some, and those written by hand."""
+    """Whether all generated requests are sent, not only one in `_STEP`."""
 
 
 def _asks_logprobs_of_the_prompt(case: Case) -> bool:
-    """With a LoRA, vLLM 0.32 on a CPU ends at these."""
+    """Returns whether a case asks for logprobs of the prompt: with a LoRA, vLLM 0.32 on a CPU
+    crashes on them."""
     return any(
         isinstance(body, dict)
         and (body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs")))
@@ -61,7 +63,7 @@ SETUPS: Final = (
     Setup("llama", whole=True),
     Setup("reasoning", arguments=("--reasoning-parser", "qwen3")),
     Setup("adapters", adapters=("blue", "red"), spared=_asks_logprobs_of_the_prompt),
-    # On a CPU, vLLM's Mamba 2 ends where its prefix cache keeps states.
+    # On a CPU, vLLM's Mamba 2 crashes if the prefix cache keeps states.
     Setup("hybrid", kind="mamba", arguments=("--no-enable-prefix-caching",)),
     Setup("experts", kind="experts"),
 )
@@ -75,7 +77,7 @@ class Compared:
     fleet: Fleet
     aggregated: Server
     second: Server | None
-    """One more aggregated server: what the comparison itself takes for a difference."""
+    """A second aggregated server, which shows differences that the comparison itself causes."""
 
     @property
     def prefill(self) -> Server:
@@ -86,13 +88,13 @@ class Compared:
         return self.fleet.running["decode"]
 
     def received_tokens(self) -> float:
-        """Of prompts, that decode has got from prefill."""
+        """Returns the number of prompt tokens that decode has got from prefill."""
         return self.decode.metric("vllm:external_prefix_cache_hits_total")
 
 
 @contextlib.contextmanager
 def serving(folder: Path, setup: Setup, *, second: bool) -> Iterator[Compared]:
-    """All servers of a model, ready."""
+    """Starts all servers of a model, and waits until they are ready."""
     model = _model_of(folder, setup)
     arguments = (*ARGUMENTS, *setup.arguments)
     if setup.adapters:

@@ -19,7 +19,8 @@ class _Listener(socketserver.ThreadingTCPServer):
 
 
 class Balancer:
-    """Passes each TCP connection to the next replica that accepts it. Any thread."""
+    """A forwarder that passes each TCP connection to the next replica that accepts it. Any
+    thread."""
 
     def __init__(self, ports: Iterable[int] = (), *, port: int = 0) -> None:
         self.ports = list(ports)

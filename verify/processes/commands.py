@@ -30,7 +30,7 @@ async def kv_endpoint(
     checksums: bool = False,
     **options: Any,
 ) -> AsyncIterator[tuple[Engine, KvCache, BlockPool, KvEndpoint]]:
-    """The engine of one end of transfers; `options` are the engine's."""
+    """Runs the engine and endpoint of one end of transfers; `options` are the engine's."""
     async with Engine(cluster_key=key, name=instance, **options) as engine:
         cache, pool = KvCache.allocate(engine, layout, num_blocks), BlockPool(num_blocks)
         identity = {"instance_id": instance, "epoch": epoch, "ticket_key": key}
@@ -39,17 +39,18 @@ async def kv_endpoint(
 
 
 def report(event: str = "", **fields: object) -> None:
-    """An event or, without one, the answer to the command whose `id` is among the fields."""
+    """Reports an event or, without one, the answer to the command whose `id` is among the
+    fields."""
     told = {"event": event, **fields} if event else fields
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
 
 
 async def commands() -> AsyncIterator[dict[str, Any]]:
-    """The driver's commands. The process ends with its driver.
+    """Yields the driver's commands. The process ends with its driver.
 
-    asyncio's reader of pipes allocates 256 KiB for each read, which fragments the heap. Some
-    drivers measure the memory of their workers, and others leave them none.
+    Does not use asyncio's reader of pipes, which allocates 256 KiB for each read and so fragments
+    the heap. Some drivers measure the memory of their workers, and others leave them none.
     """
     stdin, lines = sys.stdin.fileno(), asyncio.StreamReader(limit=_LONGEST)
     loop = asyncio.get_running_loop()

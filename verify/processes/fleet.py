@@ -20,12 +20,13 @@ CONTROL_PLANE: Final = "control-plane"
 
 
 class Fleet:
-    """A context manager; its processes end with its block. Any thread. Programs with an event loop
-    wait with `eventually(lambda: asyncio.to_thread(fleet.whole))`."""
+    """A context manager for processes, which end with its block. Any thread. Programs with an event
+    loop wait with `eventually(lambda: asyncio.to_thread(fleet.whole))`."""
 
     def __init__(self, folder: Path | None = None, *, token: str = "", **variables: str) -> None:
-        """`folder` is for logs; by default a temporary folder. `token` is the fleet's token at the
-        control plane. `variables` are environment variables of all its processes."""
+        """Makes a fleet without processes. `folder` is for logs; by default a temporary folder.
+        `token` is the fleet's token at the control plane. `variables` are environment variables of
+        all its processes."""
         self._temporary = None if folder else Path(tempfile.mkdtemp(prefix="kvxfer-fleet-"))
         self.folder = folder or self._temporary or Path()
         self._token = token
@@ -42,20 +43,20 @@ class Fleet:
         }
 
     def start_all(self) -> None:
-        """Runs at the begin of the block. Subclasses start processes here."""
+        """Starts the first processes, at the begin of the block. Does nothing here."""
 
     # --- processes ---------------------------------------------------------------------------
 
     def add(self, server: Server, *, works: bool = False) -> Server:
-        """Adds a running program. `works`: it is a worker. It ends with the fleet."""
+        """Adds a running program, which ends with the fleet. `works` marks a worker."""
         self.running[server.name] = server
         if works:
             self._workers.add(server.name)
         return server
 
     def begin(self, name: str, *arguments: str | Path, url: str = "", **variables: str) -> Server:
-        """Starts a `kvxfer` command, and does not wait until it is ready. `variables` are for it
-        alone."""
+        """Starts a `kvxfer` command, and does not wait until it is ready. Only this process gets
+        `variables`."""
         environment = clean_environment(
             **{"KVXFER_CONTROL_PLANE": self.url, **self.variables, **variables}
         )
@@ -78,7 +79,8 @@ class Fleet:
         return self.start(name, "router", "--port", "0", *options, **variables)
 
     def begin_worker(self, name: str, *options: str | Path, **variables: str) -> Server:
-        """Starts a reference worker; its name begins with its role. Wait by `ready` or `whole`."""
+        """Starts a reference worker, whose name begins with its role. Does not wait: use `ready` or
+        `whole`."""
         self._workers.add(name)
         role = name.partition("-")[0]
         return self.begin(
@@ -86,7 +88,7 @@ class Fleet:
         )
 
     def kill(self, name: str) -> None:
-        """kill -9."""
+        """Kills a process with SIGKILL."""
         self.running.pop(name).kill()
 
     def end(self, name: str) -> None:
@@ -106,7 +108,7 @@ class Fleet:
         """The workers that run."""
         return {name: one for name, one in self.running.items() if name in self._workers}
 
-    # --- what the control plane holds ----------------------------------------------------------
+    # --- the control plane's instances -------------------------------------------------------
 
     @cached_property
     def client(self) -> SyncControlPlaneClient:
@@ -114,12 +116,12 @@ class Fleet:
         return SyncControlPlaneClient(self.url, credentials=credentials)
 
     def instances(self) -> dict[str, Instance]:
-        """By id."""
+        """Returns the instances by id."""
         return {one.instance_id: one for one in self.client.instances()}
 
     def whole(self) -> dict[str, Instance] | None:
-        """The instances, if they are exactly the current processes of the workers that run, and all
-        are ready; else None. Raises ProcessFailed if a worker has ended."""
+        """Returns the instances if all are ready, and if they are exactly the current processes of
+        the workers that run; else None. Raises ProcessFailed if a worker has ended."""
         for worker in self.workers.values():
             worker.check()
         fleet, workers = self.instances(), self.workers
@@ -128,7 +130,7 @@ class Fleet:
         return fleet if ready and addresses == {n: w.url for n, w in workers.items()} else None
 
     def held_blocks(self) -> int:
-        """KV blocks that reference workers hold."""
+        """Returns the number of KV blocks that reference workers hold."""
         health: list[dict[str, Any]] = [w.get("/healthz").json() for w in self.workers.values()]
         return sum(one["blocks"] - one["free_blocks"] for one in health)
 

@@ -32,7 +32,7 @@ class Process:
     """A program in its process group and folder, until its block ends. Any thread.
 
     It is in its driver's session. Linux shares the cores among sessions (sched_autogroup), and
-    programs that spin in one session can keep other sessions from the cores for 15 s and more. The
+    programs that spin in one session can deny the cores to other sessions for 15 s and more. The
     program ends with its driver, however the driver ends.
     """
 
@@ -44,8 +44,9 @@ class Process:
         environment: Mapping[str, str] | None = None,
         grace: float = 0.0,
     ) -> None:
-        """`folder` is for its log; by default a temporary folder. `environment` is the whole
-        environment. The end of the block sends SIGTERM, and SIGKILL `grace` seconds later."""
+        """Starts the program. `folder` is for its log; by default a temporary folder. `environment`
+        is the whole environment. The end of the block sends SIGTERM, and SIGKILL `grace` seconds
+        later."""
         self.name = name
         self._command = list(map(str, command))
         self._environment = dict(os.environ if environment is None else environment)
@@ -54,7 +55,7 @@ class Process:
         self.folder = folder or self._temporary or Path()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log = self.folder / f"{name.replace(' ', '-')}.log"
-        """Its stdout and stderr."""
+        """The file with its stdout and stderr."""
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self.start()
@@ -63,7 +64,7 @@ class Process:
             raise
 
     def start(self) -> None:
-        """Again, after it has ended."""
+        """Starts the program, also again after it has ended."""
         with self.log.open("ab") as log:
             self._begun = log.tell()
             self._process = self._popen(log)
@@ -88,12 +89,12 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id, and that of its group."""
+        """The id of the process, and of its group."""
         return self._popened.pid
 
     @property
     def output(self) -> str:
-        """What it has written since it was started; nothing once its folder is removed."""
+        """The output since the last start; empty once its folder is removed."""
         try:
             return self.log.read_bytes()[self._begun :].decode(errors="replace")
         except FileNotFoundError:
@@ -104,7 +105,8 @@ class Process:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs. What it has started itself ends with it."""
+        """The exit code; None while it runs. If it has ended, processes that it started are
+        killed."""
         code = self._popened.poll()
         if code is not None and not self._reaped:
             self._reaped = True
@@ -116,7 +118,8 @@ class Process:
     # --- readiness ---------------------------------------------------------------------------
 
     def first_object(self) -> dict[str, Any] | None:
-        """The first line of its output that is a JSON object, as `kvxfer ... --json` prints it."""
+        """Returns the first line of its output that is a JSON object, as `kvxfer ... --json`
+        prints it."""
         for line in self.output.splitlines():
             with contextlib.suppress(ValueError):
                 if isinstance(value := json.loads(line), dict):
@@ -126,15 +129,15 @@ class Process:
     def ready(
         self, condition: Callable[[], Any] | None = None, seconds: float = START_SECONDS
     ) -> Any:
-        """The first true value of `condition`, by default first_object. Raises ProcessFailed if the
-        process ends before, or after `seconds`."""
+        """Waits for a true value of `condition`, by default first_object, and returns it. Raises
+        ProcessFailed if the process ends before, or after `seconds`."""
         with self._in_time(seconds):
             return wait_until(lambda: self._while_running(condition), seconds)
 
     async def becomes_ready(
         self, condition: Callable[[], Any] | None = None, seconds: float = START_SECONDS
     ) -> Any:
-        """`ready` for code with an event loop."""
+        """Does the same as ready() for code with an event loop."""
         with self._in_time(seconds):
             return await eventually(lambda: self._while_running(condition), seconds)
 
@@ -146,7 +149,7 @@ class Process:
         return value
 
     def check(self) -> None:
-        """Raises ProcessFailed where it has ended."""
+        """Raises ProcessFailed if it has ended."""
         if (code := self.exit_code) is not None:
             raise self.failed(f"has ended with {_exit(code)}")
 
@@ -158,13 +161,13 @@ class Process:
             raise self.failed(f"was not ready within {seconds:g} s") from None
 
     def failed(self, how: str) -> ProcessFailed:
-        """The error, with the end of the log."""
+        """Returns the error, with the end of the log."""
         return ProcessFailed(f"{self.name} {how}:\n{self.tail()}")
 
     # --- signals -----------------------------------------------------------------------------
 
     def send(self, number: int) -> None:
-        """To all of its group, unless it has ended."""
+        """Sends a signal to all of its group, unless it has ended."""
         if self.exit_code is None:
             os.killpg(self.pid, number)
 
@@ -181,12 +184,13 @@ class Process:
         assert self.exit_code is not None
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = PATIENCE) -> None:
-        """Ends it with SIGTERM. Raises ProcessFailed unless its exit code is 0."""
+        """Ends it with a signal. Raises ProcessFailed unless its exit code is 0."""
         self.send(number)
         self.ends(seconds)
 
     def ends(self, seconds: float = PATIENCE, code: int = 0) -> None:
-        """Waits until it has ended by itself. Raises ProcessFailed for another exit code."""
+        """Waits until it has ended by itself. Raises ProcessFailed for another exit code, or after
+        `seconds`."""
         try:
             self._popened.wait(seconds)
         except subprocess.TimeoutExpired:

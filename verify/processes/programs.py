@@ -20,12 +20,13 @@ from .process import Process
 _PRIVATE: Final = ("KVXFER_", "OTEL_")
 _FIRST_PORT: Final = 10_000
 _LAST_PORT: Final = 65_000  # if nearly all ports are ephemeral
-_marks: Final[list[socket.socket]] = []  # of ports that this process was given
+_marks: Final[list[socket.socket]] = []  # each reserves a port for this process
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 for a program that is about to be started. It stays reserved while this
-    process runs: Linux gives it to no connection, and free_port() to no other process."""
+    """Returns a port of 127.0.0.1 for a program that is about to be started. It stays reserved
+    while this process runs: Linux gives it to no connection, and free_port() to no other
+    process."""
     ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     end = int(ephemeral[0]) if int(ephemeral[0]) > 2 * _FIRST_PORT else _LAST_PORT
     while True:
@@ -42,12 +43,13 @@ def free_port() -> int:
 
 
 def kvxfer(*arguments: str | Path) -> list[str]:
-    """The command line of a `kvxfer` command."""
+    """Returns the command line of a `kvxfer` command."""
     return [sys.executable, "-m", "kvxfer.cli", *map(str, arguments)]
 
 
 def clean_environment(**variables: str) -> dict[str, str]:
-    """This process's environment, without kvxfer's variables except `variables`."""
+    """Returns this process's environment without variables of kvxfer and OpenTelemetry, and with
+    `variables`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_PRIVATE)}
     return {**kept, **variables}
 
@@ -64,20 +66,21 @@ class Server(Process):
         environment: Mapping[str, str] | None = None,
         grace: float = 0.0,
     ) -> None:
-        """Without `url`, the first line of output has the URL, as with `--json`."""
+        """Starts the program. Without `url`, the first JSON object of its output has the URL, as
+        with `--json`."""
         self._address = url
         super().__init__(name, *command, folder=folder, environment=environment, grace=grace)
 
     @property
     def url(self) -> str:
-        """Waits until the program prints it."""
+        """The URL. Waits until the program prints it."""
         if self._address:
             return self._address
         told = self.ready()
         return str(told.get("http_address") or told["url"])
 
     def serves(self, path: str) -> None:
-        """Returns when GET succeeds."""
+        """Waits until GET succeeds."""
 
         def answers() -> bool:
             with contextlib.suppress(httpx2.HTTPError):
@@ -90,7 +93,8 @@ class Server(Process):
         return http().get(self.url + path)
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric over its series; with `labels`, over the series with these labels."""
+        """Returns the sum of a metric over its series; with `labels`, over the series with these
+        labels."""
         text = self.get("/metrics").text
         found = re.findall(rf"^{re.escape(name)}({{.*}})? (\S+)$", text, re.MULTILINE)
         assert found or labels, f"{self.name} has no metric {name}"
@@ -100,5 +104,6 @@ class Server(Process):
 
 @cache
 def http() -> httpx2.Client:
-    """One client for all callers: each takes tens of milliseconds to load unneeded certificates."""
+    """Returns one client for all callers: a client takes tens of milliseconds to load certificates
+    that are not needed."""
     return httpx2.Client(trust_env=False, timeout=30.0)

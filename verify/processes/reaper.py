@@ -1,5 +1,4 @@
-"""After the end of its driver: kills the process groups that the driver has left, and removes their
-folders.
+"""Kills the process groups that a driver has left when it has ended, and removes their folders.
 
 Reads lines from stdin: `+ID FOLDER` for a group that was started, `-ID` for one that was reaped.
 """

@@ -25,7 +25,7 @@ Event: TypeAlias = dict[str, Any]
 
 
 class WorkerProcess(Process):
-    """`python -m MODULE NAME ...`. Any thread.
+    """A process `python -m MODULE NAME ...`. Any thread.
 
     An event with the id of a command is its answer. Other events wait for event().
     """
@@ -40,8 +40,9 @@ class WorkerProcess(Process):
         folder: Path | None = None,
         python: str | Path = "",
     ) -> None:
-        """`inside` is a command that runs its arguments, for example in a network namespace.
-        `python` is the Python of another environment. Returns before the worker is ready."""
+        """Starts the process. Returns before the worker is ready. `inside` is a command that runs
+        its arguments, for example in a network namespace. `python` is the Python of another
+        environment."""
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._answers: dict[int, Future[Event]] = {}
@@ -93,7 +94,8 @@ class WorkerProcess(Process):
                 stdin.flush()
 
     def begin(self, do: str, **arguments: Any) -> Future[Event]:
-        """Sends a command. Returns its future answer; EOFError if the process ends before."""
+        """Sends a command. Returns the future of its answer; of EOFError if the process ends
+        before."""
         answer: Future[Event] = Future()
         with self._lock:
             if self._ended:
@@ -105,12 +107,12 @@ class WorkerProcess(Process):
         return answer
 
     def ask(self, do: str, **arguments: Any) -> Event:
-        """A command's answer."""
+        """Sends a command, and returns its answer."""
         return self.begin(do, **arguments).result(PATIENCE)
 
     def event(self, *names: str) -> Future[Event]:
-        """The next event of one of these names. Skips others. EOFError if the process ends
-        before."""
+        """Returns the future of the next event with one of these names; of EOFError if the process
+        ends before. Skips other events."""
         found: Future[Event] = Future()
         with self._lock:
             while self._events:
@@ -125,8 +127,8 @@ class WorkerProcess(Process):
         return found
 
     async def said(self, *names: str) -> Event:
-        """event() for code with an event loop. Raises TimeoutError after 20 s, far more than a
-        healthy worker needs for anything."""
+        """Does the same as event() for code with an event loop. Raises TimeoutError after 20 s, far
+        longer than any step of a healthy worker."""
         try:
             return await asyncio.wait_for(asyncio.wrap_future(self.event(*names)), _HANGS_AFTER)
         except TimeoutError:
@@ -145,7 +147,7 @@ class WorkerProcess(Process):
     def _listen(self) -> None:
         assert self._popened.stdout is not None
         for line in self._popened.stdout:
-            if not line.endswith(b"\n"):  # it was killed
+            if not line.endswith(b"\n"):  # the process was killed
                 break
             event: Event = json.loads(line)
             with self._lock:

@@ -1,1 +1,1 @@
-"""Defects of the way that a request takes, as patches, and that tests catch each."""
+"""Defects in the path of a request, as patches. Tests have to catch each."""

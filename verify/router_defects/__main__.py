@@ -1,7 +1,7 @@
 """Applies the patches of this folder, one at a time, to a copy of the sources below
 build/router-defects, and checks that the test file that a patch names catches it.
 
-Exit code 1 where one is not caught or no longer applies. `make router-defects` calls it.
+Exit code 1 if a patch is not caught or no longer applies. `make router-defects` calls it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ WORK: Final = ROOT / "build/router-defects"
 _SUITE: Final = re.compile(r"^Suite: (\S+)$", re.MULTILINE)
 _FAILED: Final = re.compile(r"^FAILED \S+::([^\s\[]+)", re.MULTILINE)
 _SECONDS: Final = 300
-# Packages of kvxfer with a folder beside its own (pyproject.toml).
-_PARTS: Final = ("api", "scheduler")
 # The editable installation finds the sources of the checkout before any other.
 _RUN: Final = """
 import sys
@@ -41,7 +39,7 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[2:]]))
 
 @dataclass(frozen=True)
 class Defect:
-    """A patch: what it breaks, and the tests that have to fail with it."""
+    """A patch. It names what it breaks, and the tests that have to fail with it."""
 
     patch: Path
 
@@ -57,8 +55,9 @@ class Defect:
         return found[1]
 
     def apply(self, tree: Path, *options: str) -> bool:
-        """Whether it fits a tree of the sources; with `--reverse`, takes it back."""
-        # Not as a part of the repository that a copy is in.
+        """Applies the patch to a tree of the sources; with `--reverse`, removes it. Returns whether
+        it fits."""
+        # Keeps git from taking the copy for a part of the repository around it.
         environment = {"GIT_CEILING_DIRECTORIES": str(tree.parent), "PATH": "/usr/bin:/bin"}
         command = ["git", "apply", "--whitespace=nowarn", *options, str(self.patch)]
         return not subprocess.run(command, cwd=tree, env=environment, check=False).returncode
@@ -71,10 +70,8 @@ def defects(folder: Path = HERE) -> list[Defect]:
 def copy_sources(tree: Path) -> None:
     shutil.rmtree(tree, ignore_errors=True)
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("kvxfer", *_PARTS, "tests", "verify", "docs"):
-        shutil.copytree(ROOT / name, tree / name, ignore=ignored)
-    for name in _PARTS:
-        (tree / "kvxfer" / name).symlink_to(tree / name)
+    for name in ("kvxfer", "api", "scheduler", "tests", "verify", "docs"):
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, tree / name)
     for library in _native_libraries():
@@ -82,7 +79,7 @@ def copy_sources(tree: Path) -> None:
 
 
 def _native_libraries() -> Iterator[Path]:
-    """Those of the engine, which the installation keeps beside the sources."""
+    """Yields the engine's libraries, which the installation keeps beside the sources."""
     engine = find_spec("kvxfer._native")
     if engine is None or engine.origin is None:
         raise SystemExit("kvxfer is not installed: scripts/setup test")
@@ -90,7 +87,7 @@ def _native_libraries() -> Iterator[Path]:
 
 
 def tests(tree: Path, suite: str) -> tuple[int, str]:
-    """How a test file ends in a copy: exit code and output."""
+    """Runs a test file in a copy. Returns the exit code and the output."""
     command = [sys.executable, "-c", _RUN, str(tree), suite]
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`make simulate`: many seeds on all cores; `--seed N --trace` replays one.
+"""Simulates fleets with many seeds on all cores (`make simulate`); `--seed N --trace` replays one.
 
 Exit code 1 if a promise was broken.
 """

@@ -17,8 +17,8 @@ _WALL_BEGIN = 1_700_000_000.0
 
 
 class Clock:
-    """Time, and the events of the network and of fate. The events of a process wait while it is
-    stopped. The events of a dead process are dropped."""
+    """The time, and a queue of events of the network and of fate. The events of a process wait
+    while it is stopped. The events of a dead process are dropped."""
 
     def __init__(self) -> None:
         self.now = _MONOTONIC_BEGIN
@@ -40,7 +40,7 @@ class Clock:
             event()
 
     def wall(self) -> float:
-        """Seconds since the Unix epoch, on a correct wall clock."""
+        """Returns the seconds since the Unix epoch, on a correct wall clock."""
         return _WALL_BEGIN + self.now - _MONOTONIC_BEGIN
 
 
@@ -59,4 +59,4 @@ class ProcessClock:
         return self._clock.wall() + self.wall_wrong
 
     def sleep(self, seconds: float) -> None:
-        raise AssertionError("a process of one thread may not block it")
+        raise AssertionError("a process with one thread must not block it")

@@ -16,7 +16,7 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def make(seed: str, layout: KvLayout, tokens: int) -> Array:
-    """Bytes of the whole model by layer, K and V, token, head."""
+    """Returns bytes of the whole model by layer, K and V, token, head."""
     shape = (layout.num_layers, layout.vectors, tokens, layout.num_kv_heads, layout.vector_bytes)
     data = random.Random(seed).randbytes(int(np.prod(shape)))
     return np.frombuffer(data, np.uint8).reshape(shape)
@@ -40,7 +40,7 @@ class Contents:
         self._heads = slice(first, first + layout.heads_per_rank)
 
     def put(self, data: Array, layer: int, table: BlockIds, begin: int, end: int) -> None:
-        """The bytes of a layer in blocks `begin` to `end` of the prompt."""
+        """Writes the bytes of a layer into blocks `begin` to `end` of the prompt."""
         size = self._layout.block_size
         row = table[self._layout.group_of(layer)].tolist()
         for vector, array in enumerate(self._by_layer[layer]):
@@ -50,7 +50,8 @@ class Contents:
                     array[row[index], : len(part)] = part
 
     def differs(self, data: Array, table: BlockIds, begin: int) -> str:
-        """The places where blocks from block `begin` of the prompt on are wrong; empty if right."""
+        """Returns the first wrong place in the blocks from block `begin` of the prompt on; empty if
+        all are right."""
         size = self._layout.block_size
         for layer, vectors in enumerate(self._by_layer):
             blocks = table[self._layout.group_of(layer)].tolist()
@@ -62,7 +63,7 @@ class Contents:
         return ""
 
     def _part(self, data: Array, layer: int, vector: int, token: int) -> Array:
-        """The part of a block from a token on, of this rank's layers and heads."""
+        """Returns the part of a block from a token on, of this rank's layers and heads."""
         tokens = slice(token, token + self._layout.block_size)
         part: Array = data[self._layout.first_layer + layer, vector, tokens, self._heads]
         return part

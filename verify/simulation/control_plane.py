@@ -1,4 +1,4 @@
-"""The control plane of a simulated fleet, as far as workers use it in mid-transfer.
+"""The control plane of a simulated fleet, as far as workers use it during transfers.
 
 It keeps the block tables of brokered handshakes while their transfers are open.
 """
@@ -48,7 +48,7 @@ class ControlPlane:
     async def _send(
         self, transfer_id: str, table: bytes | None, deadline: float, wait_seconds: float = 0.0
     ) -> bytes:
-        """Retries until the deadline, as ControlPlaneClient does."""
+        """Sends a request. Retries until the deadline, as ControlPlaneClient does."""
         clock = self.network.clock
         give_up = clock.now + deadline
         answer_by = clock.now + wait_seconds
@@ -62,7 +62,7 @@ class ControlPlane:
                 if clock.now >= answer_by:
                     raise UnknownBlockTable(f"decode has not sent the table of {transfer_id}")
             if clock.now >= give_up:
-                raise ControlPlaneUnavailable("the control plane is away")
+                raise ControlPlaneUnavailable("the control plane is unavailable")
             await asyncio.sleep(_RETRY_SECONDS)
 
     def _answer(self, transfer_id: str, table: bytes | None) -> bytes | None:

@@ -22,10 +22,10 @@ class _Counter:
     writer: End | None
     live: bool = True
     closed: bool = False
-    """No write for it lands any more."""
+    """True once no write for it can land."""
     count: int = 0
     copying: int = 0
-    """Copies of a GPU that are under way."""
+    """The number of a GPU's copies that are under way."""
     total: int | None = None
     exact: bool = True
     grants: list[bytes] = field(default_factory=list)
@@ -40,14 +40,15 @@ class Counters:
         self._allocated = 0
         self._granted: dict[bytes, tuple[Bytes, int]] = {}
         self._answered: dict[tuple[End, int], Any] = {}
-        """By immediate that a peer has revoked: the answer to send when no write is under way."""
+        """The answers to send to peers that revoked an immediate, once no write with it is under
+        way."""
 
     @property
     def live(self) -> int:
         return sum(not counter.closed for counter in self._counters.values())
 
     def allocate(self, writer: int | None) -> int:
-        """A slot that is reused gets a new generation."""
+        """Allocates a counter. A slot that is reused gets a new generation."""
         self._allocated += 1
         slot, generation = self._allocated % _SLOTS, 1 + self._allocated // _SLOTS
         imm = generation << _SLOT_BITS | slot
@@ -64,7 +65,7 @@ class Counters:
         return descriptors
 
     def target(self, end: End, imm: int, grant: bytes) -> tuple[Bytes | None, str]:
-        """Where a write may go, or why not."""
+        """Returns the memory that a write may go to, or why it may not."""
         target, for_imm = self._granted.get(grant, (None, 0))
         counter = self._counters.get(imm)
         if self._native.network.defects.lands_late and target is not None:
@@ -93,9 +94,10 @@ class Counters:
         self._report(imm, counter)
 
     def release(self, imm: int, *, wait: bool = False) -> bool:
-        """Whether no write can land any more. If this is not known yet, "released" follows.
+        """Releases a counter. Returns whether no write can land any more. If that is not known yet,
+        a completion "released" follows.
 
-        With `wait` the real engine blocks until then; never use that in an event loop.
+        With `wait` the real engine blocks until then; never use it in an event loop.
         """
         counter = self._counters.get(imm)
         if counter is None or not counter.live:
@@ -129,7 +131,7 @@ class Counters:
                 self.spared(imm)
 
     def spare(self, end: End, imm: int) -> None:
-        """The peer revokes this immediate, and wants an answer once no write uses it."""
+        """Handles a peer's revocation of an immediate. Answers once no write uses it."""
         if end.state == "lost":
             return
         end.revoked.add(imm)
@@ -145,7 +147,7 @@ class Counters:
         self.one_ended(end, imm)
 
     def one_ended(self, end: End, imm: int) -> None:
-        """A write of ours has ended."""
+        """Answers a revocation if the last write with the immediate has ended."""
         answer = self._answered.get((end, imm))
         if answer is None or any(
             operation.imm == imm and operation.under_way for operation in end.operations.values()
@@ -155,14 +157,14 @@ class Counters:
         answer()
 
     def spared(self, imm: int) -> None:
-        """The writer has answered, or can no longer write."""
+        """Closes a counter: its writer has answered, or can no longer write."""
         counter = self._counters.get(imm)
         if counter is not None and not counter.closed:
             self._close(imm, counter)
             self._native.complete("released", imm)
 
     def forget_writer(self, end: End) -> None:
-        """The peer is fenced."""
+        """Closes the released counters of a fenced peer."""
         for imm, counter in list(self._counters.items()):
             if counter.writer is end and not counter.live and not counter.copying:
                 self.spared(imm)

@@ -20,7 +20,7 @@ from .requests import Request
 FAULTS: Final = (
     "killed", "rank killed", "host lost", "stopped briefly", "stopped long", "connection reset",
     "half open", "cut", "cut one way", "held up", "registered anew", "left",
-    "control plane away", "wall clock wrong",
+    "control plane unavailable", "wall clock wrong",
 )  # fmt: skip
 REQUEST_FAULTS: Final = (
     "prefill aborted", "decode aborted", "prefill never comes", "decode never comes", "released",
@@ -36,7 +36,7 @@ _HEALED_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one seed. `violation` is empty if every promise held."""
+    """The outcome of one seed. `violation` is empty if every promise was kept."""
 
     seed: int
     violation: str
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def simulate(seed: int, defects: Defects = NONE, *, trace: bool = False) -> Outcome:
-    """The whole life of a fleet."""
+    """Runs the whole life of a fleet."""
     fleet = SimulatedFleet(seed, defects, trace)
     violation = ""
     with installed(fleet):
@@ -80,7 +80,7 @@ def _live(fleet: SimulatedFleet) -> None:
 
 
 class Fate:
-    """Plans all events and their times from the fleet's seed."""
+    """The events of a fleet and their times, planned from its seed."""
 
     def __init__(self, fleet: SimulatedFleet) -> None:
         self._fleet = fleet
@@ -100,7 +100,7 @@ class Fate:
             self._at(rng.uniform(0, 1.5 * _BUSY_SECONDS), lambda fault=fault: self._fault(fault))
 
     def heal(self) -> None:
-        """Every process runs again, and cut connections are noticed."""
+        """Makes every process run again, and waits until cut connections are detected."""
         fleet = self._fleet
         for instance in fleet.instances:
             for process in instance.ranks:
@@ -112,7 +112,7 @@ class Fate:
         self._wait(_HEALED_SECONDS)
 
     def probe(self) -> None:
-        """After all faults and the end of every ticket, a pair of instances must work."""
+        """Checks that a pair of instances works, after all faults and the end of every ticket."""
         fleet = self._fleet
         self._wait(TICKET_SECONDS + CLOCK_LEEWAY)
         prefill, decode = (
@@ -125,7 +125,7 @@ class Fate:
         outcomes = {part.process.name: part.outcome for part in request.parts}
         fleet.oracle.require(
             set(outcomes.values()) == {"ok"},
-            f"after everything {request.id} ends with {outcomes}",
+            f"after all faults {request.id} ends with {outcomes}",
         )
         self._wait(0.1)
 
@@ -234,7 +234,7 @@ class Fate:
                 clock.wall_wrong = rng.uniform(-60, 60)
                 if rng.random() < 0.7:
                     self._at(rng.uniform(0.02, 0.3), lambda: setattr(clock, "wall_wrong", 0.0))
-            case "control plane away":
+            case "control plane unavailable":
                 fleet.control_plane.away = True
                 self._at(rng.uniform(0.01, 1.0), self._control_plane_is_back)
             case _ if link is None:

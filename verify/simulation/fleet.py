@@ -34,7 +34,7 @@ _HONEST = {
 
 @dataclass(eq=False)
 class Instance:
-    """Ranks with a common id and, at any time, a common epoch."""
+    """An instance: ranks with a common id and, at any time, a common epoch."""
 
     name: str
     role: Role
@@ -48,7 +48,7 @@ class Instance:
 
 
 class SimulatedFleet:
-    """The whole fleet of one seed. Its owner drives it by run_until()."""
+    """The whole fleet of one seed. Its owner drives it with run_until()."""
 
     def __init__(self, seed: int, defects: Defects = NONE, trace: bool = False) -> None:
         self.rng = random.Random(seed)
@@ -100,7 +100,7 @@ class SimulatedFleet:
                 if self.oracle.violations:
                     raise Violation(self.oracle.violations[0])
             elif following > end:
-                raise Violation(f"within {within} s of virtual time nothing came to an end")
+                raise Violation(f"it did not finish within {within} s of virtual time")
             else:
                 clock.now = following
 
@@ -114,7 +114,7 @@ class SimulatedFleet:
             raise Violation(f"{process.name}: {process.loop.problems[0]}")
 
     def note(self, what: str, of: Callable[[], str]) -> None:
-        """A line of the trace; the text is made only if the trace is on."""
+        """Adds a line to the trace. Makes the text only if the trace is on."""
         if self.trace is not None:
             self.trace.append(f"{self.clock.now - 1000:.9f} {what}: {of()}")
 
@@ -147,27 +147,27 @@ class SimulatedFleet:
                     self.ended(part)
 
     def restart(self, instance: Instance) -> None:
-        """New processes at the same addresses, registered again."""
+        """Starts new processes at the same addresses, with a new registration."""
         self.kill(instance.ranks, silently=False)
         instance.epoch += 1
         self.start(instance)
 
     def reregister(self, instance: Instance) -> None:
-        """The lease at the control plane is lost: the same processes get a new epoch."""
+        """Gives the same processes a new epoch: their lease at the control plane was lost."""
         instance.epoch += 1
         for process in instance.ranks:
             process.epochs.append(instance.epoch)
-        first = instance.ranks[0]  # the others have it from this one
+        first = instance.ranks[0]  # the others get it from this one
         self._tell(first, lambda epoch=instance.epoch: first.endpoint.set_epoch(epoch))  # type: ignore[misc]
 
     def _tell(self, process: Process, event: Callable[[], object]) -> None:
-        """Calls the process over HTTP or the like: the call runs in the process's loop."""
+        """Calls the process, as over HTTP: the call runs in the process's loop."""
         process.loop.call_soon(event)
 
     # --- requests
 
     def request(self, prefill: Instance, decode: Instance, **how: Any) -> Request:
-        """A new request. Its parts are not sent yet."""
+        """Makes a new request. Its parts are not sent yet."""
         rng = self.rng
         bearer = how.pop("bearer", False)
         number = len(self.requests)
@@ -198,10 +198,10 @@ class SimulatedFleet:
         return request
 
     def send(self, request: Request, instance: Instance) -> None:
-        """The request reaches an instance, if there is one."""
+        """Sends the request to the ranks of an instance that run."""
         for process in instance.ranks:
             if not (process.alive and process.ready):
-                self.counts["request to nobody"] += 1
+                self.counts["request to no process"] += 1
                 continue
             part = Part(request, process, self)
             request.parts.append(part)
@@ -209,14 +209,14 @@ class SimulatedFleet:
             part.begin()
 
     def abort(self, part: Part) -> None:
-        """The client has gone, or the engine gives the request up."""
+        """Aborts a part of a request: its client has left, or its engine gives up the request."""
         if not part.outcome and part.task is not None:
             self.note("aborted", lambda: f"{part.request.id} at {part.process.name}")
             part.task.cancel()
             self.promises.has_to_end(part)
 
     def ended(self, part: Part) -> None:
-        """A part of a request has ended. The other side must learn of it in time."""
+        """Handles the end of a part of a request. The other side must learn of it in time."""
         self._open -= 1
         self.counts[f"{part.side.value}: {part.outcome}"] += 1
         self.note("ended", lambda: f"{part.request.id} at {part.process.name}: {part.outcome}")
@@ -234,7 +234,7 @@ class SimulatedFleet:
         at = self.clock.now
         for other in part.request.parts:
             if other.process.instance is part.process.instance:
-                # Ranks hear of each other from their engine.
+                # Ranks learn of each other from their engine.
                 self.clock.after(
                     self.rng.uniform(0, 0.05),
                     lambda other=other: self.abort(other),  # type: ignore[misc]
@@ -249,7 +249,7 @@ class SimulatedFleet:
                 self.promises.has_to_hear(part, other, at)
 
     def stopped(self, process: Process) -> None:
-        """Stops a process for so long that its peers take it for lost."""
+        """Handles a stop of a process. Its peers must learn of it if it lasts."""
         at = self.clock.now
         for part in self.parts_of(process):
             for other in part.request.parts:
@@ -274,7 +274,7 @@ class SimulatedFleet:
         return self._open == 0
 
     def close(self) -> None:
-        """Every process leaves in good order. The resources of dead processes are freed."""
+        """Makes every process leave in good order."""
         for process in self.processes:
             if process.alive:
                 self._tell(process, process.leave)
@@ -287,7 +287,8 @@ class SimulatedFleet:
             process.loop.close()
 
     def bury(self) -> None:
-        """Frees a fleet that was stopped in the middle, so that nothing of it runs later."""
+        """Frees all processes that still have resources, so that no part of the fleet runs
+        later."""
         for process in dict.fromkeys([*self._dead, *self.processes]):
             process.alive = False
             if not process.loop.is_closed():

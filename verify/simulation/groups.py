@@ -1,4 +1,4 @@
-"""Blocks of a pool as the tables of several KV cache groups.
+"""The blocks of a pool as the tables of several KV cache groups.
 
 The layers of the last group have a sliding window: that group keeps only the last blocks of a
 prompt.
@@ -18,7 +18,7 @@ from kvxfer.layout import KvLayout
 
 
 class Grouped:
-    """A BlockLease or BlockHold whose blocks are told apart by group."""
+    """A BlockLease or BlockHold with a row of blocks for each group."""
 
     def __init__(self, owner: Any, ids: BlockIds) -> None:
         self._owner = owner
@@ -57,7 +57,7 @@ class Grouped:
 
 
 def take(of: Callable[[int], Any], layout: KvLayout, blocks: int, window: int) -> Any:
-    """So many blocks of a prompt out of `pool.hold` or `pool.offer`, for every group."""
+    """Takes `blocks` blocks of a prompt with `pool.hold` or `pool.offer`, for every group."""
     if layout.num_groups == 1:
         return of(blocks)
     kept = min(window, blocks)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def installed(fleet: SimulatedFleet) -> Iterator[None]:
-    """Inside this context kvxfer.engine and kvxfer.kv use only the simulated native engine."""
+    """Makes kvxfer.engine and kvxfer.kv use only the simulated native engine in this context."""
     engines = native.module(
         lambda options: native.NativeEngine(fleet.network, fleet.network.hosts[options.name])
     )
@@ -37,7 +37,7 @@ def installed(fleet: SimulatedFleet) -> Iterator[None]:
 
 
 class _Signatures:
-    """PyJWT with a cache: without it the decoding of tokens takes most of the time."""
+    """PyJWT with a cache: without it, decoding tokens would take most of the time."""
 
     PyJWTError = jwt.PyJWTError
 
@@ -57,7 +57,7 @@ _signatures = _Signatures()
 
 
 class _Log(logging.Handler):
-    """An honest fleet logs no warning."""
+    """A log in which each warning is a violation: an honest fleet logs none."""
 
     def __init__(self, fleet: SimulatedFleet) -> None:
         super().__init__(logging.WARNING)

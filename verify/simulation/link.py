@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Placer(enum.Enum):
-    """Places data that has arrived."""
+    """The part of the receiver that places arrived data."""
 
     ENGINE = "engine"
     NIC = "NIC"
@@ -33,7 +33,7 @@ def _gist(data: bytes) -> str:
 
 
 class End:
-    """One side's half: that engine's state of its peer, and its operations to it."""
+    """One side's half: its engine's state of the peer, and its operations to the peer."""
 
     def __init__(self, link: Link, index: int, native: NativeEngine) -> None:
         self.link = link
@@ -45,12 +45,12 @@ class End:
         self._unheard = 0
         self.operations: dict[int, PostedOperation] = {}
         self.revoked: set[int] = set()
-        """Immediates that the other side has revoked."""
+        """The immediates that the other side has revoked."""
         self.paths = 0
-        """How often the paths were reset, as far as this end knows. What was sent on others than
-        these does not land."""
+        """The number of resets of the paths that this end knows. Writes that were sent on earlier
+        paths do not land."""
         self.opened = 0
-        """Up to which reset the other end has answered, or has asked."""
+        """The last reset that both ends have seen. The paths are open if it equals `paths`."""
         native.ends[self.peer_id] = self
 
     @property
@@ -73,7 +73,7 @@ class End:
         self.waiters.clear()
 
     def send(self, data: bytes) -> None:
-        """A message, in order."""
+        """Sends a message. Messages keep their order."""
         network = self.native.network
         if self._unheard >= network.max_messages:
             network.count("messages held back")
@@ -92,7 +92,7 @@ class End:
             self.native.complete("message", peer=self.peer_id, data=data)
 
     def lose(self, code: str, text: str) -> None:
-        """First the fence, then the end of what is under way, then the report."""
+        """Loses the peer: first the fence, then the end of all operations, then the report."""
         if self.state == "lost":
             return
         was_up, self.state = self.state == "up", "lost"
@@ -113,8 +113,8 @@ class End:
         )
 
     def reset_paths(self) -> None:
-        """Closes the paths, as a fence; the other end hears of it later, and what
-        this one has to send waits for its answer."""
+        """Closes the paths, as a fence. The other end learns of it later; writes of this end wait
+        for its answer."""
         self.paths += 1
         reset = self.paths
         self.link.carry(self.index, lambda: self.other.paths_were_reset(reset))
@@ -128,13 +128,14 @@ class End:
 
     def paths_are_open(self, reset: int) -> None:
         if self.state == "lost" or reset != self.paths:
-            return  # closed again: another answer comes
+            return  # closed again: another answer follows
         self.opened = reset
         for operation in list(self.operations.values()):
             operation.requeue()
 
     def watch(self) -> None:
-        """The other side may just have fallen silent, or this side has just woken up."""
+        """Starts a new watch over the other side: it may just have fallen silent, or this side has
+        just woken up."""
         last_heard = self.native.network.rng.uniform(0, HEARTBEAT)
         self._look_after(PEER_TIMEOUT - last_heard)
 
@@ -155,8 +156,8 @@ class End:
 class Link:
     """Both ends, and the faults of the connection.
 
-    A NIC places bytes even while the process is stopped, until its paths are reset. A GPU does so
-    until the copy that the receiving engine has started is complete.
+    A NIC places bytes even while the process is stopped, until its paths are reset. A GPU places
+    them until the copy that the receiving engine has started is complete.
     """
 
     def __init__(self, network: Network, dialer: NativeEngine, acceptor: NativeEngine) -> None:
@@ -183,17 +184,17 @@ class Link:
         return all(end.state == "up" and end.native.process.alive for end in self.ends)
 
     def cut(self, direction: int) -> None:
-        """Nothing that this end sends arrives any more."""
+        """Drops everything that this end sends from now on."""
         if self._cut_at[direction] is None:
             self._cut_at[direction] = self.disturbed_at = self.network.clock.now
             self.ends[1 - direction].watch()
 
     def hold(self, seconds: float) -> None:
-        """Everything arrives later."""
+        """Delays everything that is sent in the next `seconds` until their end."""
         self._held_until = self.disturbed_at = self.network.clock.now + seconds
 
     def silent_since(self, direction: int) -> float | None:
-        """The time since which no heartbeat of this end arrives."""
+        """Returns the time since which no heartbeat of this end arrives; None if they arrive."""
         process = self.ends[direction].native.process
         times = (self._cut_at[direction], process.stopped_at, process.died_at)
         return min((at for at in times if at is not None), default=None)
@@ -207,8 +208,8 @@ class Link:
         not_before: float = 0.0,
         needs_process: bool = True,
     ) -> float:
-        """Carries something from one end to the other, unless the way is cut before it arrives.
-        Returns the time of arrival."""
+        """Calls `arrive` at the other end after a delay, unless the way is cut before. Returns the
+        time of arrival."""
         if self._cut_at[direction] is not None:
             return 0.0
         clock = self.network.clock

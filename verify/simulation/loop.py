@@ -1,4 +1,4 @@
-"""An asyncio event loop that never waits: its driver says when it runs."""
+"""An asyncio event loop that never waits: its driver decides when it runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class _NoSelector:
-    """SimulatedLoop.readable() reports readiness, so there is nothing to select."""
+    """A selector that never selects: SimulatedLoop.readable() reports readiness."""
 
     def select(self, timeout: float | None) -> list[Any]:
         return []
@@ -32,7 +32,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return self._clock()
 
     def run_due(self) -> None:
-        """One turn: runs the callbacks that were due at its begin."""
+        """Runs one turn: the callbacks that were due at its begin."""
         asyncio._set_running_loop(self)
         try:
             self._run_once()  # type: ignore[attr-defined]
@@ -40,7 +40,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             asyncio._set_running_loop(None)
 
     def due_at(self) -> float:
-        """The time of the next callback: 0 for now, infinity if none is planned."""
+        """Returns the time of the next callback: 0 for now, infinity if none is planned."""
         if self._ready:  # type: ignore[attr-defined]
             return 0.0
         scheduled = self._scheduled  # type: ignore[attr-defined]
@@ -54,11 +54,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     @property
     def tasks(self) -> list[asyncio.Task[Any]]:
-        """Those that are not done, in the order in which they were made."""
+        """The tasks that are not done, in the order in which they were made."""
         return [task for task in self._tasks if not task.done()]
 
     def readable(self, fd: int) -> None:
-        """`fd` has data to read."""
+        """Reports that `fd` has data to read."""
         if fd in self._readers:
             self.call_soon(self._readers[fd])
 
@@ -71,7 +71,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """The work of a thread: it runs in one step, after a simulated delay."""
+        """Runs a thread's work in one step, after a simulated delay."""
         done: asyncio.Future[Any] = self.create_future()
 
         def work() -> None:

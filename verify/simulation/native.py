@@ -44,7 +44,7 @@ class Region:
         return int(self.data.ctypes.data)
 
     def checksum(self, offsets: Any, numbers: Any, length: int) -> int:
-        """Not the compiled function, but one with the same properties."""
+        """Returns a checksum with the same properties as the compiled function's."""
         total = 0
         for offset, number in zip(offsets.tolist(), numbers.tolist(), strict=True):
             run = self.data[offset : offset + length].tobytes()
@@ -71,7 +71,7 @@ class Memory(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 class NativeEngine:
-    """TransferEngine, with simulated times of its completions."""
+    """A TransferEngine whose completions have simulated times."""
 
     event_fd = _EVENT_FD
     fabrics = ("simulated",)
@@ -208,7 +208,7 @@ class NativeEngine:
 
 
 def module(engine_of: Any) -> SimpleNamespace:
-    """The parts of kvxfer._native that kvxfer.engine.core needs."""
+    """Returns the parts of kvxfer._native that kvxfer.engine.core needs."""
     return SimpleNamespace(
         EngineOptions=lambda **options: SimpleNamespace(**options), TransferEngine=engine_of
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Network:
-    """Links between engines. Only the messages of one direction keep their order."""
+    """The links between engines. Only the messages of one direction keep their order."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Network:
         self.group_writes = rng.choice([1, 2, 32])
         self.max_queued = rng.choice([2, 1000, 1000, 1000, 1000])
         self.max_messages = rng.choice([1, 3, 1000, 1000, 1000])
-        """The most messages of one end that are on their way."""
+        """The most messages of one end that may be under way."""
         self.links: list[Link] = []
         self.hosts: dict[str, Process] = {}
         """The listeners, by address."""
@@ -49,13 +49,13 @@ class Network:
         self._counts[what] += 1
 
     def latency(self) -> float:
-        """The delay of one message or write. A few take much longer."""
+        """Returns the delay of one message or write. A few take much longer."""
         rng = self.rng
         slow = 30 if rng.random() < 0.03 else 1
         return self._seconds * (0.2 + rng.expovariate(1)) * slow
 
     def posting_delay(self) -> float:
-        """The delay until a posted write is read and sent."""
+        """Returns the delay until a posted write is read and sent."""
         return self.latency() * self.rng.choice([0, 0, 1, 5])
 
     def live_links(self) -> list[Link]:
@@ -65,7 +65,8 @@ class Network:
     # --- meeting
 
     def dial(self, dialer: NativeEngine, address: str, ident: int, timeout: float) -> None:
-        """Leads to a "connect" completion, with the known peer of that engine or a new one."""
+        """Connects to an engine. A completion "connect" follows, with the known peer of that engine
+        or a new one."""
         host, engine_id = address.removeprefix("kvx://").split("/")
         for end in dialer.ends.values():
             if end.other.native.engine_id == engine_id:
@@ -81,7 +82,7 @@ class Network:
     def _hello(
         self, dialer: NativeEngine, host: str, engine_id: str, ident: int, timeout: float
     ) -> None:
-        """A connection reaches a host, which may have no listener."""
+        """Opens a connection at a host, which may have no listener."""
         listener = self.hosts.get(host)
         refusal = None
         if listener is None or not listener.ready:
@@ -112,7 +113,7 @@ class Network:
                 theirs.come_up()
                 link.carry(1, ready, ordered=True)
 
-        # Reply, then the paths that the dialer has opened.
+        # The reply goes back; then the dialer announces the paths that it has opened.
         link.carry(1, lambda: link.carry(0, announced, ordered=True), ordered=True)
 
     def _wait(self, end: End, ident: int, timeout: float) -> None:
@@ -134,7 +135,7 @@ class Network:
     # --- breaking
 
     def reset(self, link: Link) -> None:
-        """Both sides learn of it at about the same time."""
+        """Resets a connection. Both sides learn of it at about the same time."""
         for end in link.ends:
             self.clock.after(
                 self.latency(),
@@ -143,17 +144,18 @@ class Network:
             )
 
     def half_open(self, link: Link, index: int) -> None:
-        """One side is told that the connection is lost. The other side only gets no more data."""
+        """Tells one side that the connection is lost. The other side only gets no more data."""
         link.cut(index)
         link.ends[index].lose("peer-lost", "connection reset")
 
     def cut(self, link: Link, index: int | None) -> None:
-        """Nothing arrives any more, one way or both."""
+        """Cuts a connection in one direction, or in both for None."""
         for direction in (0, 1) if index is None else (index,):
             link.cut(direction)
 
     def killed(self, native: NativeEngine, silently: bool) -> None:
-        """The process is dead. Its kernel closes the connections, unless the host is gone, too."""
+        """Ends the connections of a killed process. With `silently` its host has died too, so its
+        peers only get no more data."""
         for end in list(native.ends.values()):
             if silently:
                 end.other.watch()
@@ -165,11 +167,12 @@ class Network:
             )
 
     def stopped(self, native: NativeEngine) -> None:
-        """Its heartbeats have ended."""
+        """Makes the peers of a stopped process watch it: its heartbeats have ended."""
         for end in native.ends.values():
             end.other.watch()
 
     def woken(self, native: NativeEngine) -> None:
-        """It was stopped for a while. The silence of its peers meanwhile does not count."""
+        """Makes a process that was stopped watch its peers anew: their silence meanwhile does not
+        count."""
         for end in native.ends.values():
             end.watch()

@@ -1,5 +1,5 @@
-"""OFFERs that reach a prefill process before their request, as with a connector that has no tickets
-of a control plane."""
+"""The OFFERs that reach a prefill process before their request. With connectors that get no tickets
+from a control plane, a request takes its ticket from the OFFER."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Offers:
         self._left: set[str] = set()
 
     def told(self, ticket: Ticket) -> None:
-        """The endpoint's `on_offer`."""
+        """Takes the ticket of an OFFER: the endpoint's `on_offer`."""
         transfer_id = ticket.transfer_id
         self._tokens.setdefault(transfer_id, ticket.token)
         waiting = self._waiting.get(transfer_id)
@@ -35,7 +35,7 @@ class Offers:
             self._decline(transfer_id)
 
     async def of(self, transfer_id: str, seconds: float) -> str:
-        """The ticket of the OFFER of a transfer. Raises TimeoutError."""
+        """Waits for the OFFER of a transfer. Returns its ticket. Raises TimeoutError."""
         if transfer_id in self._tokens:
             return self._tokens[transfer_id]
         waiting = self._waiting.get(transfer_id)
@@ -45,11 +45,11 @@ class Offers:
             return await asyncio.shield(waiting)
 
     def leave(self, transfer_id: str) -> None:
-        """The request will not come. Its OFFER is refused, now or when it comes."""
+        """Refuses the OFFER of a request that will not come, now or when it arrives."""
         self._left.add(transfer_id)
         if transfer_id in self._tokens:
             self._decline(transfer_id)
 
     def _decline(self, transfer_id: str) -> None:
-        with contextlib.suppress(KvxferError):  # it has ended already, or its ticket has expired
+        with contextlib.suppress(KvxferError):  # the transfer has ended, or its ticket has expired
             self._process.endpoint.decline(self._tokens[transfer_id], "the request was aborted")

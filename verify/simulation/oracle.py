@@ -42,7 +42,8 @@ class OwnedPool(BlockPool):
 
 
 class Oracle:
-    """Is told of all bytes that are read and placed. The network's owner tells it the requests."""
+    """A judge that hears of all bytes that are read and placed. The network's owner tells it the
+    requests."""
 
     def __init__(self) -> None:
         self.requests: dict[str, Request] = {}
@@ -55,7 +56,7 @@ class Oracle:
             raise Violation(text)
 
     def posts(self, end: End, data: Bytes) -> str:
-        """A write is posted out of blocks: which transfer do they belong to?"""
+        """Checks a posted write. Returns the transfer that its blocks belong to."""
         process = end.native.process
         owners = {process.pool.owners.get(block) for block in _blocks(process, data)}
         self.require(
@@ -65,7 +66,7 @@ class Oracle:
         return str(owners.pop())
 
     def reads(self, end: End, write: Write) -> None:
-        """Bytes are read. They must be in blocks that the transfer still has."""
+        """Checks a read. The bytes must be in blocks that the transfer still has."""
         process = end.native.process
         for block in _blocks(process, write.source):
             owner, state = process.pool.owners.get(block), process.pool.state(block)
@@ -76,7 +77,7 @@ class Oracle:
             )
 
     def lands(self, end: End, write: Write, place: Bytes) -> None:
-        """Bytes are placed. They must be in blocks offered to this writer for this transfer."""
+        """Checks placed bytes. They must be in blocks offered to this writer for this transfer."""
         process = end.other.native.process
         for block in _blocks(process, place):
             owner, state = process.pool.owners.get(block), process.pool.state(block)
@@ -88,14 +89,14 @@ class Oracle:
         self.takes_part(end.native.process, write.transfer)
 
     def damages(self, write: Write, place: Bytes) -> None:
-        """Changes a byte on its way if the transfer has that fault."""
+        """Changes a byte under way if the transfer has that fault."""
         request = self.requests[write.transfer]
         if request.fault == "byte changed":
             place[len(place) // 2] ^= 1
             self.damaged.add(request.id)
 
     def takes_part(self, process: Process, transfer: str) -> None:
-        """A process has a session. The ticket must name that process and its epoch."""
+        """Checks a session of a process. The ticket must name that process and its epoch."""
         named = self.requests[transfer].named(process.instance.role)
         self.require(
             named is None or named in [(process.instance.name, epoch) for epoch in process.epochs],
@@ -105,7 +106,7 @@ class Oracle:
 
 
 def _blocks(process: Process, data: Bytes) -> range:
-    """The blocks of a process's cache that bytes lie in."""
+    """Returns the blocks of a process's cache that contain these bytes."""
     size, plane = process.block_bytes, process.plane_bytes
     begin = data.__array_interface__["data"][0] - process.base_address
     return range(begin % plane // size, (begin + len(data) - 1) % plane // size + 1)

@@ -32,7 +32,7 @@ _FOLLOW_SECONDS = 0.02
 
 
 class Process:
-    """One rank of an instance, from its start to its end. Events of `lets` wait while it is
+    """One rank of an instance, from its start to its end. Events that lets() gets wait while it is
     stopped."""
 
     native: NativeEngine
@@ -54,9 +54,9 @@ class Process:
         self.epochs = [instance.epoch]
         self.alive = True
         self.silent = False
-        """Its host is gone, too: connections are not even refused."""
+        """True if its host has died too: connections are not even refused."""
         self.runs = True
-        """Alive, and not stopped."""
+        """True while it is alive and not stopped."""
         self.ready = False
         self.stopped_at: float | None = None
         self.died_at: float | None = None
@@ -83,13 +83,13 @@ class Process:
         return self.runs
 
     def stop(self) -> None:
-        """SIGSTOP: nothing in it runs, but its clock goes on."""
+        """Stops it, as SIGSTOP does. Its clock keeps running."""
         self.runs = False
         self.stopped_at = self._fleet.clock.now
         self._fleet.network.stopped(self.native)
 
     def wake(self) -> None:
-        """SIGCONT: first handles the events of the meantime, in order."""
+        """Resumes it, as SIGCONT does. First handles the events of the meantime, in order."""
         self.runs = True
         self.stopped_at = None
         self.woke_at = self._fleet.clock.now
@@ -100,7 +100,7 @@ class Process:
         self._fleet.network.woken(self.native)
 
     def kill(self, silently: bool) -> None:
-        """SIGKILL; with `silently` its host is gone, too."""
+        """Kills it, as SIGKILL does; with `silently` its host dies too."""
         self.alive = self.runs = self.ready = False
         self.silent = silently
         self.died_at = self._fleet.clock.now
@@ -162,7 +162,7 @@ class Process:
                         await asyncio.wait([self.following])
                 counts = self.pool.counts()
                 held = counts[BlockState.OFFERED] + counts[BlockState.RECEIVING]
-                # With several groups a request takes its blocks itself, before its session.
+                # With several groups a request takes its blocks before its session, and frees them.
                 self._fleet.oracle.require(
                     not held or self._layout.num_groups > 1,
                     f"{self.name} has closed its endpoint; {held} blocks are still offered",
@@ -183,7 +183,7 @@ class Process:
             await lost.wait()
 
     def _permute(self, cache: KvCache, blocks: BlockIds, arrived: HeadOrder) -> None:
-        """A thread puts heads in order: only in blocks that still have an owner."""
+        """Reorders heads in a thread. The blocks must still have one owner."""
         owners = {self.pool.owners.get(block) for block in blocks.tolist()}
         with contextlib.suppress(Exception):
             self._fleet.oracle.require(

@@ -1,4 +1,4 @@
-"""What must hold in a simulated fleet, during the run and at its end.
+"""The promises of a simulated fleet, during the run and at its end.
 
 No process waits for a dead one, no session outlives its lease, and nothing is left over.
 """
@@ -25,8 +25,8 @@ class Promises:
         self._late: dict[Part, float] = {}
 
     def has_to_hear(self, part: Part, other: Part, since: float) -> None:
-        """`part` has ended or was stopped. If `other` runs, it must learn of that soon, unless
-        `part` goes on, or has every byte."""
+        """Requires that `other`, while it runs, soon learns that `part` has ended or was stopped,
+        unless `part` continues or has every byte."""
         process = other.process
         disturbed = [
             link.disturbed_at
@@ -48,14 +48,14 @@ class Promises:
             self._fleet.oracle.require(
                 False,
                 f"{TOLD_SECONDS} s after the end of {part.request.id} at {part.process.name} "
-                f"({part.outcome or 'stopped'}), {process.name} has not heard of it: its session "
+                f"({part.outcome or 'stopped'}), {process.name} has not learned of it: its session "
                 f"is {other.session.state}",
             )
 
         self._clock.after(max(told_by - self._clock.now, 0), look)
 
     def has_to_end(self, part: Part) -> None:
-        """`part` was aborted. Its task must not go on as if it was not."""
+        """Requires that the task of `part`, which was aborted, ends."""
         aborted_at = self._clock.now
 
         def look() -> None:
@@ -65,13 +65,13 @@ class Promises:
             if self._clock.now - since < _LEASE_SLACK:
                 self._clock.after(_LOOK_SECONDS, look)
                 return
-            text = f"{part.request.id} at {part.process.name} goes on though it was aborted"
+            text = f"{part.request.id} at {part.process.name} continues although it was aborted"
             self._fleet.oracle.require(False, text)
 
         self._clock.after(_LEASE_SLACK, look)
 
     def look_at_leases(self) -> None:
-        """Checks again and again that no session outlives its lease."""
+        """Checks repeatedly that no session outlives its lease."""
         late = self._late
         for request in self._fleet.requests:
             for part in request.parts:
@@ -87,7 +87,8 @@ class Promises:
         self._clock.after(_LOOK_SECONDS, self.look_at_leases)
 
     def check_forgotten(self, transfers: int) -> None:
-        """The memory of tickets ends with them: only so many transfers may be remembered."""
+        """Checks that endpoints remember at most `transfers` transfers: they forget expired
+        tickets."""
         for process in self._fleet.processes:
             remembered = len(process.endpoint._ledger)
             if process.endpoint._ledger._used.keys() & {self._fleet.requests[-1].id}:
@@ -96,7 +97,7 @@ class Promises:
                 )
 
     def check_nothing_left(self) -> None:
-        """After the last request every block is free and nothing waits."""
+        """Checks that, after the last request, every block is free and nothing waits."""
         for process in self._fleet.processes:
             process.pool.check()
             endpoint, engine = process.endpoint, process.engine
@@ -120,7 +121,7 @@ class Promises:
                 "pairs without a peer": len(pairs) - len(engine.peers),
                 "peers without a connection": len(engine.peers)
                 - sum(end.state == "up" for end in process.native.ends.values()),
-                "unsaid messages": sum(len(pair._outbox._waiting) for pair in pairs),
+                "unsent messages": sum(len(pair._outbox._waiting) for pair in pairs),
                 "tasks": len(process.loop.tasks) - 1 - (process.following is not None),
             }
             wrong = {what: count for what, count in left.items() if count}

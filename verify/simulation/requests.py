@@ -51,9 +51,9 @@ class Request:
     brokered: bool = False
     fault: str = ""
     window: int = 1
-    """Blocks that decode keeps of the layers with a sliding window."""
+    """The number of blocks that decode keeps of the layers with a sliding window."""
     by_offer: bool = False
-    """Prefill has only the ticket of decode's OFFER."""
+    """True if prefill gets its ticket only from decode's OFFER."""
     parts: list[Part] = field(default_factory=list)
 
     @property
@@ -61,7 +61,7 @@ class Request:
         return self.ticket.transfer_id
 
     def named(self, side: Role) -> tuple[str, int] | None:
-        """Instance and epoch of one side; None if the ticket does not name it."""
+        """Returns instance and epoch of one side; None if the ticket does not name it."""
         ticket = self.ticket
         if side is Role.PREFILL:
             return ticket.prefill_id, ticket.prefill_epoch
@@ -80,7 +80,7 @@ class Part:
     outcome: str = ""
     error: BaseException | None = None
     complete: bool = False
-    """Decode has every byte, right or wrong. Prefill need not learn what it does after that."""
+    """True if decode has every byte, right or wrong. Prefill need not learn what follows."""
 
     @property
     def side(self) -> Role:
@@ -88,12 +88,12 @@ class Part:
 
     @property
     def over(self) -> bool:
-        """It has ended, or its session has."""
+        """True if it has ended, or its session has."""
         session: PrefillSession | DecodeSession | None = self.session
         return bool(self.outcome) or session is None or session.state in _OVER
 
     def over_with(self, other: Part) -> bool:
-        """Whether this rank needs nothing more from a rank of the other side."""
+        """Returns whether this rank needs nothing more from a rank of the other side."""
         if self.over or self.side is Role.PREFILL:
             return self.over
         return all(
@@ -103,8 +103,8 @@ class Part:
         )
 
     def linked_with(self, other: Part) -> bool:
-        """Whether prefill has accepted the OFFER, or has told decode that it waits for it. From
-        then on each side must learn of the other's end."""
+        """Returns whether prefill has accepted the OFFER, or has told decode that it waits for it.
+        From then on each side must learn of the other's end."""
         prefill, decode = (self, other) if self.side is Role.PREFILL else (other, self)
         if prefill.session is None or decode.session is None:
             return False
@@ -117,7 +117,7 @@ class Part:
 
     def begin(self) -> None:
         self.task = self.process.loop.create_task(self._serve())
-        # A task that is cancelled before it runs reports nothing itself.
+        # A task that is cancelled before it runs reports nothing.
         self.task.add_done_callback(lambda _: self.outcome or self._ends("aborted"))
 
     async def _serve(self) -> None:
@@ -156,7 +156,7 @@ class Part:
                 async with session:
                     table = by_group(hold.ids, process.cache.layout)
                     if rng.random() < 0.3:
-                        hold.release()  # takes effect when no byte is read any more
+                        hold.release()  # takes effect after the last read
                     await self._compute(session, table)
                     await session.finish(TAIL)
         except (asyncio.CancelledError, BlockPoolExhausted):
@@ -182,7 +182,7 @@ class Part:
         raise AssertionError
 
     async def _token(self) -> str:
-        """The ticket of the request or of decode's OFFER for it."""
+        """Returns the ticket of the request, or of decode's OFFER for it."""
         request = self.request
         if not request.by_offer:
             return request.token
@@ -193,7 +193,7 @@ class Part:
             raise LeaseExpired(f"no offer was made for {request.id}") from None
 
     async def _compute(self, session: PrefillSession, table: BlockIds) -> None:
-        """Layer by layer, all at once or in chunks."""
+        """Writes the cache layer by layer, in one or two chunks of blocks."""
         rng, contents = self.fleet.rng, self.process.contents
         layers = range(self.process.cache.layout.layers_per_rank)
         blocks = table.shape[1]
@@ -202,7 +202,7 @@ class Part:
         for end in chunks:
             for layer in layers:
                 await self._pause()
-                # Engines report every layer at once. A failed transfer accepts none.
+                # Engines report every layer when it is computed, also to a failed session.
                 if session.error is None:
                     contents.put(self.request.contents, layer, table, begin, end)
                 session.write_layer(layer, end)

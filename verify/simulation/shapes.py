@@ -19,14 +19,14 @@ _RANKS: Final = ((1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (2, 2))
 
 
 def choose(rng: random.Random) -> tuple[str, dict[Role, KvLayout]]:
-    """The model and the layouts of both roles."""
+    """Returns the model's name and the layouts of both roles."""
     name = rng.choice(["plain", "plain", "plain", "MLA", "layer groups"])
     layouts = {}
     for role in (Role.PREFILL, Role.DECODE):
         tp_size, pp_size = rng.choice(_RANKS)
         layouts[role] = replace(
             _MODELS[name],
-            # Groups keep a part of their blocks, so these must be the same on both sides.
+            # Groups keep a part of their blocks, so block sizes must be equal on both sides.
             block_size=2 if name == "layer groups" else rng.choice([2, 2, 4]),
             order=rng.choice(["NHD", "HND"]),
             kv=rng.choice(["separate", "interleaved"]),
@@ -37,5 +37,5 @@ def choose(rng: random.Random) -> tuple[str, dict[Role, KvLayout]]:
 
 
 def num_blocks(rng: random.Random, model: str) -> int:
-    """The number of blocks of each pool: a few requests fill it."""
+    """Returns the number of blocks of each pool: a few requests fill it."""
     return 12 if model == "layer groups" else rng.choice([4, 6, 12])

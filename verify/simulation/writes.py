@@ -25,7 +25,8 @@ class Stage(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Write:
-    """Neighbouring pages as one write; `transfer` had the blocks that it was posted from."""
+    """Neighbouring pages as one write. `transfer` is the transfer whose blocks it was posted
+    from."""
 
     source: Bytes
     grant: bytes
@@ -41,9 +42,9 @@ class Group:
     stage: Stage = Stage.QUEUED
     counted: bool = False
     paths: int = 0
-    """Those that it was sent on, by the number of their reset."""
+    """The number of resets of the paths before it was sent."""
     copied_at: float = 0.0
-    """When a GPU has placed the arrived writes, one after the other."""
+    """The time at which a GPU has placed the arrived writes, one after the other."""
 
 
 class PostedOperation:
@@ -83,7 +84,7 @@ class PostedOperation:
         return any(group.stage is Stage.ON_ITS_WAY for group in self.groups)
 
     def fail(self, code: str, text: str) -> None:
-        """Withdraws writes that were not read yet. Waits for the rest."""
+        """Withdraws groups that were not read yet. The operation ends when the rest has ended."""
         if self.id not in self.end.operations:
             return
         if self._code == "ok":
@@ -92,7 +93,7 @@ class PostedOperation:
             self._finish(group)
 
     def abandon(self, code: str, text: str) -> None:
-        """The peer is lost: reads nothing more, and waits for nothing."""
+        """Ends the operation at once, as the peer is lost: nothing more is read."""
         if self._code == "ok":
             self._code, self._text = code, text
         for group in self.groups:
@@ -100,7 +101,7 @@ class PostedOperation:
         self._end()
 
     def requeue(self) -> None:
-        """The paths were reset. Groups that had not arrived go over the new paths."""
+        """Sends groups that had not arrived over the new paths, after a reset."""
         for group in self.groups:
             lost = group.stage is Stage.ON_ITS_WAY and group.paths < self.end.paths
             if group.stage is Stage.QUEUED or (lost and not group.counted):
@@ -119,7 +120,7 @@ class PostedOperation:
         if group.stage is not Stage.QUEUED or not end.native.process.alive:
             return
         if end.opened != end.paths:
-            return  # goes with the answer to the reset
+            return  # sent when the reset is answered
         if self.imm in end.revoked:
             self._refused(group, f"counter {self.imm} is revoked")
             return
@@ -165,7 +166,7 @@ class PostedOperation:
             self._place(group, write, data, place)
 
     def _end_copy(self, group: Group, write: Write, data: Bytes, place: Bytes) -> None:
-        """The GPU has placed the bytes, even after a revocation, unless its process died."""
+        """Ends a GPU's copy: places the bytes, even after a revocation, unless the process died."""
         if self.end.other.native.process.alive:
             self._place(group, write, data, place)
             self.end.other.native.counters.copy_ended(self.imm)
@@ -219,7 +220,8 @@ class PostedOperation:
 
 
 def runs(source_pages: Any, target_pages: Any, page: int) -> list[tuple[int, int, int]]:
-    """Pages as (source, destination, bytes); neighbours on both sides are joined, as in C++."""
+    """Returns pages as (source, destination, bytes); neighbours on both sides are joined, as in
+    C++."""
     joined: list[tuple[int, int, int]] = []
     for source, target in zip(source_pages.tolist(), target_pages.tolist(), strict=True):
         if joined:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
+
+import httpx2
 
 from verify.processes.fleet import Fleet
 from verify.processes.programs import Server, free_port
@@ -24,7 +27,9 @@ _QUIET: Final = {
 
 
 def make_model(folder: Path, *sizes: str) -> Path:
-    """The checkpoint of the tiny Llama, made in a folder; `sizes` are options of tiny_llama.py."""
+    """Makes the checkpoint of the tiny Llama in a folder; `sizes` are options of tiny_llama.py."""
+    if not VLLM_PYTHON:
+        raise SystemExit("set KVXFER_VLLM_PYTHON to a Python with vLLM: $(scripts/vllm-python)")
     made = folder / "tiny"
     maker = Path(__file__).with_name("tiny_llama.py")
     subprocess.run([VLLM_PYTHON, str(maker), str(made), *sizes], check=True)
@@ -39,7 +44,7 @@ def vllm(
     transfer: Mapping[str, Any] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Server:
-    """An OpenAI server of vLLM; with `transfer` it is one side of a disaggregated pair."""
+    """Starts an OpenAI server of vLLM; with `transfer` it is one side of a disaggregated pair."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
@@ -85,3 +90,20 @@ def add_vllm(
     environment = {**fleet.variables, **(variables or {})}
     server = vllm(name, fleet.folder, model, *arguments, transfer=transfer, variables=environment)
     return fleet.add(server, works=True)
+
+
+def references(
+    folder: Path, model: Path, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> list[list[int]]:
+    """Returns the tokens after each prompt, from one server without a connector."""
+
+    def tokens(server: Server, prompt: Sequence[int]) -> list[int]:
+        body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens}
+        body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        answer = httpx2.post(server.url + "/v1/completions", json=body, timeout=90.0)
+        [choice] = answer.raise_for_status().json()["choices"]
+        return list(choice["token_ids"])
+
+    with vllm("aggregated", folder, model) as server, ThreadPoolExecutor(8) as threads:
+        server.serves("/health")
+        return list(threads.map(lambda prompt: tokens(server, prompt), prompts))

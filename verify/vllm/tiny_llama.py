@@ -1,7 +1,7 @@
 """Makes the checkpoint of a tiny Llama with seeded weights: `python tiny_llama.py FOLDER`.
 
-Its tokenizer knows words w0 to w511; with `--tokenizer bytes` it knows any text, byte by byte, and
-its template tools and reasoning: what grammars and parsers are for.
+Its tokenizer knows words w0 to w511. With `--tokenizer bytes` it knows any text, byte by byte, and
+its template knows tools and reasoning, for grammars and parsers.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _CHAT_TEMPLATE = """\
 def config_of(
     layers: int = 4, kv_heads: int = 2, head_dim: int = 32, vocabulary: int = VOCABULARY
 ) -> LlamaConfig:
-    """Weights have a standard deviation of 0.2. With less the logits are nearly flat, and equal
-    tokens prove little. The tokenizer always has VOCABULARY words."""
+    """Returns the configuration. Weights have a standard deviation of 0.2: with less the logits are
+    nearly flat, and equal tokens prove little. The tokenizer always has VOCABULARY words."""
     return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=128,
@@ -68,7 +68,7 @@ def make(
     seed: int = 0,
     tokenizer: str = "words",
 ) -> None:
-    """The same weights for the same seed."""
+    """Writes the checkpoint. The same seed gives the same weights."""
     torch.manual_seed(seed)
     config = config_of(layers, kv_heads, head_dim, vocabulary)
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
@@ -76,7 +76,8 @@ def make(
 
 
 def save_byte_tokenizer(folder: Path) -> None:
-    """A token for each byte, and for each mark of tools, reasoning and turns."""
+    """Writes a tokenizer with a token for each byte, and for each mark of tools, reasoning and
+    turns."""
     names = ["<s>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *_MARKS]
     names += [f"w{index}" for index in range(len(names), VOCABULARY)]
     tokenizer = Tokenizer(BPE({name: index for index, name in enumerate(names)}, []))
@@ -92,7 +93,7 @@ def save_byte_tokenizer(folder: Path) -> None:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """One word for each token."""
+    """Writes a tokenizer with one word for each token."""
     words = {f"w{index}": index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = WhitespaceSplit()

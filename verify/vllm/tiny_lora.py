@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 _RANK = 8
-_HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _LAYERS = 128, 4, 2, 32, 4  # as tiny_llama.py makes it
+_HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _LAYERS = 128, 4, 2, 32, 4  # the sizes in tiny_llama.py
 
 
 def make(folder: Path, seed: int) -> None:
-    """Large enough that greedy tokens differ from the base model's."""
+    """Writes an adapter whose weights are large enough that greedy tokens differ from the base
+    model's."""
     torch.manual_seed(seed)
     outputs = {"q_proj": _HEADS * _HEAD_DIM, "v_proj": _KV_HEADS * _HEAD_DIM}
     weights = {}

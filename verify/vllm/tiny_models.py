@@ -62,7 +62,7 @@ _WINDOWS = {
 
 
 def sliding() -> PreTrainedModel:
-    """Two layers of three have a window."""
+    """Makes a model in which two layers of three have a window."""
     config = Gemma3TextConfig(
         **_COMMON,
         **_WINDOWS,
@@ -72,7 +72,8 @@ def sliding() -> PreTrainedModel:
 
 
 def large() -> PreTrainedModel:
-    """vLLM gives layers with a window blocks of twice as many tokens as those without."""
+    """Makes a model in which vLLM gives layers with a window blocks of twice as many tokens as
+    those without."""
     config = Gemma4TextConfig(
         **_COMMON,
         **_WINDOWS,
@@ -85,7 +86,7 @@ def large() -> PreTrainedModel:
 
 
 def pools() -> PreTrainedModel:
-    """As `sliding`, and no layer has experts."""
+    """Makes a model with the layers of `sliding`. No layer has experts."""
     config = MellumConfig(
         **_COMMON,
         **_WINDOWS,
@@ -168,7 +169,7 @@ class UnevenConfig(LlamaConfig):
 
 
 def save_uneven(folder: Path) -> None:
-    """A Llama with 4 KV heads. Each layer has only the first few of these."""
+    """Writes a Llama with 4 KV heads. Each layer has only the first few of them."""
     config = LlamaConfig(
         **_COMMON,
         num_hidden_layers=len(KV_HEADS),

@@ -2,7 +2,7 @@
 
 One process loads torch and forks the ranks. It reads commands as JSON lines, such as `{"id": 1,
 "do": "step", "ranks": [0, 1]}` (by default for all ranks). It passes each command to the ranks, and
-answers once with the answers of all. `training.py` is its driver.
+gives one answer with the answers of all. `training.py` is its driver.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Ranks:
         self._ours: list[Connection | None] = [ours for ours, _ in pairs]
         self._processes: list[ForkProcess] = []
         self._open: dict[int, dict[int, Any]] = {}
-        """By the id of a command, the answer of each rank; None until it comes."""
+        """The answers of the ranks to each command, by its id; None until a rank answers."""
         self._ready = 0
         for rank, (_, theirs) in enumerate(pairs):
             others = [each for pair in pairs for each in pair if each is not theirs]
@@ -53,7 +53,7 @@ class Ranks:
         return [each for each in self._ours if each is not None]
 
     def tell(self, command: dict[str, Any]) -> None:
-        """Ranks that have ended answer with an error."""
+        """Passes a command to its ranks. For ranks that have ended, answers with an error."""
         asked = command.pop("ranks", range(len(self._ours)))
         ident = command.get("id")
         if ident is not None:
@@ -68,7 +68,7 @@ class Ranks:
                 self._gone(rank)
 
     def hear(self, connection: Connection) -> None:
-        """One event or answer of a rank, or its end."""
+        """Handles one event or answer of a rank, or its end."""
         rank = self._ours.index(connection)
         try:
             event = connection.recv()
@@ -106,7 +106,7 @@ class Ranks:
 
 
 def _run(job: Job, rank: int, driver: Connection, others: list[Connection]) -> None:
-    for each in others:  # so that each sees the end of its driver
+    for each in others:  # else this rank would not see the end of its driver
         each.close()
     serve(job, rank, driver)
 
@@ -120,7 +120,7 @@ def main(options: dict[str, Any]) -> int:
                 ranks.hear(found)
                 continue
             data = os.read(stdin, 1 << 16)
-            if not data:  # its driver is gone
+            if not data:  # the driver has ended
                 os._exit(1)
             *lines, read = (read + data).split(b"\n")
             for line in lines:

@@ -1,4 +1,4 @@
-"""One rank of a training job: a tiny Llama, sharded by FSDP, that carries out commands."""
+"""One rank of a training job: a tiny Llama, sharded by FSDP, that executes commands."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Job(NamedTuple):
     """The settings of all ranks of a job."""
 
     store: Path
-    """A file that does not exist yet; the ranks meet there."""
+    """The file at which the ranks meet. It does not exist yet."""
     world_size: int
     seed: int = 0
     rate: float = 0.05
-    """The optimizer's learning rate. Its first step changes each weight by about so much. Weights
+    """The optimizer's learning rate. Its first step changes each weight by about this much. Weights
     have a standard deviation of 0.2, so tokens differ after the step."""
     dtype: str = "float32"
     """The dtype in which weights are sent and saved. The optimizer uses float32."""
@@ -111,7 +111,8 @@ class TrainerRank:
         self, server: str, port: int, instances: int, mode: str = "wait", policy: str = "drain"
     ) -> Event:
         """Opens this rank's engine of vLLM's weight transfer. The coordinator listens at `port`.
-        `mode` is how vLLM is paused, `policy` what other instances do with requests."""
+        `mode` is the way in which vLLM is paused, `policy` the way in which other instances handle
+        requests."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         from kvxfer.connectors.vllm.weight_transfer import KvxferTrainerInitInfo, PausingClient
@@ -134,18 +135,18 @@ class TrainerRank:
         return {}
 
     def send_to_vllm(self, version: int) -> Event:
-        """Pushes by vLLM's engine. Answers once all instances serve the update."""
+        """Pushes with vLLM's engine. Returns once all instances serve the update."""
         report = self._vllm.send_weights(version)
         return {"report": msgspec.to_builtins(report)}
 
     def wait(self, instances: int, seconds: float) -> Event:
-        """Rank 0 waits until so many instances have joined."""
+        """Waits, at rank 0, until `instances` instances have joined."""
         self._connected.wait_for(instances, seconds)
         return {}
 
     def push(self, version: int) -> Event:
-        """Answers once the weights have been read; then a step may follow. The event "pushed" has
-        the report or the error."""
+        """Begins a push. Returns once the weights have been read; then a step may follow. The event
+        "pushed" has the report or the error."""
         push = self._connected.push(version)
         threading.Thread(target=self._await, args=(push,), daemon=True).start()
         push.read(_READ_SECONDS)
@@ -161,7 +162,7 @@ class TrainerRank:
             self._tell({**told, "report": msgspec.to_builtins(report)})
 
     def save(self, folder: str) -> Event:
-        """Rank 0 saves the current weights as a checkpoint that vLLM and transformers load."""
+        """Saves the current weights, at rank 0, as a checkpoint that vLLM and transformers load."""
         dtype = getattr(torch, self._job.dtype)
         whole = {
             name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().to(dtype)
@@ -188,12 +189,12 @@ class TrainerRank:
     @property
     def _connected(self) -> Trainer:
         if self._trainer is None:
-            raise RuntimeError("tell it to connect first")
+            raise RuntimeError("the rank has no trainer; send it `connect` first")
         return self._trainer
 
 
 def serve(job: Job, rank: int, driver: Connection) -> None:
-    """Carries out the driver's commands until "quit" or the end of the driver."""
+    """Executes the driver's commands until "quit" or the end of the driver."""
     lock = threading.Lock()
 
     def tell(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""Drives a training job: starts it, has it train, push and save."""
+"""Drives a training job: starts it, and makes it train, push and save."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ KEY: Final = "the key of a training job"
 
 
 class TrainingJob(WorkerProcess):
-    """Training ranks with a tiny Llama, FSDP over gloo. Their results follow from the seed. One
-    thread at a time. Raises AssertionError if a rank fails at a command."""
+    """A job of training ranks with a tiny Llama, FSDP over gloo. Its results follow from the seed.
+    One thread at a time. Raises AssertionError if a rank fails at a command."""
 
     def __init__(self, folder: Path, *, world_size: int = 4, python: str = "", **job: Any) -> None:
-        """job: the members of trainer_rank.Job. python: vLLM's Python, for connect_vllm(). Returns
-        once the job is ready."""
+        """Starts the job. Returns once it is ready. `job` has the members of trainer_rank.Job;
+        `python` is vLLM's Python, for connect_vllm()."""
         store = Path(tempfile.mkdtemp(dir=folder)) / "store"
         options = {"store": str(store), "world_size": world_size, **job}
         quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
@@ -41,7 +41,7 @@ class TrainingJob(WorkerProcess):
         self.pids: list[int] = self._ready.result(_START_SECONDS)["pids"]
 
     def do(self, do: str, *, ranks: Sequence[int] | None = None, **arguments: Any) -> list[Event]:
-        """Sends a command to all ranks or some. Returns the answer of each."""
+        """Sends a command to all ranks, or to `ranks`. Returns the answer of each."""
         chosen = list(range(self.world_size) if ranks is None else ranks)
         answers: list[Event] = self.begin(do, ranks=chosen, **arguments).result(_ANSWER_SECONDS)[
             "ranks"
@@ -55,8 +55,8 @@ class TrainingJob(WorkerProcess):
         return float(self.do("step", count=count)[0]["loss"])
 
     def connect(self, key: str = KEY, receivers: Sequence[str] = (), **arguments: Any) -> str:
-        """Each rank opens its Trainer. Returns the coordinator's address. `arguments` are the
-        arguments of trainer_rank.TrainerRank.connect."""
+        """Opens the Trainer of each rank. Returns the coordinator's address. `arguments` are those
+        of trainer_rank.TrainerRank.connect."""
         first = self.do("connect", ranks=[0], key=key, receivers=list(receivers), **arguments)
         address = str(first[0]["coordinator"])
         others = range(1, self.world_size)
@@ -64,30 +64,32 @@ class TrainingJob(WorkerProcess):
         return address
 
     def connect_vllm(self, server: str, **arguments: Any) -> None:
-        """Each rank opens vLLM's trainer engine of the backend `kvxfer`. `arguments` are the
-        arguments of trainer_rank.TrainerRank.connect_vllm."""
+        """Opens, at each rank, vLLM's trainer engine of the backend `kvxfer`. `arguments` are those
+        of trainer_rank.TrainerRank.connect_vllm."""
         self.do("connect_vllm", server=server, **arguments)
 
     def send_to_vllm(self, version: int) -> Event:
-        """All ranks send together. Returns the report of rank 0."""
+        """Sends the weights from all ranks. Returns the report of rank 0."""
         return dict(self.do("send_to_vllm", version=version)[0]["report"])
 
     def wait_for(self, instances: int, seconds: float = 60.0) -> None:
-        """Waits until so many instances have joined."""
+        """Waits until `instances` instances have joined."""
         self.do("wait", ranks=[0], instances=instances, seconds=seconds)
 
     def begin_push(self, version: int) -> Future[Event]:
-        """Returns once all ranks have read their weights. event("pushed") reports the end."""
+        """Begins a push. The future is done once all ranks have read their weights. event("pushed")
+        reports the end."""
         return self.begin("push", ranks=list(range(self.world_size)), version=version)
 
     def push(self, version: int) -> Event:
-        """The report of rank 0, or its error as {"error": …, "code": …}."""
+        """Pushes a version. Returns the report of rank 0, or its error as {"error": …, "code":
+        …}."""
         self.do("push", version=version)
         return self.pushed()
 
     def pushed(self, ranks: int | None = None) -> Event:
-        """How the current push ended, once so many ranks know (by default all), as the lowest of
-        them reports it."""
+        """Waits until `ranks` ranks (by default all) report the end of the current push. Returns
+        the report of the lowest of them."""
         ends = [
             self.event("pushed").result(_REPORT_SECONDS) for _ in range(ranks or self.world_size)
         ]
@@ -105,5 +107,5 @@ class TrainingJob(WorkerProcess):
         self.ends(_ANSWER_SECONDS)
 
     def kill_rank(self, rank: int, number: int = signal.SIGKILL) -> None:
-        """Kills a rank, or freezes it by SIGSTOP."""
+        """Sends a signal to a rank: SIGKILL, or SIGSTOP to freeze it."""
         os.kill(self.pids[rank], number)

@@ -25,30 +25,31 @@ using SubmissionPtr = std::shared_ptr<Submission>;
 using RegionPtr = std::shared_ptr<MemoryRegion>;
 using SharedMemoryPtr = std::shared_ptr<SharedMemory>;
 
-// Registered memory, which an engine gives out: its bytes (none of a GPU's, which the processor
-// cannot touch), and what a peer needs to write there.
+// Returns the bytes of registered memory; none of a GPU's, which the processor cannot access.
 std::span<std::byte> bytes_of(const RegionPtr& region);
+// Returns what a peer needs to write into the region.
 MrDescriptor descriptor_of(const RegionPtr& region);
 
-// Zeroed host memory that belongs to no engine: what is registered of it, peers on this host can
-// map, as what TransferEngine::allocate() gives. It lives as long as a pointer to it, or a region.
+// Allocates zeroed host memory that belongs to no engine. Peers on this host can map regions
+// registered in it, as they can those of TransferEngine::allocate(). The memory lives as long as a
+// pointer to it or a region in it.
 Result<SharedMemoryPtr> allocate_shared(std::size_t bytes);
 std::span<std::byte> bytes_of(const SharedMemoryPtr& memory);
 
-// Names of the fabrics that this build has, whether or not the host does.
+// Returns the names of the fabrics in this build, whether or not the host supports them.
 std::vector<std::string> built_fabrics();
 
-// One-sided writes into the memory of peer engines. Every method may be called from any thread;
-// one engine thread per domain group does the work. Results of asynchronous operations come as
-// Completions: wait for event_fd() to be readable, then drain().
+// One-sided writes into the memory of peer engines. Every method may be called from any thread; one
+// engine thread does the work. Results of asynchronous operations come as Completions: wait for
+// event_fd() to be readable, then drain().
 //
-// An engine without a thread (EngineOptions::thread) belongs to the thread that made it: every
-// method is called there, poll() does the work, and event_fd() never becomes readable. Its peers
-// take it for dead when it is not polled for their peer_timeout.
+// An engine without a thread (EngineOptions::thread) belongs to the thread that created it: call
+// every method there. poll() does the work, and event_fd() never becomes readable. Peers consider
+// the engine dead if it is not polled for their peer_timeout.
 //
-// An engine belongs to the process that made it. In a forked one the destructor and what ends
-// something (close, disconnect, deregister, release_counter) only let go, methods that return a
-// Result are refused, and no other is to be called.
+// An engine belongs to the process that created it. In a forked process the destructor and the
+// methods that end something (close, disconnect, deregister, release_counter) do nothing, methods
+// that return a Result fail with engine-closed, and no other method may be called.
 class TransferEngine {
  public:
   static Result<std::unique_ptr<TransferEngine>> create(EngineOptions options);
@@ -56,20 +57,20 @@ class TransferEngine {
   TransferEngine(const TransferEngine&) = delete;
   TransferEngine& operator=(const TransferEngine&) = delete;
 
-  // Ends every operation with engine-closed and joins the engine thread. Idempotent.
+  // Ends every operation with engine-closed and stops the engine thread. Idempotent.
   void close();
   // Fails with engine-closed in a process that was forked from the engine's.
   Result<void> require_own_process() const;
 
   const EngineAddress& address() const;
   EngineStats stats() const;
-  // The fabrics in use, in the order in which they are preferred.
+  // Returns the names of the fabrics in use, in order of preference.
   const std::vector<std::string>& fabrics() const;
-  // By number, for WriteOptions::nic.
+  // Returns the NICs of this engine, by the number that WriteOptions::nic takes.
   const std::vector<NicInfo>& nics() const;
 
-  // Without a thread: does what there is to do, and never sleeps. Whether anything moved. Methods
-  // that wait for the engine do the same meanwhile.
+  // For an engine without a thread: does the work that is ready, without sleeping. Returns true if
+  // anything moved. Methods that wait for the engine do the same work meanwhile.
   bool poll();
 
   // --- completions
@@ -77,98 +78,104 @@ class TransferEngine {
   std::vector<Completion> drain();
 
   // --- memory
-  // `require_nics`: fails with fabric-unavailable where there is no NIC, or one that is up does not
-  // reach the memory itself; else it goes another way there, and a notice tells of it once.
-  // Zeroed memory that peers on this host can map: the fastest source for the local fabric.
+  // If a NIC that is up does not reach the memory, other fabrics carry its bytes, and a notice
+  // reports it once; without tcp, or with `require_nics`, registration fails with
+  // fabric-unavailable. `require_nics` also fails if the engine has no NIC.
+  //
+  // Allocates zeroed memory that peers on this host can map: the local fabric's fastest source.
   Result<RegionPtr> allocate(std::size_t bytes, bool require_nics = false);
-  // Likewise on a GPU, by CUDA's number in this process. Loads CUDA's driver.
+  // Allocates zeroed memory on a GPU, by CUDA's number in this process. Loads CUDA's driver.
   Result<RegionPtr> allocate_on_gpu(int device, std::size_t bytes, bool require_nics = false);
-  // Memory of the caller's, of the host or of a GPU: the CUDA driver that the process has loaded
-  // says which. It must stay valid until deregister() returned.
+  // Registers memory of the caller, on the host or on a GPU; the CUDA driver reports which if the
+  // process has loaded it. The memory must stay valid until deregister() has returned.
   Result<RegionPtr> register_memory(void* address, std::size_t bytes, bool require_nics = false);
-  // Cancels the operations that read the region and waits for them. No write of any peer lands
-  // in it after this returned. Fails with nic-lost where a NIC does not let go of the memory, and
-  // with deadline-exceeded where a peer of this host has kept memory of a GPU open for
-  // peer_timeout: it must not be freed then, and this may be called again.
+  // Cancels the operations that read the region and waits for them. After it has returned, no write
+  // of a peer lands in the region. Fails with nic-lost if a NIC does not release the memory, and
+  // with deadline-exceeded if a peer on this host has kept memory of a GPU open for peer_timeout:
+  // then the memory must not be freed, and the call may be repeated.
   Result<void> deregister(const RegionPtr& region);
 
   // --- peers
-  // Completion::Kind::connect with this id follows; peer_up too if the peer was not connected.
+  // Connects to an engine. Completion::Kind::connect with the returned id follows, and peer_up too
+  // if the peer was not connected.
   OperationId connect(const EngineAddress& address, Duration timeout);
+  // Both end the connection: once they have returned, no write of the peer lands. disconnect()
+  // first tells the peer; fence() fails with peer-lost if the peer is not connected.
   void disconnect(PeerId peer);
-  // After this returned, no write of the peer lands any more. The peer is lost to this engine.
   Result<void> fence(PeerId peer);
-  // Ordered among messages to one peer, not among writes. At most kMaxMessageBytes.
+  // Sends a message of at most kMaxMessageBytes. Messages to one peer keep their order among
+  // themselves, but not relative to writes.
   Result<void> send(PeerId peer, std::string data);
 
-  // --- writes: one Completion::Kind::write with the operation's id follows, when every byte is
-  // delivered or the operation has failed for good and no longer reads its source.
+  // --- writes. One Completion::Kind::write with the operation's id follows once every byte is
+  // delivered, or once the operation has failed and no longer reads its source.
   Result<Submitted> write(PeerId peer, const RegionPtr& source, const MrDescriptor& destination,
                           const SingleWrite& write, const WriteOptions& options = {});
   Result<Submitted> write_pages(PeerId peer, const RegionPtr& source,
                                 const MrDescriptor& destination, const PagedWrite& pages,
                                 const WriteOptions& options = {});
-  // Many writes to one peer, out of any regions into any regions: one operation, and one total. All
-  // are submitted, or none.
+  // Writes from any regions into any regions of one peer, as one operation with one total of
+  // immediates. Submits all writes or none.
   Result<Submitted> write_list(PeerId peer, std::span<const ListedWrite> list,
                                const WriteOptions& options = {});
   Result<Submitted> write_imm(PeerId peer, Imm imm, const WriteOptions& options = {});
-  // Peers that operations go to together, looked up once. Parts for one that is lost later fail.
+  // Looks up peers once, for scatter() and barrier(). Parts for a peer that is lost later fail.
   Result<PeerGroupPtr> peer_group(std::span<const PeerId> peers) const;
-  // Each its parts, out of one region: one operation. All are submitted, or none.
+  // Writes to each peer its parts, from one region, as one operation. Submits all parts or none.
   Result<Scattered> scatter(const RegionPtr& source, const PeerGroupPtr& group,
                             std::span<const ScatterPart> parts, const WriteOptions& options = {});
-  // The immediate to each, likewise.
+  // Sends the immediate to each peer of the group, in the same way.
   Result<Scattered> barrier(const PeerGroupPtr& group, Imm imm, const WriteOptions& options = {});
-  // A word at zero for WriteOptions::after. Whatever adds to it starts what was held back for the
-  // value: wake() at once, a plain store within 100 microseconds, or within a sixteenth of
-  // the time that nothing was moved for, where that is longer: 1 ms at most.
+  // Returns a word, initially zero, for WriteOptions::after. Writes start once the word has reached
+  // their value: at once after wake(); after a plain store within 100 microseconds, or within a
+  // sixteenth of the time since anything moved if that is longer, but at most 1 ms.
   static std::shared_ptr<WatchWord> watch_word() { return std::make_shared<WatchWord>(); }
   void wake();
-  // A watch word that streams of this GPU count up.
+  // Returns a watch word that streams of this GPU count up.
   Result<std::shared_ptr<StreamWord>> stream_word(int device);
-  // Stops posting; what is posted is waited for. The completion says cancelled, or ok if the
-  // operation was faster.
+  // Stops posting writes of the operation; those already posted run to their end. The completion
+  // reports cancelled, or ok if the operation ended first.
   void cancel(OperationId operation);
 
   // --- counters (receiving side)
-  // `writer`: the only peer that will be told of it, so that releasing it asks no other.
+  // Allocates a counter. With `writer`, only that peer's immediates count, and releasing the
+  // counter asks no other peer.
   Result<Imm> allocate_counter(std::optional<PeerId> writer = std::nullopt);
   std::uint64_t counter_value(Imm imm) const;
-  // Completion::Kind::counter follows once the counter has reached `total`; none of an earlier
-  // total, reached or not, that was not drained before.
+  // Requests Completion::Kind::counter once the counter has reached `total`. Replaces an earlier
+  // total, and drops its completion if that was not drained.
   Result<void> expect(Imm imm, std::uint64_t total, Expect expect = Expect::exactly);
-  // Queues on a CUstream of this GPU's primary context that what follows in it waits until the
-  // counter has reached `total`. It is let go on, too, when the counter is released, when more
-  // arrive than `expect` allows, after `timeout` (0: the engine's operation_timeout), and when the
-  // engine is closed: read StreamWait::reached() before anything that the stream computed behind it
-  // is used. Not for a stream that is captured.
+  // Queues a wait on a CUstream of this GPU's primary context: work queued behind it runs once the
+  // counter has reached `total`. The wait also ends when the counter is released, when more
+  // immediates arrive than `expect` allows, after `timeout` (0: the engine's operation_timeout),
+  // and when the engine is closed: check StreamWait::reached() before using results of the work
+  // behind it. Not for a stream that is being captured.
   Result<std::shared_ptr<StreamWait>> wait_on_stream(int device, void* stream, Imm imm,
                                                      std::uint64_t total, Duration timeout,
                                                      Expect expect = Expect::exactly);
-  // A word that kernels of this GPU may read, which follows the count from now on. Bytes that were
-  // counted are there for them, those that a NIC wrote (GPUDirect) for work that begins later. It
-  // also tells when the counter is released, or the engine closed.
+  // Returns a word that kernels of this GPU may read and that follows the count from now on.
+  // Kernels see the bytes that were counted; those that a NIC wrote (GPUDirect) only in work that
+  // begins later. The word also shows that the counter was released or the engine closed.
   Result<std::shared_ptr<CounterMirror>> mirror_counter(int device, Imm imm);
-  // Completion::Kind::arrival follows whenever the counter has grown since take_arrivals(), which
-  // returns its count.
+  // Requests Completion::Kind::arrival when the counter next grows. Each take_arrivals(), which
+  // returns the count, requests another.
   Result<void> subscribe(Imm imm);
   std::uint64_t take_arrivals(Imm imm);
-  // Descriptors of these ranges for the counter's writer, which may write there with this immediate
-  // and until the counter is released. What each fabric enforces: docs/protocol.md.
+  // Returns descriptors that permit the counter's writer to write into these ranges with this
+  // immediate until the counter is released. docs/protocol.md says what each fabric enforces.
   Result<std::vector<MrDescriptor>> grant(Imm imm, std::span<const RegionRange> ranges);
-  // After this returned, no write that carries the immediate lands or counts.
+  // Releases the counter. After it has returned, no write with the immediate lands or counts.
   void release_counter(Imm imm);
-  // The same without waiting for peers: true if it is done, else Completion::Kind::released
-  // follows.
+  // Releases the counter without waiting for peers. Returns true if it is done; otherwise a
+  // Completion::Kind::released follows.
   bool begin_release_counter(Imm imm);
 
  private:
   explicit TransferEngine(std::unique_ptr<DomainGroup> group);
-  // Why there is no such peer.
+  // Returns the error for a peer that is not connected.
   Error no_peer(PeerId peer) const;
   SubmissionPtr begin(std::size_t parts, const WriteOptions& options) const;
-  // Add a part to what is to be submitted.
+  // Add a part to the submission.
   struct Part;
   Result<void> add(Submission& submission, const PeerHandlePtr& handle, const Part& part,
                    const WriteOptions& options) const;
@@ -177,7 +184,7 @@ class TransferEngine {
                           const SingleWrite& write, const WriteOptions& options) const;
   Result<void> add_imm(Submission& submission, const PeerHandlePtr& handle,
                        const WriteOptions& options) const;
-  // Unless adding a part has failed.
+  // Submit the parts, or withdraw them if `added` is an error.
   Result<Scattered> submit(const SubmissionPtr& submission, const Result<void>& added);
   Result<Submitted> submit_one(const SubmissionPtr& submission, const Result<void>& added);
   std::unique_ptr<DomainGroup> group_;

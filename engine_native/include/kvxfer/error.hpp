@@ -38,7 +38,7 @@ enum class Errc : std::uint16_t {
 };
 inline constexpr std::size_t kErrcs = static_cast<std::size_t>(Errc::nic_lost) + 1;
 
-// The code's public name, e.g. "peer-timeout"; the same in Python, REST and metrics.
+// Returns the code's public name, e.g. "peer-timeout"; the same in Python, REST and metrics.
 std::string_view name(Errc code);
 
 struct Error {

@@ -6,8 +6,8 @@
 namespace kvxfer {
 namespace {
 
-// Connections whose handshake is under way; one more closes the oldest, so that silent strangers
-// cannot lock members out.
+// The most connections whose handshake is under way; one more closes the oldest, so that silent
+// strangers cannot lock members out.
 constexpr std::size_t kMaxInbound = 512;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The listening side of the bootstrap: authenticates what connects. Engine thread only.
+// The listening side of the bootstrap: authenticates incoming connections. Engine thread only.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +17,9 @@ namespace kvxfer {
 
 class AcceptorEvents {
  public:
-  // An engine has proved that it knows the cluster key; the stream needs a new owner.
+  // Called when an engine has proved that it knows the cluster key; the stream needs a new owner.
   virtual void on_accepted(std::unique_ptr<Stream> stream, const Session& session) = 0;
-  // A further connection of a session; its hello is not checked yet.
+  // Called for a further connection of a session, whose hello is not checked yet.
   virtual void on_lane_hello(UniqueFd socket, const std::string& hello) = 0;
   virtual void on_handshake_refused(Errc why) = 0;
 

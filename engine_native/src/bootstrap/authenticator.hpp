@@ -12,7 +12,7 @@ using Mac = std::array<std::uint8_t, 32>;
 
 Mac hmac_sha256(std::string_view key, std::string_view purpose, std::string_view data);
 
-// In constant time.
+// Compares in constant time.
 bool equal(const Mac& a, const Mac& b);
 
 inline std::string_view view(const Mac& mac) {

@@ -21,7 +21,8 @@ class LaneDialer;
 
 class DialerEvents {
  public:
-  // The dialer has ended; with a session, take_stream() needs a new owner before this returns.
+  // Called when the dialer has ended; with a session, its stream needs a new owner before this
+  // returns (take_stream()).
   virtual void on_dialed(Dialer& dialer, Result<Session> session) = 0;
   virtual void on_lane_dialed(LaneDialer& dialer, Result<UniqueFd> socket) = 0;
 
@@ -39,9 +40,9 @@ class Dialer final : private StreamOwner {
   const EngineAddress& address() const { return address_; }
   std::unique_ptr<Stream> take_stream() { return std::move(stream_); }
   bool ended() const { return ended_; }
-  // Why it has not ended yet.
+  // Returns why the dialer has not ended yet.
   std::string trouble() const;
-  // Nothing is reported any more.
+  // Ends the dialer without a report.
   void abandon() { ended_ = true; }
   ConnectWaiters waiters;
 
@@ -68,7 +69,7 @@ class LaneDialer final : private StreamOwner {
                                                   const Session& session, unsigned lane,
                                                   Poller& poller, DialerEvents& events);
 
-  PeerId peer = 0;  // whose lane it is
+  PeerId peer = 0;  // the lane's peer
   unsigned lane() const { return lane_; }
   bool ended() const {
     thread_.check("LaneDialer");

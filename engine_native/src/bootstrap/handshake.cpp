@@ -32,7 +32,7 @@ static_assert(sizeof(Hello) == kHelloBytes);
 
 struct Reply {
   std::uint16_t status = 0;                // an Errc; the rest is meaningless unless ok
-  std::uint16_t version = kOldestVersion;  // of the session
+  std::uint16_t version = kOldestVersion;  // the session's
   EngineId engine;
   Nonce nonce{};
   Mac mac{};
@@ -72,7 +72,7 @@ std::optional<T> take(std::string& in) {
 
 Error not_kvxfer() {
   return {Errc::connect_failed,
-          "what answers there is no kvxfer engine: it does not speak the protocol versions " +
+          "the server there is no kvxfer engine: it does not speak the protocol versions " +
               std::to_string(kOldestVersion) + " to " + std::to_string(kNewestVersion)};
 }
 
@@ -84,7 +84,7 @@ bool known_version(std::uint16_t version) {
   return version >= kOldestVersion && version <= kNewestVersion;
 }
 
-// Whether what has come can be a Reply: another server's answer may be shorter.
+// True if the received bytes can be a Reply. Another server's answer may be shorter.
 bool may_be_reply(std::string_view in) {
   std::array<std::uint16_t, 2> head{};
   if (in.size() < sizeof head) return true;
@@ -101,7 +101,7 @@ Error wrong_key() {
 Error restarted(const EngineId& target) {
   return {Errc::peer_restarted, "engine " + target.hex() +
                                     " no longer runs at that address, another one does (the peer "
-                                    "was restarted); look its new address up"};
+                                    "was restarted); look up its new address"};
 }
 
 Session derive(std::string_view cluster_key, std::string_view transcript) {
@@ -112,7 +112,7 @@ Session derive(std::string_view cluster_key, std::string_view transcript) {
   return session;
 }
 
-// Reads a Proof and its introduction, once both are there; checks the MAC.
+// The result of reading a Proof and its introduction, and checking the MAC, once both have arrived.
 struct ProofResult {
   Errc status = Errc::ok;
   bool complete = false;

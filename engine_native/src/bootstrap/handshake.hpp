@@ -1,5 +1,5 @@
-// How two engines prove to each other that they know the cluster key, before any memory is
-// reachable. No I/O: bytes in, bytes out. docs/protocol.md has the message diagram.
+// The handshake in which two engines prove to each other that they know the cluster key, before any
+// memory is reachable. No I/O: bytes in, bytes out. docs/protocol.md has the message diagram.
 //
 //   client → server   hello    ids of both, nonce
 //   server → client   reply    id, nonce, MAC over both        (the server knows the key)
@@ -18,13 +18,13 @@
 
 namespace kvxfer {
 
-// This engine speaks these; two use the newest that both do.
+// The protocol versions of this engine; two engines use the newest that both speak.
 inline constexpr std::uint16_t kOldestVersion = 2;
 inline constexpr std::uint16_t kNewestVersion = 4;
-// Since this one an immediate may count for a group of writes.
+// Since this version an immediate may count for a group of writes.
 inline constexpr std::uint16_t kGroupsVersion = 3;
-// Since this one the ends of a NIC's path say what they know before they close (path_stop), and
-// those of a local path when they have closed memory of the peer's GPUs.
+// Since this version the ends of a NIC path report what they know before they close (path_stop),
+// and the ends of a local path report when they have closed memory of the peer's GPUs.
 inline constexpr std::uint16_t kPathStopVersion = 4;
 inline constexpr std::size_t kHelloBytes = 72;
 inline constexpr std::uint16_t kMaxLanes = 64;
@@ -33,21 +33,21 @@ inline constexpr std::uint64_t kMaxHeartbeatNs = 60'000'000'000u;
 
 using SessionId = std::array<std::uint8_t, 16>;
 
-// What each side says of itself, covered by its MAC.
+// The data that each side sends about itself, covered by its MAC.
 struct Introduction {
   std::string name;
   std::string host;  // equal on engines that share a boot and a network namespace
   bool local = false;
   bool tcp = false;
-  std::uint16_t lanes = 0;         // at most kMaxLanes
-  std::uint64_t heartbeat_ns = 0;  // its interval
-  std::vector<NicInfo> nics;       // at most kMaxNics
+  std::uint16_t lanes = 0;         // kMaxLanes or fewer
+  std::uint64_t heartbeat_ns = 0;  // heartbeat interval
+  std::vector<NicInfo> nics;       // kMaxNics or fewer
 
   std::string encode() const;
   static std::optional<Introduction> decode(std::string_view bytes);
 };
 
-// What both sides hold after the handshake.
+// The result of a handshake, on both sides.
 struct Session {
   SessionId id{};
   std::string key;  // derived from the cluster key and both nonces
@@ -64,15 +64,15 @@ struct Identity {
 
 class ClientHandshake {
  public:
-  // `target` is the engine that is meant: another one at its address is refused. any() means none
-  // in particular.
+  // `target` is the expected engine: another one at its address is refused. any() stands for no
+  // particular engine.
   ClientHandshake(const Identity& self, EngineId target);
 
   std::string hello() const { return transcript_.substr(0, kHelloBytes); }
-  // Takes what it understands from `in`, appends answers to `out`. True once done.
+  // Takes complete messages from `in`, and appends answers to `out`. Returns true once done.
   Result<bool> advance(std::string& in, std::string& out);
   const Session& session() const { return session_; }
-  // Whether an engine that knows the cluster key has answered.
+  // True if an engine that knows the cluster key has answered.
   bool replied() const { return proved_; }
 
  private:
@@ -87,7 +87,8 @@ class ServerHandshake {
  public:
   explicit ServerHandshake(const Identity& self) : self_(self) {}
 
-  // Errors are the client's fault; `out` then holds what to tell it before closing.
+  // Like ClientHandshake::advance(). An error is the client's fault; `out` then holds the answer to
+  // send before closing.
   Result<bool> advance(std::string& in, std::string& out);
   const Session& session() const { return session_; }
 
@@ -106,7 +107,7 @@ struct LaneHello {
   std::string encode(const std::string& session_key) const;
 };
 
-// What a first message of kHelloBytes asks for.
+// The purpose of a first message of kHelloBytes.
 enum class HelloKind { control, lane, unknown };
 HelloKind hello_kind(std::string_view hello);
 LaneHello decode_lane_hello(std::string_view hello);

@@ -7,7 +7,7 @@
 namespace kvxfer {
 namespace {
 
-// Per event, so that a flood of connections cannot keep heartbeats waiting.
+// The most connections per event, so that a flood of them cannot delay heartbeats.
 constexpr int kPortion = 64;
 
 }  // namespace

@@ -19,7 +19,7 @@ class Listener final : private EventSink {
 
   int fd() const { return socket_.get(); }
   Result<void> start(Poller& poller, Accepted accepted);
-  // Accepts again after a rest; to be called now and then.
+  // Accepts again after a rest; to be called periodically.
   void resume();
   bool resting() const { return resting_; }
 

@@ -29,7 +29,7 @@ void Stream::write(std::string bytes) {
   if (lost_ || bytes.empty()) return;
   unsent_ += bytes.size();
   out_.push_back(std::move(bytes));
-  // A failure here shows again as an event, where the owner can be told.
+  // A failure shows again as an event, through which the owner is told.
   if (connected_) (void)flush();
 }
 
@@ -59,14 +59,14 @@ void Stream::on_events(std::uint32_t events) {
     const std::size_t heard = in_.size();
     const auto received = receive();
     const bool more = in_.size() > heard;
-    // An owner may hand the stream on in the middle of the input.
+    // An owner may pass the stream on in the middle of the input.
     for (StreamOwner* reader = nullptr; !lost_ && !in_.empty() && reader != owner_;) {
       reader = owner_;
       reader->on_input(in_);
     }
     if (lost_) return;
     if (!received) return lose(received.error());
-    // Whom nothing can be sent to any more may have said something before.
+    // A peer that cannot be sent to any more may have sent something before.
     if (!sent && !more) lose(sent.error());
   }
 }

@@ -15,11 +15,11 @@ namespace kvxfer {
 
 class StreamOwner {
  public:
-  // `in` holds what has arrived and was not taken yet; take from its front.
+  // Called with all bytes that have arrived and were not taken yet; take from the front of `in`.
   virtual void on_input(std::string& in) = 0;
-  // What one call of write() queued has left.
+  // Called when the bytes of one write() have been sent.
   virtual void on_sent() = 0;
-  // Nothing more comes. The stream may be destroyed only after this returned.
+  // Called when nothing more comes. The stream may be destroyed only after this returned.
   virtual void on_stream_lost(Error error) = 0;
 
  protected:
@@ -28,20 +28,20 @@ class StreamOwner {
 
 class Stream final : private EventSink {
  public:
-  // The socket may still be connecting.
+  // Takes over a socket, which may still be connecting.
   static Result<std::unique_ptr<Stream>> open(UniqueFd socket, Poller& poller, StreamOwner& owner);
   ~Stream();
 
   void set_owner(StreamOwner& owner) { owner_ = &owner; }
-  // Queues and sends what the socket takes at once.
+  // Queues bytes, and sends as many as the socket takes at once.
   void write(std::string bytes);
-  // Whether the other end's host has accepted the connection.
+  // True if the other end's host has accepted the connection.
   bool connected() const { return connected_; }
   std::size_t unsent() const { return unsent_; }
-  // Whether something has come that was not read yet.
+  // True if bytes have come that were not read yet.
   bool has_input() const;
   int fd() const { return socket_.get(); }
-  // Hands the socket on; only when nothing is buffered.
+  // Gives up the socket; only if nothing is buffered.
   UniqueFd release();
 
  private:
@@ -59,7 +59,7 @@ class Stream final : private EventSink {
   StreamOwner* owner_;
   std::string in_;
   std::deque<std::string> out_;
-  std::size_t front_sent_ = 0;  // bytes of out_.front()
+  std::size_t front_sent_ = 0;  // bytes sent of out_.front()
   std::size_t unsent_ = 0;
   bool connected_ = false;
   bool waiting_for_room_ = true;  // until connected

@@ -6,7 +6,7 @@ namespace kvxfer::cuda {
 namespace {
 
 constexpr const char* kName = "libcuda.so.1";
-// Calls keep the form that they had then; CUDA 13 changed some.
+// Calls keep the form of this version; CUDA 13 changed some.
 constexpr int kVersion = 12000;
 
 using GetProcAddress = Status (*)(const char* symbol, void** function, int version,
@@ -32,7 +32,7 @@ class Finder {
   bool complete_ = true;
 };
 
-// Null where a call is missing: a driver older than CUDA 12.
+// Returns null if a call is missing: a driver older than CUDA 12.
 std::shared_ptr<const Driver> calls_of(void* library) {
   auto driver = std::make_shared<Driver>();
   Finder find(library);

@@ -1,6 +1,6 @@
-// CUDA's driver, loaded at run time: a host without it runs all the same, and nothing of CUDA is
-// needed to build. What the engine uses of cuda.h stands here; where cuda.h is there,
-// tests/test_cuda_driver.cpp compares. Any thread.
+// CUDA's driver, loaded at run time: the engine runs without it, and the build needs no CUDA. This
+// file declares the parts of cuda.h that the engine uses; if cuda.h is installed,
+// tests/test_cuda_driver.cpp compares them. Any thread.
 #pragma once
 
 #include <array>
@@ -64,7 +64,7 @@ inline constexpr int kIsManaged = 8;
 inline constexpr int kDeviceOrdinal = 9;
 inline constexpr unsigned kOnDevice = 2;
 inline constexpr int kSyncMemops = 6;
-// CUdevice_attribute, and what they say
+// CUdevice_attribute, and its values
 inline constexpr int kHostPointers = 91;     // CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 inline constexpr int kWideWords = 122;       // CAN_USE_64_BIT_STREAM_MEM_OPS
 inline constexpr int kHostPageTables = 100;  // PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
@@ -89,15 +89,15 @@ inline constexpr int kCapturing = 1;            // CU_STREAM_CAPTURE_STATUS_ACTI
 inline constexpr unsigned kAtLeast = 0;         // CU_STREAM_WAIT_VALUE_GEQ
 
 struct Driver {
-  // The one that the process has loaded; null where it has none: then it has no device memory.
+  // Returns the driver that the process has loaded; null if it has none, and so no device memory.
   static std::shared_ptr<const Driver> loaded();
-  // Loads it if it must. Fails with fabric-unavailable.
+  // Loads the driver if necessary. Fails with fabric-unavailable.
   static Result<std::shared_ptr<const Driver>> load();
 
-  // "CUDA_ERROR_ILLEGAL_ADDRESS"
+  // Returns CUDA's name, such as "CUDA_ERROR_ILLEGAL_ADDRESS".
   std::string name_of(Status status) const;
 
-  // Named as in cuda.h, without the prefix; in the form that CUDA 12.0 has of them.
+  // Calls, named as in cuda.h without the prefix, in the form of CUDA 12.0.
   Status (*init)(unsigned flags) = nullptr;
   Status (*get_error_name)(Status status, const char** name) = nullptr;
   Status (*device_get_count)(int* count) = nullptr;

@@ -17,17 +17,17 @@ namespace kvxfer::cuda {
 namespace {
 
 constexpr std::size_t kCopiesBytes = Gpu::kMaxCopies * sizeof(DeviceCopy);
-// How often a GPU is asked that has not ended a copy for so long.
+// The interval at which a GPU that ends no copy is asked whether it is alive.
 constexpr std::uint64_t kAskNs = 10'000'000;
 
-// Those of this process that no engine uses.
+// The GPUs of this process that no engine uses.
 class Unused {
  public:
   void add(Gpu* gpu) {
     const std::lock_guard lock(mutex_);
     gpus_.push_back(gpu);
   }
-  // Null where there is none.
+  // Returns null if there is none.
   Gpu* take(int device) {
     const std::lock_guard lock(mutex_);
     const auto found = std::find_if(gpus_.begin(), gpus_.end(),
@@ -69,7 +69,7 @@ Unused& unused() {
 
 }  // namespace
 
-// --- its life --------------------------------------------------------------------------------
+// --- life cycle ------------------------------------------------------------------------------
 
 Result<std::shared_ptr<Gpu>> Gpu::open(const std::shared_ptr<const Driver>& driver, int device) {
   const auto drop = [](Gpu* gpu) {
@@ -147,11 +147,12 @@ Result<void> Gpu::find_attributes() {
   can_flush_ = (attribute(kRdmaFlushOptions) & kFlushByHost) != 0;
   has_wide_words_ = attribute(kWideWords) != 0;
   if (attribute(kHostPointers) != 0) return {};
-  return Error{Errc::fabric_unavailable,
-               label_ +
-                   " does not reach memory of the host at the processor's addresses "
-                   "(CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM), which this engine needs; keep what "
-                   "is to be moved in host memory"};
+  return Error{
+      Errc::fabric_unavailable,
+      label_ +
+          " does not reach memory of the host at the processor's addresses "
+          "(CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM), which this engine needs; keep memory "
+          "for transfers on the host"};
 }
 
 Result<StreamHandle> Gpu::make_stream() const {
@@ -189,7 +190,7 @@ Result<void> Gpu::pin_memory() {
   return {};
 }
 
-// And runs each once: the first run of a kernel may wait for all streams.
+// Loads the kernels and runs each once: the first run may wait for all streams.
 Result<void> Gpu::load_kernels() {
   const Driver& cuda = *driver_;
   if (auto good = check(cuda.module_load_data(&module_, kPtx), "cuModuleLoadData"); !good) {
@@ -234,7 +235,7 @@ Result<void> Gpu::check(Status status, const char* call) const {
   return Error{Errc::gpu_lost, label_ + ": " + call + " failed with " + driver_->name_of(status)};
 }
 
-// On the one thread that makes such calls, or before there is one.
+// Called on the one thread that makes such calls, or before there is one.
 void Gpu::fail(Status status, const char* call) {
   if (failed_) return;
   failure_ = check(status, call).error();
@@ -258,7 +259,7 @@ Result<Address> Gpu::allocate(std::size_t bytes) {
                                           "; free memory of the GPU"};
   }
   if (auto good = check(status, "cuMemAlloc"); !good) return good.error();
-  // Not on the default stream, which compute would wait for.
+  // Not on the default stream, for which computation would wait.
   Status zeroed = driver_->memset_d8_async(address, 0, bytes, stream_);
   if (zeroed == kSuccess) zeroed = driver_->stream_synchronize(stream_);
   if (auto good = check(zeroed, "cuMemsetD8Async"); !good) {
@@ -280,7 +281,7 @@ void Gpu::await_frees() const {
   frees_.wait();
 }
 
-// The engine's own stream would make it wait for copies of transfers, and these for it.
+// Takes a new stream: on the engine's, it would wait for copies of transfers, and these for it.
 Result<void> Gpu::copy(const std::function<Status(StreamHandle)>& start, const char* call) const {
   const Current current(*driver_, context_);
   if (auto good = check(current); !good) return good;
@@ -340,7 +341,7 @@ Result<Gpu::Dmabuf> Gpu::dmabuf(Address address, std::size_t bytes) const {
 
 Result<void> Gpu::takes_nic_writes() const {
   if (coherent_) {
-    // A completion and the bytes may take different ways, and CUDA leaves their order to its users
+    // A completion and its bytes may take different routes, and CUDA leaves their order to users
     // (cuFlushGPUDirectRDMAWrites).
     return Error{Errc::fabric_unavailable,
                  label_ +
@@ -349,7 +350,7 @@ Result<void> Gpu::takes_nic_writes() const {
   }
   if (!needs_flush_ || can_flush_) return {};
   return Error{Errc::fabric_unavailable,
-               label_ + " neither orders what NICs write nor lets this process flush it"};
+               label_ + " neither orders the writes of NICs nor lets this process flush them"};
 }
 
 void Gpu::order_copies(Address address) const {
@@ -370,7 +371,7 @@ Result<void> Gpu::check_stream(Status status, const char* call, StreamHandle str
   if (status != kInvalidHandle && status != kInvalidContext) return check(status, call);
   return Error{Errc::invalid_argument,
                "stream " + std::to_string(reinterpret_cast<std::uintptr_t>(stream)) +
-                   " is none of the primary context of " + label_ + " (" +
+                   " does not belong to the primary context of " + label_ + " (" +
                    driver_->name_of(status) + "); pass a stream of that GPU"};
 }
 
@@ -448,7 +449,7 @@ Ticket Gpu::launch(std::size_t count) {
   return ticket;
 }
 
-// Behind the copies a kernel counts the launch in a word of the host's.
+// Launches the copies, then a kernel that counts the launch in a word of host memory.
 void Gpu::copy_now(Ticket ticket) {
   if (failed_) return;
   const Current current(*driver_, context_);
@@ -469,7 +470,7 @@ void Gpu::copy_now(Ticket ticket) {
   if (launched != kSuccess) fail(launched, "cuLaunchKernel");
 }
 
-// What was launched before a failure goes on, unless the context is lost.
+// Checks the stream. Work launched before a failure goes on, unless the context is lost.
 void Gpu::look() {
   const Current current(*driver_, context_);
   Status status = current.status();
@@ -492,7 +493,7 @@ std::uint64_t Gpu::begin_flush() {
   if (flushes_ > flushes_begun_) return flushes_;
   calls_.post([this, flush = ++flushes_] {
     flushes_begun_ = flush;
-    (void)flush_writes();  // where it fails, so has the context with all kernels that could read
+    (void)flush_writes();  // if it fails, the context is lost with all kernels that could read
     flushes_ended_ = flush;
   });
   return flushes_;

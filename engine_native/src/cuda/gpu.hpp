@@ -1,8 +1,7 @@
-// A GPU as one engine uses it: its primary context, a stream of the engine's own, the kernel that
-// copies, and pinned memory.
+// A GPU as one engine uses it: its primary context, the engine's stream, kernels, pinned memory.
 //
-// The driver keeps every call into a context waiting while any thread of the process allocates,
-// frees or loads a kernel there, and that waits for all streams. So the engine thread makes no such
+// The driver holds up every call into a context while any thread of the process allocates, frees or
+// loads a kernel there, which in turn waits for all streams. So the engine thread makes no such
 // call: it hands launches, flushes and questions to a thread of the GPU, and reads words that
 // kernels write.
 #pragma once
@@ -33,8 +32,8 @@ class MemoryRegion;
 
 namespace kvxfer::cuda {
 
-// Makes a context the calling thread's while it lives. A capture of another thread's forbids to ask
-// an event only to threads that have not said that they are relaxed (cuda.h).
+// Makes a context current on the calling thread while it lives. It also relaxes the thread's
+// capture mode: otherwise a capture by another thread would forbid queries of events (cuda.h).
 class Current {
  public:
   Current(const Driver& driver, Context context) : driver_(driver) {
@@ -48,7 +47,7 @@ class Current {
   Current(const Current&) = delete;
   Current& operator=(const Current&) = delete;
 
-  // Fails once the context is destroyed: then another one is the thread's.
+  // Fails once the context is destroyed: then another one is current.
   Status status() const { return pushed_; }
 
  private:
@@ -57,7 +56,7 @@ class Current {
   Status pushed_;
 };
 
-// Allocations of cuMemCreate that lie one behind the other, as files that another process maps.
+// Adjacent allocations of cuMemCreate, as files that another process maps.
 struct FileParts {
   static constexpr std::size_t kMost = 64;  // a process may have few descriptors
   struct Part {
@@ -65,14 +64,14 @@ struct FileParts {
     std::uint64_t size;
   };
   std::vector<Part> parts;
-  std::uint64_t offset = 0;  // from the start of the first to what is meant
+  std::uint64_t offset = 0;  // start of the exported bytes in the first part
 };
 
-// Memory of a GPU of this host, opened by a handle or files of another process; closed with its
-// owner, which may take long.
+// Memory of a GPU of this host, opened by a handle or files of another process. The destructor
+// closes it, which may take long.
 class ImportedMemory {
  public:
-  // `mapped`: of files so many bytes; 0: it came by a handle.
+  // `mapped`: the bytes mapped from files; 0: opened by a handle.
   ImportedMemory(std::shared_ptr<Gpu> gpu, Address base, std::size_t mapped)
       : gpu_(std::move(gpu)), base_(base), mapped_(mapped) {}
   ~ImportedMemory();
@@ -80,7 +79,7 @@ class ImportedMemory {
   ImportedMemory& operator=(const ImportedMemory&) = delete;
 
   Address base() const { return base_; }
-  // Whether this range, which begins at `offset`, is of it.
+  // True if it contains `bytes` from `offset` on.
   bool holds(std::uint64_t offset, std::uint64_t bytes) const;
 
  private:
@@ -91,16 +90,15 @@ class ImportedMemory {
 
 class Gpu final : public std::enable_shared_from_this<Gpu> {
  public:
-  // Of one launch.
+  // The maximum number of copies of one launch.
   static constexpr std::size_t kMaxCopies = 16384;
-  // That streams count up, and as many that streams wait for.
+  // Words that streams count up, and as many that streams wait for.
   static constexpr std::size_t kWords = 1024;
 
-  // `device`: by CUDA's number in this process.
-  // Ending one waits for all streams. So one that is not used any more, and has not failed, is kept
-  // for the next that opens this device.
+  // Opens the GPU; `device` is CUDA's number in this process. Ending a GPU waits for all streams,
+  // so one that is not used any more, and has not failed, is kept for the next open().
   static Result<std::shared_ptr<Gpu>> open(const std::shared_ptr<const Driver>& driver, int device);
-  // Ends those that are kept, once all memory that was dropped is free.
+  // Ends the kept GPUs, once all memory that was dropped is free.
   static void end_unused();
   Gpu(const Gpu&) = delete;
   Gpu& operator=(const Gpu&) = delete;
@@ -111,28 +109,28 @@ class Gpu final : public std::enable_shared_from_this<Gpu> {
   const std::string& label() const { return label_; }
   // The same in every process.
   const Uuid& uuid() const { return uuid_; }
-  // Zeroed.
+  // Allocates zeroed memory.
   Result<Address> allocate(std::size_t bytes);
-  // Soon, on another thread.
+  // Frees the memory soon, on another thread.
   void free(Address address);
-  // Returns once memory that was dropped before is free. A free that came while a stream waits for
+  // Returns once memory that was dropped before is free: a free that runs while a stream waits for
   // a copy would keep the copy from being launched. Not on the engine thread.
   void await_frees() const;
-  // Between the GPU and host memory; wait for that copy.
+  // Copy between the GPU and host memory, and wait for the copy.
   Result<void> read(Address from, std::span<std::byte> into) const;
   Result<void> write(Address to, std::span<const std::byte> from) const;
-  // Of the whole allocation that holds the address; none where CUDA has no such handle of it.
+  // Returns the handle of the whole allocation that holds the address; no value if CUDA has none.
   std::optional<IpcHandle> handle_of(Address address) const;
-  // Fails where the memory is not of cuMemCreate, or did not ask for files.
+  // Returns the memory as files. Fails if it is not of cuMemCreate, or did not ask for files.
   Result<FileParts> files_of(Address address, std::size_t bytes) const;
-  // Memory that holds these bytes, for as long as its file is open or mapped.
+  // Allocates memory that holds these bytes, for as long as its file is open or mapped.
   Result<FileParts> file_with(std::span<const std::byte> bytes);
-  // Also of another GPU, where CUDA lets this one reach it.
+  // Import memory of this GPU, or of another that CUDA lets this one reach.
   Result<std::unique_ptr<ImportedMemory>> import(const IpcHandle& handle);
   Result<std::unique_ptr<ImportedMemory>> import(const FileParts& files);
   void close_imported(Address base, std::size_t mapped) const;
-  // By the kernel that copies pages, whose way to memory of another GPU may be another than that of
-  // CUDA's copies; waits for it.
+  // Reads with the kernel that copies pages, which may take another route to memory of another GPU
+  // than CUDA's copies. Waits for it.
   Result<std::vector<std::byte>> read_by_kernel(Address from, std::uint32_t bytes) const;
   // The allocation, or the mapping of cuMemMap, that holds the address.
   struct Range {
@@ -140,64 +138,64 @@ class Gpu final : public std::enable_shared_from_this<Gpu> {
     std::size_t size;
   };
   std::optional<Range> range_of(Address address) const;
-  // Whether the memory belongs to another context than the engine's.
+  // True if the memory belongs to another context than the engine's.
   bool foreign(Context context) const { return context && context != context_; }
 
   // --- any thread: memory that NICs reach themselves (GPUDirect)
-  // A file that stands for whole pages; those bytes begin at `offset` of it.
+  // A file that stands for whole pages; the memory begins at `offset` of it.
   struct Dmabuf {
     UniqueFd fd;
     std::uint64_t offset;
   };
   Result<Dmabuf> dmabuf(Address address, std::size_t bytes) const;
-  // Fails where kernels might not see what NICs wrote, and no flush helps.
+  // Fails if kernels might not see what NICs wrote, and no flush helps.
   Result<void> takes_nic_writes() const;
-  // CUDA's own synchronous copies of that allocation are ordered with NICs, where CUDA offers it:
-  // not for memory of cuMemCreate ("GPUDirect RDMA", SYNC_MEMOPS).
+  // Orders CUDA's synchronous copies of that allocation with NICs, if CUDA can: not for memory of
+  // cuMemCreate ("GPUDirect RDMA", SYNC_MEMOPS).
   void order_copies(Address address) const;
-  // After it, kernels that begin later see what NICs had completed. Needed where
-  // writes_need_flush(). May wait.
+  // True if flush_writes() is needed: after it, kernels that begin later see what NICs had
+  // completed. It may wait.
   bool writes_need_flush() const { return needs_flush_; }
   Result<void> flush_writes() const;
-  // --- any thread: order with streams of this context, which are others'
+  // --- any thread: order with streams of other users of this context
   Words& counted_words() { return *counted_words_; }
-  // In device memory, for one of the counted words.
+  // Returns the device address of a counted word's counter.
   Address counter_of(const WatchWord& word) const;
-  // To zero; waits for the engine's stream.
+  // Sets the counter to zero; waits for the engine's stream.
   Result<void> reset(Address counter) const;
   bool capturing(StreamHandle stream) const;
   Words& awaited_words() { return *awaited_words_; }
   Result<void> count_on(StreamHandle stream, const StreamCount& count) const;
-  // The stream waits until the word, which is one of ours, is at `value` or above it.
+  // Makes the stream wait until the word, one of awaited_words(), is at `value` or above.
   Result<void> wait_on(StreamHandle stream, const Word& word, std::uint64_t value) const;
 
-  // --- engine thread: copies. Launches run in order, and none beside another.
-  // Where to put the copies of the next launch; empty while too many are under way.
+  // --- engine thread: copies. Launches run in order, one at a time.
+  // Returns room for the copies of the next launch; empty while too many are under way.
   std::span<DeviceCopy> room();
-  // Queues the first `count` of them.
+  // Launches the first `count` copies of room().
   Ticket launch(std::size_t count);
-  // Which number launch() will return next.
+  // Returns the number that launch() will return next.
   Ticket next() const { return issued_ + 1; }
   bool ended(Ticket ticket) const { return ticket <= ended_; }
   Ticket issued() const { return issued_; }
   std::size_t under_way() const { return issued_ - ended_; }
   bool busy() const { return under_way() > 0; }
-  // Looks how far the GPU got; how many launches have ended since.
+  // Reads how far the GPU got. Returns how many launches have ended since the last call.
   std::size_t poll();
-  // Asks CUDA whether the context is alive; the number of the question. Where it is not, failure()
-  // is set before that is answered.
+  // Asks CUDA whether the context is alive. Returns the number of the question. If the context is
+  // lost, failure() is set before the question is answered.
   std::uint64_t ask();
   bool answered(std::uint64_t question) const { return question <= answered_.load(); }
-  // Begins flush_writes(), or shares one that has not begun yet; its number.
+  // Begins flush_writes(), or shares one that has not begun yet. Returns its number.
   std::uint64_t begin_flush();
   bool flushed(std::uint64_t flush) const { return flush <= flushes_ended_.load(); }
-  // Whether an answer is to come.
+  // True if an answer is still to come.
   bool asked() const { return !answered(questions_); }
-  // Set once CUDA has reported that the context is lost: nothing is copied any more, and what was
-  // under way has not arrived. Null until then.
+  // Returns the error once CUDA has reported that the context is lost, else null. Then nothing is
+  // copied any more, and copies that were under way have not arrived.
   const Error* failure() const { return failed_.load() ? &*failure_ : nullptr; }
 
-  // None while all are in use. Those to send are parts of to_send(), which peers on this host map.
+  // Return no value while all are in use. Slots to send are in to_send(), which peers here can map.
   std::optional<StagingSlot> slot_to_send();
   const MemoryRegion& to_send() const { return *to_send_; }
   std::optional<StagingSlot> slot_to_receive();
@@ -205,7 +203,7 @@ class Gpu final : public std::enable_shared_from_this<Gpu> {
 
  private:
   static constexpr std::size_t kLaunches = 16;  // under way at most
-  static constexpr std::size_t kSlots = 8;      // of each direction
+  static constexpr std::size_t kSlots = 8;      // per direction
   static constexpr std::uint64_t kSpinNs = 50'000;
 
   Gpu(std::shared_ptr<const Driver> driver, int device);
@@ -215,21 +213,21 @@ class Gpu final : public std::enable_shared_from_this<Gpu> {
   Result<void> load_kernels();
   Result<void> pin_memory();
   void end();
-  // Of the highest priority: such streams share no hardware queue with those of lower ones, of
-  // which one may be waiting for what this does.
+  // Makes a stream of the highest priority. Such streams share no hardware queue with those of
+  // lower ones, one of them possibly waiting for work of this stream.
   Result<StreamHandle> make_stream() const;
   std::span<DeviceCopy> copies_of(Ticket ticket) const;
-  // On its own stream, and waits for it.
+  // Copies on a new stream, and waits for it.
   Result<void> copy(const std::function<Status(StreamHandle)>& start, const char* call) const;
   Result<void> check(const Current& current) const {
     return check(current.status(), "cuCtxPushCurrent");
   }
-  // The error of a call, if it is one.
+  // Returns the error of a call, if it is one.
   Result<void> check(Status status, const char* call) const;
   void fail(Status status, const char* call);
-  // Likewise of a call on a stream of others.
+  // Returns the error of a call on a stream of other users, if it is one.
   Result<void> check_stream(Status status, const char* call, StreamHandle stream) const;
-  // --- calls_
+  // --- the thread of calls_
   void copy_now(Ticket ticket);
   void look();
 
@@ -244,11 +242,11 @@ class Gpu final : public std::enable_shared_from_this<Gpu> {
   Function count_kernel_ = nullptr;
   bool needs_flush_ = false;
   bool can_flush_ = false;
-  bool coherent_ = false;  // with the processor, over its own link
+  bool coherent_ = false;  // with the processor, over a link between them
   bool has_wide_words_ = false;
   bool started_ = false;
-  Address counters_ = 0;  // one for each counted word, then that of the launches
-  // Null until they are pinned. CUDA's own memory for that would go with the context.
+  Address counters_ = 0;  // one per counted word, then one of the launches
+  // Null until they are pinned. Memory from CUDA would go with the context.
   std::shared_ptr<MemoryRegion> own_;  // the copies of all launches, then slots to receive, words
   std::shared_ptr<MemoryRegion> to_send_;
   std::optional<Staging> sending_;
@@ -264,7 +262,7 @@ class Gpu final : public std::enable_shared_from_this<Gpu> {
     unsigned copies;
     unsigned rows;
   };
-  std::array<Launch, kLaunches> launches_{};  // launch n has number n % kLaunches
+  std::array<Launch, kLaunches> launches_{};  // launch n is at n % kLaunches
   Ticket issued_ = 0;
   Ticket ended_ = 0;
   std::uint64_t questions_ = 0;
@@ -276,8 +274,8 @@ class Gpu final : public std::enable_shared_from_this<Gpu> {
   std::atomic<std::uint64_t> flushes_ended_ = 0;
   std::optional<Error> failure_;      // written once, before failed_
   std::atomic<bool> failed_ = false;  // nothing is launched any more
-  std::atomic<bool> over_ = false;    // nor does anything run
-  GpuThread& frees_;                  // of the device, in this process
+  std::atomic<bool> over_ = false;    // nothing runs any more
+  GpuThread& frees_;                  // the device's, in this process
   GpuThread calls_{kSpinNs};          // last: it uses all of the above
 };
 

@@ -9,7 +9,7 @@
 
 namespace kvxfer::cuda {
 
-// --- what other processes open ---------------------------------------------------------------
+// --- memory for other processes --------------------------------------------------------------
 
 std::optional<IpcHandle> Gpu::handle_of(Address address) const {
   const Current current(*driver_, context_);
@@ -84,7 +84,7 @@ Result<FileParts> Gpu::file_with(std::span<const std::byte> bytes) {
   return files;
 }
 
-// --- what other processes share --------------------------------------------------------------
+// --- memory of other processes ---------------------------------------------------------------
 
 Result<std::unique_ptr<ImportedMemory>> Gpu::import(const IpcHandle& handle) {
   const Current current(*driver_, context_);

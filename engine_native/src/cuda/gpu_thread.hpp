@@ -18,23 +18,23 @@ class GpuThread {
  public:
   using Job = std::function<void()>;
 
-  // `spin_ns`: how long it looks for the next job before it sleeps.
+  // `spin_ns`: the time for which it polls for the next job before it sleeps.
   explicit GpuThread(std::uint64_t spin_ns);
-  // After all jobs.
+  // Runs all jobs first.
   ~GpuThread();
   GpuThread(const GpuThread&) = delete;
   GpuThread& operator=(const GpuThread&) = delete;
 
   // Any thread. Jobs run in order, one after the other.
   void post(Job job);
-  // Any other thread: until all that was posted before has run.
+  // Any other thread: waits until all jobs that were posted before have run.
   void wait();
 
  private:
   struct Jobs {
     std::mutex mutex;
     std::deque<Job> waiting;
-    std::atomic<std::size_t> count = 0;  // of those
+    std::atomic<std::size_t> count = 0;  // size of waiting
     std::atomic<bool> sleeping = false;
     std::atomic<bool> ending = false;
     Semaphore woken;

@@ -16,7 +16,7 @@ struct Attributes {
   bool on_device() const { return type == kOnDevice && managed == 0; }
 };
 
-// Needs no context. What CUDA does not know is no device memory, and before cuInit() there is none.
+// Needs no context. Memory unknown to CUDA is no device memory; there is none before cuInit().
 Result<Attributes> attributes_of(const Driver& driver, Address address) {
   Attributes found;
   std::array<int, 4> wanted{kContextOf, kMemoryType, kIsManaged, kDeviceOrdinal};
@@ -75,7 +75,7 @@ Result<std::shared_ptr<Gpu>> Gpus::owner_of(const void* address, std::size_t byt
   if (!begin->on_device()) return std::shared_ptr<Gpu>();
   const std::string what = "cannot register " + std::to_string(bytes) + " bytes at address " +
                            std::to_string(first) + ": they ";
-  // One allocation, or the mappings of a reserved range (cuMemMap), one after the other.
+  // It is one allocation, or adjacent mappings of a reserved range (cuMemMap).
   bool foreign_context = false;
   auto gpu = open(begin->device);
   if (!gpu) return gpu;
@@ -109,7 +109,7 @@ void Gpus::expect_nic_writes(const std::shared_ptr<Gpu>& gpu) {
   flushing_.store(true, std::memory_order_release);
 }
 
-// Where it fails the context is lost, and with it all kernels that could read those bytes.
+// If it fails, the context is lost, and with it all kernels that could read those bytes.
 void Gpus::flush_nic_writes() {
   std::vector<std::shared_ptr<Gpu>> flushed;
   {

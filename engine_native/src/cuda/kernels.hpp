@@ -1,11 +1,11 @@
-// The engine's kernels, in PTX, which the driver compiles: nothing of CUDA is needed to build.
+// The engine's kernels, in PTX, which the driver compiles, so that the build needs no CUDA.
 #pragma once
 
 #include <cstdint>
 
 namespace kvxfer::cuda {
 
-// --- pages. Copies of single pages cost the driver 3 to 4 µs each (H200, docs/performance.md); one
+// --- pages. Copies of single pages cost the driver 3 to 4 µs each (H200, docs/gpus.md); one
 // launch moves any number of them, between any two memories that the GPU reaches.
 
 // One copy. The addresses are of this process: device memory, or host memory that CUDA has pinned.
@@ -29,8 +29,8 @@ constexpr unsigned rows_of(std::uint32_t longest) {
 // --- words that streams count up. The count is device memory, since not every host lets a GPU add
 // to its memory; the word is pinned host memory.
 
-// What void kvxfer_count(StreamCount count) does, with one thread: *counter += by, *word =
-// *counter.
+// The parameter of void kvxfer_count(StreamCount count), which does, with one thread: *counter +=
+// by, *word = *counter.
 struct StreamCount {
   std::uint64_t counter = 0;
   std::uint64_t word = 0;
@@ -40,7 +40,7 @@ inline constexpr const char* kCountKernel = "kvxfer_count";
 
 // --- both
 
-// void kvxfer_copy_pages(const DeviceCopy* copies): 16 bytes per access where both addresses and
+// void kvxfer_copy_pages(const DeviceCopy* copies): 16 bytes per access if both addresses and
 // the length allow it, else 1. Four accesses of a thread are under way at once. Streaming (.cs):
 // these cache lines are not read again soon.
 inline constexpr const char* kPtx = R"(

@@ -13,13 +13,13 @@ namespace kvxfer::cuda {
 
 class Gpu;
 
-// Numbers the launches of a GPU, from 1; 0: none.
+// The number of a launch of a GPU, from 1; 0: none.
 using Ticket = std::uint64_t;
 
-// Takes the bytes of any one batch of a fabric.
+// Enough for any one batch of a fabric.
 inline constexpr std::size_t kSlotBytes = std::size_t{4} << 20;
 
-// A slot in use. When it is destroyed it is free once every launch so far has ended. Engine thread.
+// A slot in use. Once destroyed, it is free when every launch so far has ended. Engine thread.
 class StagingSlot {
  public:
   StagingSlot(std::shared_ptr<Gpu> gpu, bool sends, std::byte* bytes)
@@ -46,14 +46,15 @@ class StagingSlot {
   std::byte* bytes_;
 };
 
-// The slots of one direction: senders that wait for receivers never keep these from receiving.
+// The slots of one direction. Directions have separate slots, so that senders that wait for
+// receivers never prevent receiving.
 class Staging {
  public:
   explicit Staging(std::span<std::byte> memory);
 
-  // Null where all are in use. `ended`: the launches up to this one have ended.
+  // Returns null if all are in use. `ended`: the launches up to this one have ended.
   std::byte* take(Ticket ended);
-  // It may still be read or written by launches up to this one.
+  // Gives a slot back, which launches up to `until` may still read or write.
   void give_back(std::byte* slot, Ticket until);
 
  private:

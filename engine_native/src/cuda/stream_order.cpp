@@ -50,7 +50,7 @@ Result<std::shared_ptr<StreamWord>> CountedWord::create(std::shared_ptr<Gpu> gpu
   return std::shared_ptr<StreamWord>(std::move(made));
 }
 
-// How often a graph adds is not known, so such a word is not used again.
+// It is unknown how often a graph adds, so a word that one adds to is not reused.
 CountedWord::~CountedWord() {
   if (!in_graph_) gpu_->counted_words().give_back(word_, added_);
 }
@@ -69,7 +69,7 @@ Result<void> CountedWord::add_on(void* stream, std::uint64_t by) {
 
 // --- a kernel reads --------------------------------------------------------------------------
 
-// Of those words, as the others only grow.
+// Takes one of the counted words, as the others only grow.
 Result<std::shared_ptr<MirroredCount>> MirroredCount::create(std::shared_ptr<Gpu> gpu) {
   gpu->await_frees();
   WatchWord* const word = gpu->counted_words().take();

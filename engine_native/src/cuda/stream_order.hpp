@@ -1,4 +1,4 @@
-// Order between the engine and streams of others on a GPU: words in pinned host memory, which a
+// Order between the engine and other users' streams on a GPU: words in pinned host memory, which a
 // stream writes and the engine watches, or the other way round. Neither waits for the other on a
 // processor. Any thread.
 #pragma once
@@ -22,16 +22,16 @@ class Gpu;
 using Word = std::atomic<std::uint64_t>;
 static_assert(sizeof(WatchWord) == 64);
 
-// Words, each with a cache line to itself. They keep their values from use to use. One that streams
-// are still to count up is not used again before they have.
+// Words, each alone in a cache line. They keep their values from use to use. A word that streams
+// are still to count up is not reused before they have.
 class Words {
  public:
-  // Of zeroes.
+  // Takes words that are zero.
   explicit Words(std::span<WatchWord> words);
 
-  // Null where all are in use.
+  // Returns null if all are in use.
   WatchWord* take();
-  // `last`: the value that it will have at last.
+  // `last`: the final value of the word.
   void give_back(WatchWord* word, std::uint64_t last);
   void give_back(WatchWord* word) { give_back(word, word->value.load()); }
 
@@ -44,8 +44,8 @@ class Words {
   std::vector<Free> free_;
 };
 
-// The count is kept on the GPU, where it may be added to by any work; each sum is then stored. One
-// that a graph adds to must outlive the graph.
+// A count that is kept on the GPU, where any work may add to it; each sum is then stored in the
+// word. One that a graph adds to must outlive the graph.
 class CountedWord final : public StreamWord, public std::enable_shared_from_this<CountedWord> {
  public:
   static Result<std::shared_ptr<StreamWord>> create(std::shared_ptr<Gpu> gpu);
@@ -66,7 +66,7 @@ class CountedWord final : public StreamWord, public std::enable_shared_from_this
   bool in_graph_ = false;
 };
 
-// The engine writes it, kernels read it; what NICs wrote has been flushed before.
+// A count that the engine writes and kernels read; what NICs wrote has been flushed before.
 class MirroredCount final : public CounterMirror {
  public:
   static Result<std::shared_ptr<MirroredCount>> create(std::shared_ptr<Gpu> gpu);
@@ -75,7 +75,7 @@ class MirroredCount final : public CounterMirror {
   MirroredCount& operator=(const MirroredCount&) = delete;
 
   void set(std::uint64_t count);
-  // Of the counter; the last.
+  // Marks the end of the counter. Must be the last call.
   void end(Errc code);
   const Word& word() const override { return word_->value; }
 
@@ -86,9 +86,9 @@ class MirroredCount final : public CounterMirror {
   WatchWord* word_;
 };
 
-// The word's upper bits number its uses, and only grow: a stream that gets to an old wait late
-// passes it. The lowest byte is 0 until this ends, then 1, and the code of the error that ended it
-// added.
+// A queued wait. The word's upper bits number its uses, and only grow: a stream that gets to an old
+// wait late passes it. Once this use has ended, the lowest byte is 1 plus the code of the error
+// that ended it, if any.
 class QueuedWait final : public StreamWait {
  public:
   // Queues the wait. The caller must end it.
@@ -97,7 +97,7 @@ class QueuedWait final : public StreamWait {
   QueuedWait(const QueuedWait&) = delete;
   QueuedWait& operator=(const QueuedWait&) = delete;
 
-  // Once.
+  // Must be called once.
   void end(const std::optional<Error>& error);
   Result<bool> reached() const override;
   const Word& word() const override { return word_->value; }

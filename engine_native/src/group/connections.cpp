@@ -12,11 +12,11 @@
 namespace kvxfer {
 namespace {
 
-// For a stranger to prove that it knows the cluster key.
+// The time for a stranger to prove that it knows the cluster key.
 constexpr std::uint64_t kHandshakeNs = 5'000'000'000u;
-// For two engines of one host to share memory; well within a connect, so that tcp can follow.
+// The time for two engines of a host to share memory; short, so that tcp can follow in a connect.
 constexpr std::uint64_t kRendezvousNs = 500'000'000u;
-// Accepted peers whose paths are not there yet; one more closes the oldest.
+// The maximum number of accepted peers whose paths are not open yet; one more closes the oldest.
 constexpr std::ptrdiff_t kMaxOpening = 1024;
 
 }  // namespace
@@ -126,7 +126,7 @@ void Connections::open_paths(Peer& peer) {
   if (context_.fabrics.local() && theirs.local) {
     if (theirs.host == context_.identity.introduction.host) {
       const auto begun = context_.fabrics.local()->connect(peer.session());
-      if (begun) return;  // on_local_link() goes on
+      if (begun) return;  // on_local_link() continues
       note_fallback(peer, begun.error().text);
       return open_remote_paths(peer, begun.error().text);
     }
@@ -152,7 +152,7 @@ void Connections::open_remote_paths(Peer& peer, const std::string& local_trouble
     if (peer.nics()) peer.nics()->open_missing(now_ns());
     return peer.announce_paths();
   }
-  // Unequal numbers: the side with fewer lanes serves several connections with one.
+  // If the numbers differ, the side with fewer lanes serves several connections with one.
   const unsigned count = std::max<unsigned>(context_.options.lanes, theirs.lanes);
   peer.lanes_to_open = count;
   for (unsigned lane = 0; lane < count; ++lane) {
@@ -174,7 +174,7 @@ void Connections::on_lane_dialed(LaneDialer& dialer, Result<UniqueFd> socket) {
   peer->announce_paths();
 }
 
-// False, and the peer is lost, where that fails.
+// Returns false, and loses the peer, on failure.
 bool Connections::add_lane(Peer& peer, UniqueFd socket, std::uint32_t lane) {
   const auto& lanes = context_.fabrics.lanes();
   auto path = lanes[lane % lanes.size()]->open_path(std::move(socket), peer.end_of_path());
@@ -202,7 +202,7 @@ void Connections::on_accepted(std::unique_ptr<Stream> stream, const Session& ses
   add_peer(std::move(stream), session).use_nics(context_.fabrics.nics(), false, context_.options);
 }
 
-// A peer that knows the cluster key may take its time; how many may is bounded.
+// Peers that know the cluster key have no time limit; their number is bounded.
 void Connections::limit_opening() {
   const auto opening = [](const auto& entry) {
     return entry.second->state() == Peer::State::opening && !entry.second->initiator();
@@ -245,7 +245,7 @@ void Connections::on_local_link(const SessionId& session, Result<local::LocalLin
   Peer* const peer = context_.peers.find(session);
   if (!peer || peer->state() != Peer::State::opening) return;
   if (!link) {
-    if (!peer->initiator()) return;  // the initiator decides what to do without
+    if (!peer->initiator()) return;  // the initiator decides how to go on
     note_fallback(*peer, link.error().text);
     return open_remote_paths(*peer, link.error().text);
   }

@@ -1,5 +1,5 @@
-// How peers come: connecting, being connected to, and the paths by socket or shared memory that
-// each side opens then. Engine thread only, unless said otherwise.
+// Connections to peers: connects, accepts, and opens the paths over sockets or shared memory.
+// Engine thread only, unless said otherwise.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ namespace kvxfer {
 
 class Connections final : public local::LocalEvents, private AcceptorEvents, private DialerEvents {
  public:
-  // Its neighbours; all outlive it.
+  // The objects that it works with; all outlive it.
   struct Context {
     const EngineOptions& options;
     const Identity& identity;
@@ -34,17 +34,18 @@ class Connections final : public local::LocalEvents, private AcceptorEvents, pri
   Connections(std::unique_ptr<Acceptor> acceptor, const Context& context)
       : context_(context), acceptor_(std::move(acceptor)) {}
 
-  // Accepts from now on.
+  // Starts to accept.
   Result<void> start();
-  // Completion::Kind::connect follows.
+  // Connects; Completion::Kind::connect follows.
   void begin(OperationId id, const EngineAddress& address, std::uint64_t deadline_ns);
   // Any thread.
   void complete(OperationId id, const Result<PeerId>& peer);
-  // What is waited for too long ends. `stalled_ns`: for so long this thread did nothing.
+  // Ends connects and handshakes that took too long. `stalled_ns`: how long this thread did not
+  // run.
   void expire(std::uint64_t now, std::uint64_t stalled_ns);
-  // Nothing is under way.
+  // True if nothing is under way.
   bool idle() const;
-  // The last call.
+  // Must be the last call.
   void close();
 
  private:

@@ -14,18 +14,18 @@
 namespace kvxfer {
 namespace {
 
-// With nothing to time the thread still looks around this often.
+// The interval of steps with nothing to time.
 constexpr std::uint64_t kIdleTickNs = 10'000'000'000u;
-// How often a sleeping thread looks at watched words, as a plain store does not wake it: the longer
-// nothing moved, the less a later look adds to that.
+// The interval at which a sleeping thread checks watched words, since a plain store does not wake
+// it. It grows with the time in which nothing moved, to which a later check adds little.
 constexpr std::uint64_t kWatchNs = 100'000u;
 constexpr std::uint64_t kWatchMostNs = 1'000'000u;
 constexpr std::uint64_t kWatchParts = 16;
-// How often NICs are looked at whose paths are being closed.
+// The interval at which NICs are polled whose paths are being closed.
 constexpr std::uint64_t kClosingNs = 100'000u;
-// How often a sleeping thread looks at copies that a GPU has under way.
+// The interval at which a sleeping thread checks copies that a GPU has under way.
 constexpr std::uint64_t kCopiesNs = 20'000u;
-// Messages that have arrived and are not drained.
+// The maximum size of messages that have arrived and are not drained, in bytes.
 constexpr std::size_t kMaxUnreadBytes = 64u << 20;
 
 Error engine_closed() { return {Errc::engine_closed, "this engine was closed"}; }
@@ -37,8 +37,8 @@ Error still_open(const local::LentMemory::Loan& loan) {
               "before that process has closed it too, or has ended"};
 }
 
-// Equal for engines that share a kernel boot and a network namespace: only those can meet over
-// an abstract unix socket.
+// Returns a text that is equal for engines that share a kernel boot and a network namespace: only
+// those can meet over an abstract unix socket.
 std::string host_identity() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
@@ -192,7 +192,7 @@ bool DomainGroup::prepare_sleep() {
 }
 
 void DomainGroup::shut_down() {
-  // First: closing a handle of CUDA's, in the background, may wait for the stream.
+  // First, because closing a CUDA handle in the background may wait for the stream.
   stream_waits_.end_all(engine_closed());
   connections_.close();
   std::vector<PeerId> ids;
@@ -287,8 +287,9 @@ Result<void> DomainGroup::deregister(const RegionPtr& region) {
   return closed;
 }
 
-// Once no write reads the region, no path's window of it is open, no GPU copies, and no peer's GPU
-// has it open. A peer may be late with that: then the caller is told, and the region stays.
+// Ends a deregistration once no write reads the region, no path has a window of it open, no GPU
+// copies, and no peer's GPU has it open. If a peer is late, the caller gets an error; the region
+// stays.
 void DomainGroup::end_deregistrations(std::uint64_t now) {
   std::erase_if(deregistering_, [this, now](Deregistering& waiting) {
     const MemoryRegion& region = *waiting.region;
@@ -358,7 +359,7 @@ void DomainGroup::on_up(Peer& peer) {
 void DomainGroup::on_message(Peer& peer, std::string data) {
   ++loop_.activity();
   if (completions_->waiting_bytes() > kMaxUnreadBytes) {
-    return peer.lose({Errc::backpressure, "its messages are not being taken here"});
+    return peer.lose({Errc::backpressure, "this engine does not drain its messages"});
   }
   completions_->push(
       {.kind = Completion::Kind::message, .peer = peer.id(), .data = std::move(data)});
@@ -466,7 +467,7 @@ void DomainGroup::on_credit_due(NicPath& path) {
   if (peer) peer->nics()->on_credit_due(path);
 }
 
-// Else its writer would take the count for incomplete when the path is lost.
+// Tells the writer, which would otherwise consider the count incomplete when the path is lost.
 void DomainGroup::on_refused(NicPath& path, Imm imm) {
   Peer* const peer = peers_.find(path.identity().peer);
   if (peer) peer->nics()->revoke(imm, false);

@@ -1,5 +1,5 @@
-// The NICs that serve one GPU (or one host), and all that one thread does with them. What that
-// consists of is in the members; this is what they have in common, and the order of a step.
+// The domains of an engine, and all that its thread does with them. The members do the work; this
+// class connects them and gives the order of a step.
 #pragma once
 
 #include <cstdint>
@@ -38,9 +38,9 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   cuda::Gpus& gpus() { return gpus_; }
   SpareWrites& spare_writes() { return operations_.spare_writes(); }
   OperationId next_operation_id() { return operations_.next_id(); }
-  // What the engine's NICs are, by their numbers.
+  // The engine's NICs, by number.
   const std::vector<NicInfo>& nics() const { return identity_.introduction.nics; }
-  // The fabrics in use, in the order in which they are preferred.
+  // The fabrics in use, in order of preference.
   const std::vector<std::string>& fabrics() const { return fabrics_.names(); }
   // Registers memory with every NIC that can reach it, then lets peers write into it.
   Result<void> register_region(const RegionPtr& region, bool require_nics);
@@ -49,30 +49,30 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   }
 
   void submit(const SubmissionPtr& submission);
-  // Looks at watched words now.
+  // Checks watched words now.
   void wake() { loop_.wake(); }
   void send(PeerId peer, std::string data);
   void cancel(OperationId operation);
   void connect(OperationId id, const EngineAddress& address, Duration timeout);
-  // Without an engine thread: one step of it on the caller's.
+  // Without an engine thread: runs one step on the caller's thread.
   bool poll() { return loop_.poll(); }
-  // Ends the wait, in any case.
+  // Queues the wait, which ends in any case.
   void wait_for_stream(const StreamWaits::Waiting& waiting);
   void mirror_counter(Imm imm, const std::shared_ptr<cuda::MirroredCount>& mirror);
-  // These return once the engine thread has done it.
+  // The following return once the engine thread has done the work.
   void disconnect(PeerId peer);
   bool fence(PeerId peer);
   Result<std::vector<MrDescriptor>> grant(Imm imm, std::span<const RegionRange> ranges);
-  // False where peers have to be asked first, because no NIC could be told to refuse: then
-  // Completion::Kind::released follows, unless `wait`.
+  // Returns false if peers must be asked first, because no NIC could be told to refuse, or a GPU is
+  // copying: then Completion::Kind::released follows. `wait`: waits for that instead.
   bool release_counter(Imm imm, bool wait);
-  // Fails where a NIC keeps the memory within its reach; it may be tried again.
+  // Fails if a NIC does not release the memory; the call may be repeated.
   Result<void> deregister(const RegionPtr& region);
   EngineStats stats();
   void close() { loop_.close(); }
   // Fails in a process that was forked from the engine's.
   Result<void> require_own_process() const { return loop_.process().require_here("the engine"); }
-  // Likewise, and once the engine is closed.
+  // Fails likewise, and once the engine is closed.
   Result<void> require_open() const;
 
  private:
@@ -80,7 +80,7 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   struct Deregistering {
     RegionPtr region;
     std::shared_ptr<std::promise<Result<void>>> unused;  // null: answered
-    bool copied = false;  // no GPU has a copy under way any more that was then
+    bool copied = false;  // the GPU copies that were under way have ended
   };
 
   DomainGroup(EngineOptions options, Poller poller, std::unique_ptr<CompletionQueue> completions,
@@ -95,11 +95,11 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   void shut_down() override;
   void tick(std::uint64_t now);
 
-  // --- engine thread: how peers go
-  // First the fence; then callers that wait may take memory back.
+  // --- engine thread: closing peers
+  // Fences the peer first; then callers that wait may free memory.
   void close_peer(PeerId id, const Error& error);
   void finish_closing(PeerId id);
-  // False if it is not there any more.
+  // Returns false if there is no such peer.
   bool close_and_wait(PeerId peer, const Error& why, bool say_goodbye);
   void bury_lost_peers();
   void end_deregistrations(std::uint64_t now);
@@ -133,7 +133,7 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   RegionTable regions_;
   EngineStats stats_;
   cuda::Gpus gpus_;
-  EngineLoop loop_;  // drives what follows until close(); its poller outlives that
+  EngineLoop loop_;  // drives the members below until close(); its poller outlives them
   Operations operations_;
   local::LentMemory lent_{loop_.poller()};
   Fabrics fabrics_;

@@ -14,10 +14,10 @@ namespace kvxfer {
 namespace {
 
 constexpr int kEngineNice = -10;
-// Between two looks at sockets.
+// Steps between two polls of sockets.
 constexpr unsigned kStepsPerPoll = 8;
 
-// Keeps the thread on these processors, beside its NICs.
+// Pins the thread to these processors, close to its NICs.
 Result<void> pin(pthread_t thread, const std::vector<unsigned>& cpus) {
   if (cpus.empty()) return {};
   cpu_set_t set;
@@ -62,7 +62,7 @@ void EngineLoop::close() {
 // --- commands --------------------------------------------------------------------------------
 
 bool EngineLoop::post(Command command) {
-  if (!process_.here()) return false;  // whatever its mutex is in
+  if (!process_.here()) return false;  // the mutex may be in any state
   if (driven_) {
     owner_.check("TransferEngine");
     command();
@@ -82,7 +82,7 @@ bool EngineLoop::post(Command command) {
 
 bool EngineLoop::run(const Command& command) {
   if (driven_) return post(command);
-  // Shared: the caller may be gone while the promise is still being fulfilled.
+  // Shared, because the caller may have returned while the promise is still being fulfilled.
   auto done = std::make_shared<std::promise<void>>();
   const bool posted = post([&command, done] {
     command();
@@ -110,8 +110,8 @@ bool EngineLoop::poll() {
 // --- engine thread ---------------------------------------------------------------------------
 
 void EngineLoop::turn(std::uint64_t spin_ns) {
-  // Before threads that compute, where that is permitted: peers take its silence for death.
-  ::setpriority(PRIO_PROCESS, 0, kEngineNice);  // on Linux, of this thread alone
+  // Runs before threads that compute, if that is permitted: peers consider a silent engine dead.
+  ::setpriority(PRIO_PROCESS, 0, kEngineNice);  // on Linux: this thread alone
   std::uint64_t last_progress = now_ns();
   while (!stopping_) {
     const std::uint64_t before = activity_;
@@ -119,7 +119,7 @@ void EngineLoop::turn(std::uint64_t spin_ns) {
     const std::uint64_t now = now_ns();
     if (activity_ != before) last_progress = now;
     if (now - last_progress < spin_ns) {
-      // The scheduler likes to put this thread where its peer is copying: do not take that core.
+      // The scheduler tends to put this thread on the core where its peer is copying: leave it.
       if (activity_ == before) ::sched_yield();
       continue;
     }

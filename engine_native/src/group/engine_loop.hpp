@@ -1,5 +1,5 @@
-// The engine thread: what other threads ask of it, its steps, and the sleep between them. Without a
-// thread its caller drives it.
+// The engine thread: commands of other threads, its steps, and the sleep between them. Without a
+// thread, its caller drives it.
 #pragma once
 
 #include <atomic>
@@ -19,17 +19,17 @@
 
 namespace kvxfer {
 
-// What a loop drives. Engine thread only.
+// The work that a loop drives. Engine thread only.
 class LoopWork {
  public:
-  // Does what there is to do, and never sleeps.
+  // Does the work that is ready, without sleeping.
   virtual void step() = 0;
-  // When it wants the next step though nothing happens. `quiet_ns`: for so long nothing has moved.
+  // Returns the time of the next step, at the latest. `quiet_ns`: the time since anything moved.
   virtual std::uint64_t next_step_ns(std::uint64_t now, std::uint64_t quiet_ns) const = 0;
-  // Before a sleep: arranges to be woken. False if there is work after all.
+  // Called before a sleep: arranges to be woken. Returns false if there is work after all.
   virtual bool prepare_sleep() = 0;
   virtual void finish_sleep() = 0;
-  // The last call.
+  // Must be the last call.
   virtual void shut_down() = 0;
 
  protected:
@@ -45,23 +45,25 @@ class EngineLoop {
   EngineLoop(const EngineLoop&) = delete;
   EngineLoop& operator=(const EngineLoop&) = delete;
 
-  // On a thread, which polls for `spin` after something moved; or without one: poll().
+  // Starts a thread, which polls for `spin` after something moved. Without one, poll() runs the
+  // steps.
   Result<void> start(bool thread, Duration spin, const std::vector<unsigned>& cpus);
-  // Idempotent. To be called before what the loop drives is destroyed, which a forked process must
-  // not do: here it does nothing.
+  // Ends the loop. Idempotent. Must be called before the work that it drives is destroyed. Does
+  // nothing in a forked process, which must not destroy that work.
   void close();
 
-  // --- any thread; where there is none only the caller's, and not within a step. Then what is
-  // asked for is done at once.
+  // --- any thread; without an engine thread only the caller's, and not within a step: then
+  // commands run at once.
   bool driven() const { return driven_; }
   bool closed() const { return closed_.load(std::memory_order_acquire); }
-  // The one whose thread this is. In another nothing is posted, and nothing waited for.
+  // The process whose thread this is. In another, nothing is posted or awaited.
   const OwnProcess& process() const { return process_; }
-  // False once the loop is closed.
+  // Queues a command. Returns false once the loop is closed.
   bool post(Command command);
-  // Returns once the loop has run it. False, and it has not, where the loop was closed before.
+  // Runs a command on the loop and waits for it. Returns false, and runs nothing, once it is
+  // closed.
   bool run(const Command& command);
-  // For what the loop does; all of it is done once it is closed.
+  // Waits for a result of the loop; all are ready once it is closed.
   template <typename T>
   void await(const std::future<T>& done) {
     while (driven_ && done.wait_for(Duration::zero()) != std::future_status::ready) work_.step();
@@ -70,7 +72,7 @@ class EngineLoop {
   void await_end() const;
   // Ends a sleep.
   void wake() const;
-  // Without a thread: one step; whether anything has moved since the last one.
+  // Without a thread: runs one step. Returns true if anything has moved since the last one.
   bool poll();
 
   // --- engine thread
@@ -78,9 +80,8 @@ class EngineLoop {
   // Grows whenever something moves; heartbeats do not count. While it grows the loop does not
   // sleep.
   std::uint64_t& activity() { return activity_; }
-  // Looks at sockets: that is a system call, so it is not made at every step while something moves
-  // without it, nor where the caller polls for a latency below that. `only`: nothing moves
-  // otherwise.
+  // Polls sockets: a system call, so most steps skip it while something else moves, or if the
+  // caller drives the loop, to whose latency it would add. `only`: nothing but sockets moves data.
   void poll_sockets(bool only);
   void run_commands();
 
@@ -96,18 +97,18 @@ class EngineLoop {
 
   std::mutex commands_mutex_;
   std::vector<Command> commands_;
-  std::atomic<bool> commanded_ = false;  // whether there are any
+  std::atomic<bool> commanded_ = false;  // true if there are any
   std::atomic<bool> closed_ = false;     // set with commands_mutex_
   std::promise<void> ending_;
-  std::shared_future<void> ended_ = ending_.get_future().share();  // nothing is touched any more
+  std::shared_future<void> ended_ = ending_.get_future().share();  // set at the end
   std::atomic<bool> sleeping_ = false;
-  bool driven_ = false;  // by its caller, until it is closed
+  bool driven_ = false;  // the caller drives it, until it is closed
 
   // Engine thread.
   std::uint64_t activity_ = 0;
-  std::uint64_t activity_before_ = 0;  // when sockets were to be looked at
-  std::uint64_t activity_told_ = 0;    // by poll()
-  unsigned steps_ = 0;                 // since sockets were looked at
+  std::uint64_t activity_before_ = 0;  // at the last poll_sockets()
+  std::uint64_t activity_told_ = 0;    // reported by poll()
+  unsigned steps_ = 0;                 // since sockets were polled
   bool stopping_ = false;
   std::jthread thread_;
 };

@@ -10,8 +10,8 @@
 namespace kvxfer {
 namespace {
 
-// For a peer to stop writing by itself, before its paths are reset: what may be under way takes
-// less than this from a gigabit a second up.
+// The time for a peer to stop writing by itself, before its paths are reset. At 1 Gbit/s or more,
+// writes under way take less than this.
 constexpr std::uint64_t kAskNs = 150'000'000u;
 
 Error bad_range(const RegionRange& range) {
@@ -36,7 +36,7 @@ void ExposedMemory::share(Peer& peer, std::uint64_t key) {
   share(peer, region);
 }
 
-// A grant's keys are those of the region that it is of, except where its NIC opens windows.
+// A grant has the keys of its region, except on NICs that open windows.
 void ExposedMemory::share(Peer& peer, const RegionPtr& region) {
   thread_.check("ExposedMemory");
   const auto& nics = context_.fabrics.nics();
@@ -75,7 +75,7 @@ void ExposedMemory::share(Peer& peer, const RegionPtr& region) {
       },
       [this, id = peer.id(), region, tell] {
         if (Peer* const found = context_.peers.find(id)) return tell(*found);
-        // It was lost meanwhile.
+        // The peer was lost meanwhile.
         const RegionPtr& of = region->granted() ? region->granted()->of : region;
         context_.background.run([of, id] { of->unshare(id); }, [] {});
       });
@@ -127,7 +127,7 @@ void ExposedMemory::track_grants(Imm imm, const std::vector<RegionPtr>& grants) 
   }
 }
 
-// Where the receiver places the bytes, nothing lands in them any more.
+// Closes the grants. If the receiver places the bytes, nothing lands in them any more.
 void ExposedMemory::close_grants(const std::vector<RegionPtr>& grants) {
   for (const RegionPtr& grant : grants) {
     context_.regions.erase(grant->key());
@@ -137,7 +137,7 @@ void ExposedMemory::close_grants(const std::vector<RegionPtr>& grants) {
   }
 }
 
-// Before the region is unregistered, which no open window of it may outlive.
+// Closes the grants of a region that is to be unregistered, which no open window may outlive.
 void ExposedMemory::close_grants_of(const RegionPtr& region) {
   std::vector<RegionPtr> grants;
   for (auto& [imm, granted] : grants_) {
@@ -156,7 +156,7 @@ void ExposedMemory::close_grants_of(const RegionPtr& region) {
     NicLink* const link = peer->nics();
     if (!link) continue;
     if (link->has_windows_of(*region)) {
-      link->reset("a region is deregistered whose grants are open still");
+      link->reset("a region is deregistered while grants of it are open");
     }
     link->close_grants(grants);
     for (const RegionPtr& grant : grants) {
@@ -190,7 +190,7 @@ bool ExposedMemory::release_counter(Imm imm, std::shared_ptr<std::promise<void>>
   return true;
 }
 
-// What has to be waited for; where there is nothing, its grants are closed.
+// Revokes the counter. Returns what must be awaited; if that is nothing, its grants are closed.
 ExposedMemory::Revoked ExposedMemory::revoke(Imm imm) {
   const auto writer = context_.counters.writer(imm);
   const auto released = context_.counters.release(imm);
@@ -206,12 +206,12 @@ ExposedMemory::Revoked ExposedMemory::revoke(Imm imm) {
     if (!complete) asked.push_back(id);
     if (complete && granted != grants_.end()) peer->nics()->close_grants(granted->second);
   }
-  // Of those that are being closed something may land still.
+  // Writes of peers that are being closed may still land.
   for (const auto& [id, closing] : context_.peers.closing()) {
     const bool may_write = closing.peer->nics() && (!writer || *writer == id);
     if (may_write && released == ImmCounters::Released::pending) asked.push_back(id);
   }
-  // Also of a complete one: more than was announced may be under way.
+  // Also if it is complete: more than was announced may be under way.
   const bool copying = released != ImmCounters::Released::was_not_live && context_.gpus.busy();
   if (asked.empty() && !copying && granted != grants_.end()) grants_.erase(granted);
   return {std::move(asked), copying};
@@ -258,7 +258,7 @@ void ExposedMemory::reset_late_writers(std::uint64_t now) {
   for (Revocation& revocation : revocations_) {
     if (revocation.asked.empty() || now < revocation.deadline_ns) continue;
     const bool first = !std::exchange(revocation.reset, true);
-    // Those that are closed meanwhile are forgotten once nothing of them lands.
+    // Peers that are closed meanwhile are forgotten once none of their writes lands.
     ended |= std::erase_if(revocation.asked, [&](PeerId id) {
                Peer* const peer = context_.peers.find(id);
                if (!peer) return false;

@@ -1,4 +1,4 @@
-// Memory that peers may write: what they are told of it, ranges granted with counters, and taking
+// Memory that peers may write: shares its keys, grants ranges of it with counters, and takes
 // both back. Engine thread only, unless said otherwise.
 #pragma once
 
@@ -21,7 +21,7 @@ namespace kvxfer {
 
 class ExposedMemory {
  public:
-  // Its neighbours.
+  // The objects that it works with.
   struct Context {
     const EngineId& engine;
     const Fabrics& fabrics;
@@ -37,43 +37,44 @@ class ExposedMemory {
   explicit ExposedMemory(const Context& context) : context_(context) {}
 
   // --- telling peers
-  // The peer has asked for the key.
+  // Answers a peer that has asked for the key.
   void share(Peer& peer, std::uint64_t key);
 
   // --- grants
-  // Any thread: ranges for the counter's writer, which count once they are tracked.
+  // Any thread: makes grants for the counter's writer, to be passed to track_grants().
   Result<std::vector<RegionPtr>> make_grants(Imm imm, std::span<const RegionRange> ranges);
-  // Also any thread: no peer was told of them.
+  // Any thread: removes grants that no peer knows.
   void drop_grants(std::span<const RegionPtr> grants);
-  // In order with releasing the counter and with taking regions back.
+  // Records the grants, in order with release_counter() and take_back().
   void track_grants(Imm imm, const std::vector<RegionPtr>& grants);
 
   // --- taking back
-  // False if it is done. Otherwise peers are asked to stop, because no NIC could be told to refuse,
-  // or a GPU is copying; then `done` is set, or without one Completion::Kind::released follows.
+  // Returns false if it is done. Otherwise peers are asked to stop, because no NIC could be told to
+  // refuse, or a GPU is copying; later `done` is set, or if null, Completion::Kind::released
+  // follows.
   bool release_counter(Imm imm, std::shared_ptr<std::promise<void>> done);
   void on_revoked(PeerId peer, Imm imm);
-  // Nothing of the peer lands any more. What is registered for it alone is closed, some time later.
+  // Forgets a peer whose writes no longer land. Closes registrations for it alone, some time later.
   void forget(PeerId peer);
   // Resets the paths of peers that were asked and have not answered in time.
   void reset_late_writers(std::uint64_t now);
-  // When to call that next; UINT64_MAX where no peer is being asked.
+  // Returns when reset_late_writers() is next due; UINT64_MAX if no peer is being asked.
   std::uint64_t next_deadline_ns() const;
-  // The region, with its grants, is a destination no more.
+  // Ends the region, with its grants, as a destination.
   void take_back(const RegionPtr& region);
-  // Whether a path has a window of it open still.
+  // True if a path still has a window of it open.
   bool has_windows_of(const MemoryRegion& region) const;
 
  private:
-  // A released counter that these peers have been asked to write to no more.
+  // A released counter; these peers have been asked to stop writing to it.
   struct Revocation {
     Imm imm;
     std::vector<PeerId> asked;
     std::vector<RegionPtr> grants;  // made with its counter
     std::uint64_t deadline_ns;      // then their paths are reset
     bool reset = false;
-    bool copying = false;                      // a GPU, some of what arrived before
-    std::shared_ptr<std::promise<void>> done;  // null: a completion tells
+    bool copying = false;                      // a GPU copies bytes that arrived before
+    std::shared_ptr<std::promise<void>> done;  // null: a completion reports it
   };
 
   void share(Peer& peer, const RegionPtr& region);
@@ -88,7 +89,7 @@ class ExposedMemory {
 
   [[no_unique_address]] ThreadOwner thread_;
   Context context_;
-  std::unordered_map<Imm, std::vector<RegionPtr>> grants_;  // of live counters
+  std::unordered_map<Imm, std::vector<RegionPtr>> grants_;  // grants of live counters
   std::vector<Revocation> revocations_;
 };
 

@@ -29,8 +29,8 @@ std::vector<std::string> built_fabrics() {
 
 namespace {
 
-// A name that no NIC has is a mistake, or a NIC that is gone. On a host without NICs nothing was to
-// be had anyway.
+// Fails if no NIC has a chosen name: it is a mistake, or the NIC is gone. Passes on a host without
+// NICs, which has none to choose.
 Result<void> all_there(const std::vector<std::string>& chosen, const std::set<std::string>& there) {
   std::vector<std::string> unknown;
   std::copy_if(chosen.begin(), chosen.end(), std::back_inserter(unknown),
@@ -65,7 +65,7 @@ Result<void> Fabrics::open(const Context& context, Introduction& introduction) {
     if (names_.empty() || names_.back() != nic->fabric()) names_.emplace_back(nic->fabric());
   }
   if (!lanes_.empty()) names_.emplace_back(lanes_.front()->fabric());
-  // Arming a NIC costs most.
+  // NICs last, because arming one costs most.
   if (local_) all_.push_back(local_.get());
   for (const auto& lane : lanes_) all_.push_back(lane.get());
   for (const auto& nic : nics_) all_.push_back(nic.get());
@@ -152,7 +152,7 @@ Result<void> Fabrics::open_nics(const Context& context, Introduction& introducti
                  });
                });
   if (!idle.empty() && !there.empty() && notices.empty()) {
-    notices.push_back("no fabric of this engine can use what nics names: " + joined(idle) +
+    notices.push_back("no fabric of this engine can use these members of nics: " + joined(idle) +
                       "; kvxfer doctor says what is missing");
   }
   for (std::string& notice : notices) {
@@ -168,10 +168,9 @@ Result<void> Fabrics::open_nics(const Context& context, Introduction& introducti
 Result<void> Fabrics::register_memory(MemoryRegion& region, bool require_nics,
                                       CompletionQueue& completions) {
   if (require_nics && nics_.empty()) {
-    return Error{
-        Errc::fabric_unavailable,
-        "memory is required to be reached by NICs, and this engine has none; kvxfer doctor "
-        "says what is missing"};
+    return Error{Errc::fabric_unavailable,
+                 "NICs are required to reach the memory, but this engine has none; kvxfer doctor "
+                 "says what is missing"};
   }
   std::vector<std::shared_ptr<NicRegistration>> registrations;
   bool reached = false;
@@ -184,11 +183,11 @@ Result<void> Fabrics::register_memory(MemoryRegion& region, bool require_nics,
       reached = true;
       continue;
     }
-    // A link that is down does no harm where another NIC reaches the memory.
+    // A link that is down does no harm if another NIC reaches the memory.
     const bool down = registration.error().code == Errc::nic_lost;
     if (!down && (require_nics || lanes_.empty())) return registration.error();
     failed = registration.error();
-    tell_once(failed.text + "; it goes another way", completions);
+    tell_once(failed.text + "; its bytes take another path", completions);
   }
   if (!reached && !nics_.empty() && (require_nics || lanes_.empty())) return failed;
   region.set_registrations(std::move(registrations));

@@ -25,7 +25,7 @@ namespace kvxfer {
 
 class Fabrics {
  public:
-  // What the domains are opened with, and use until the engine is closed.
+  // The context of the domains, used until the engine is closed.
   struct Context {
     const EngineOptions& options;
     const EngineId& engine;
@@ -34,38 +34,37 @@ class Fabrics {
     cuda::Gpus& gpus;
     local::LentMemory& lent;
     ReceiveContext receive_context;
-    CompletionQueue& completions;  // for notices
+    CompletionQueue& completions;  // takes notices
     NicEvents& events;
     local::LocalEvents& local_events;
   };
 
-  // Those that the options ask for and this host has. Writes into `introduction` what peers are to
-  // know of them.
+  // Opens the domains that the options ask for and this host has. Writes into `introduction` what
+  // peers need to know of them.
   Result<void> open(const Context& context, Introduction& introduction);
 
   // Any thread: the fabrics in use, in the order in which they are preferred.
   const std::vector<std::string>& names() const { return names_; }
-  // Null where it is not used.
+  // The local domain; null if it is not used.
   local::LocalDomain* local() const { return local_.get(); }
-  // By their numbers.
+  // The NICs, by number.
   const std::vector<std::unique_ptr<NicDomain>>& nics() const { return nics_; }
   const std::vector<std::unique_ptr<tcp::TcpDomain>>& lanes() const { return lanes_; }
-  // Nothing is moved but by looking at sockets.
+  // True if only sockets move data.
   bool only_sockets() const { return !local_ && nics_.empty(); }
 
-  // First in a step: what lanes owe since the last one, so that it goes with what is posted
-  // meanwhile.
+  // Called first in a step: sends what lanes owe, so that it goes with what is posted meanwhile.
   void send_owed();
-  // After looking at sockets: everything else.
+  // Called after sockets were polled: polls everything else.
   void poll();
   bool prepare_sleep();
   void finish_sleep();
   void forget_source(const MemoryRegion& region);
-  // Engines of this host cannot connect any more.
+  // Closes the local fabric: engines of this host can no longer connect.
   void close_local();
 
-  // Any thread: registers it with every NIC that reaches it. Fails where one does not, if NICs are
-  // required or there is no other way.
+  // Any thread: registers the region with every NIC that reaches it. Fails if a NIC that is up does
+  // not, and NICs are required or there is no other way.
   Result<void> register_memory(MemoryRegion& region, bool require_nics,
                                CompletionQueue& completions);
 
@@ -78,10 +77,10 @@ class Fabrics {
   std::unique_ptr<local::LocalDomain> local_;
   std::vector<std::unique_ptr<NicDomain>> nics_;
   std::vector<std::unique_ptr<tcp::TcpDomain>> lanes_;
-  std::vector<Domain*> all_;  // in the order in which they are asked before a sleep
+  std::vector<Domain*> all_;  // in the order of prepare_sleep()
   std::vector<std::string> names_;
   std::mutex mutex_;
-  std::set<std::string> told_;  // why memory is not registered; guarded by mutex_
+  std::set<std::string> told_;  // notices on memory that is not registered; guarded by mutex_
 };
 
 }  // namespace kvxfer

@@ -34,7 +34,7 @@ void Operations::begin(const SubmissionPtr& submission) {
   submissions_.emplace(submission->id, submission);
   for (Operation& part : submission->parts) {
     const OperationPtr operation(submission, part);
-    // What is for a peer that was lost meanwhile has nothing to wait for.
+    // Operations for a peer that was lost meanwhile have nothing to wait for.
     if (part.held() && part.handle->up) {
       held_.push_back(operation);
     } else {
@@ -68,7 +68,7 @@ void Operations::post(const OperationPtr& operation) {
     return fail(operation, Errc::peer_lost,
                 "peer " + operation->handle->label + " was lost before the operation was posted");
   }
-  // Here, where deregister() is in order with it: the memory may be gone.
+  // Checked here, in order with deregister(): the memory may be gone.
   if (operation->source && !operation->source->in_use_by(engine_)) {
     return fail(operation, Errc::unknown_region,
                 "the source region is not registered at this engine any more");
@@ -94,7 +94,7 @@ void Operations::fail(const OperationPtr& operation, Errc code, std::string text
   operation->fail(code, std::move(text));
   if (operation->done()) return end(operation);
   operation->finished_at_grace = operation->finished;
-  // What is posted gets a little time, then the peer is given up: expire().
+  // Posted writes get a little time, then the peer is given up: expire().
   operation->deadline_ns = std::min(operation->deadline_ns, now_ns() + grace_ns_);
 }
 
@@ -159,7 +159,7 @@ void Operations::expire(std::uint64_t now) {
     Peer* const peer = operation->handle->up;
     if (!peer) continue;
     if (operation->finished != operation->finished_at_grace || peer->late(now)) {
-      operation->finished_at_grace = operation->finished;  // slow, but it moves; or starved
+      operation->finished_at_grace = operation->finished;  // slow but moving, or starved
       operation->deadline_ns = now + grace_ns_;
     } else {
       peer->lose({Errc::deadline_exceeded,
@@ -175,7 +175,7 @@ void Operations::end(const OperationPtr& operation) {
   [[maybe_unused]] const std::uint64_t queued =
       operation->handle->queued_writes.fetch_sub(operation->writes.size());
   assert(queued >= operation->writes.size());
-  // It may stay in its peer's queue for a while; what it holds should not.
+  // It may stay in its peer's queue for a while, but must not hold memory there.
   operation->writes = {};
   operation->source.reset();
   const auto found = submissions_.find(operation->submission->id);

@@ -1,4 +1,4 @@
-// Submitted operations, until each has ended and its caller has been told. Engine thread only,
+// Submitted operations, until each has ended and its caller has the completion. Engine thread only,
 // unless said otherwise.
 #pragma once
 
@@ -20,8 +20,8 @@ namespace kvxfer {
 
 class Operations final : public OperationBook {
  public:
-  // `grace`: for what is under way when an operation has failed. Until then a path that delivers
-  // nothing has been lost and closed: what remains is the peer's fault.
+  // `grace`: the time for writes under way when an operation has failed. Within it, a path that
+  // delivers nothing is lost and closed; what remains is the peer's fault.
   Operations(EngineId engine, Duration grace, CompletionQueue& completions)
       : engine_(engine),
         grace_ns_(static_cast<std::uint64_t>(grace.count())),
@@ -33,32 +33,32 @@ class Operations final : public OperationBook {
   // --- any thread
   OperationId next_id() { return ++last_; }
   SpareWrites& spare_writes() { return spare_writes_; }
-  // Of one that no engine takes any more.
+  // Fails a submission that no engine takes any more.
   void refuse(Submission& submission, const Error& why);
 
   void begin(const SubmissionPtr& submission);
   void cancel(OperationId id);
 
-  // --- those that wait for a watched word
+  // --- operations that wait for a watched word
   bool holds_any() const { return !held_.empty(); }
   bool may_release() const;
-  // Posts those that need not wait any more; how many.
+  // Posts those that need not wait any more. Returns their number.
   std::size_t release_held();
 
   void on_finished(const OperationPtr& operation, const WriteRange& writes, const Error& error);
   void fail(const OperationPtr& operation, Errc code, std::string text) override;
   void settle(const OperationPtr& operation) override;
   std::vector<OperationPtr> with(PeerId peer, Imm imm) const override;
-  // The peer is gone, and nothing reads its operations' sources any more.
+  // Ends all operations of a closed peer; nothing reads their sources any more.
   void end_all_of(PeerId peer, const Error& why);
   void fail_reading(const RegionPtr& region);
-  // Whether any that has not ended reads the region.
+  // True if any operation that has not ended reads the region.
   bool reads(const MemoryRegion& region) const;
-  // At every heartbeat: fails what is late, and gives up peers that do not take what is posted.
+  // Called at every heartbeat: fails late operations, and loses peers that take no posted writes.
   void expire(std::uint64_t now);
 
  private:
-  // Those under way that fit.
+  // Returns the operations under way that fit.
   template <typename Fits>
   std::vector<OperationPtr> those_that(Fits fits) const;
   void post(const OperationPtr& operation);

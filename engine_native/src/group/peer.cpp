@@ -22,7 +22,7 @@ static_assert(sizeof(FrameHead) == 8);
 
 // A heartbeat is not worth queueing behind this much.
 constexpr std::size_t kHeartbeatBehind = 1u << 20;
-// Messages are bounded by themselves, at a quarter of it; the rest are answers to the peer.
+// Messages have their own bound, a quarter of it; the rest are answers to the peer.
 constexpr std::size_t kMaxUnsentBytes = 64u << 20;
 
 std::string make_label(const Session& session) {
@@ -128,7 +128,7 @@ void Peer::announce_paths() {
 
 std::string Peer::trouble() const {
   if (!nics_ || !choices_.empty()) return "the peer did not finish the connection in time";
-  return "no NIC has a way to it: " +
+  return "no NIC has a path to it: " +
          (nics_->trouble().empty() ? "their links are down" : nics_->trouble());
 }
 
@@ -179,8 +179,8 @@ void Peer::come_up() {
 
 // --- running ---------------------------------------------------------------------------------
 
-// The first rank that reaches at all, even if none of it has room now; there the path whose NIC
-// has least to do.
+// Chooses the first rank that reaches at all, even if none of its paths has room now; in it, the
+// path whose NIC has least to do.
 Path* Peer::path_for(const Operation& operation, bool counted) {
   if (choices_.size() == 1) {
     Path* const only = choices_.front();
@@ -203,8 +203,7 @@ Path* Peer::path_for(const Operation& operation, bool counted) {
   return best;
 }
 
-// So that a large operation is on all NICs at once, each with its part by speed; what is small
-// is not worth spreading.
+// Spreads a large operation over all NICs at once, by speed; a small one is not worth spreading.
 std::size_t Peer::share_of(const Path& path, const Operation& operation,
                            const WriteRange& writes) const {
   constexpr std::size_t kSmallestBytes = 64u << 10;
@@ -301,7 +300,7 @@ void Peer::pump() {
     const Posted posted = post(operation);
     if (posted == Posted::waits) return;
     if (posted == Posted::alone) {
-      ++i;  // it does not hold up others
+      ++i;  // others need not wait
       continue;
     }
     operation->queued = false;
@@ -355,14 +354,14 @@ void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
     patience_.hear(path->last_heard_ns());
     pid = std::max(pid, path->pid());
   }
-  // The acceptor goes by the initiator's heartbeats.
+  // The acceptor relies on the initiator's heartbeats.
   if (state_ != State::up && initiator() && waiters.empty()) {
     return lose({Errc::connect_failed, trouble()});
   }
-  // A peer that was told to beat slower than we wait is not dead between two beats.
+  // A peer whose heartbeats are configured slower than our timeout is not dead between two.
   const auto limit = std::max<std::uint64_t>(static_cast<std::uint64_t>(timeout.count()),
                                              3 * session_.introduction.heartbeat_ns);
-  // A peer that is asleep has beaten before, maybe after its socket was read: in this order.
+  // A sleeping peer may have sent a heartbeat after its socket was read: check the socket last.
   if (patience_.ends(limit, pid, now) && !stream_->has_input()) {
     const auto ms = [](std::uint64_t ns) { return std::to_string(ns / 1'000'000) + " ms"; };
     const std::uint64_t before = patience_.longest_ns();
@@ -377,7 +376,7 @@ void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
   const auto without = now - std::min(now, last_path_ns_ + stalled_ns);
   if (state_ == State::up && choices_.empty() &&
       without > static_cast<std::uint64_t>(timeout.count())) {
-    return lose({Errc::nic_lost, "no NIC has had a way to it for " +
+    return lose({Errc::nic_lost, "no NIC has had a path to it for " +
                                      std::to_string(without / 1'000'000) +
                                      " ms: " + nics_->trouble()});
   }

@@ -25,26 +25,26 @@ namespace kvxfer {
 
 class Peer;
 
-// What caller threads need to know of a peer before they queue something for it.
+// The data of a peer that caller threads need before they queue something for it.
 struct PeerHandle {
   PeerId id = 0;
   EngineId engine;
-  std::string label;                 // for error texts
-  std::atomic<unsigned> shards = 1;  // NICs that a large write is shared out over
+  std::string label;                 // used in error texts
+  std::atomic<unsigned> shards = 1;  // NICs that share a large write
   std::atomic<bool> groups = false;  // one immediate counts for several writes
   std::atomic<std::uint64_t> queued_writes = 0;
   std::atomic<std::uint64_t> queued_message_bytes = 0;
-  Peer* up = nullptr;  // engine thread: null where it is not, or not yet, up
+  Peer* up = nullptr;  // engine thread: null unless it is up
 };
 
 struct PeerGroup {
   std::vector<std::shared_ptr<PeerHandle>> peers;
 };
 
-// What a message counts against the bound: empty ones are not free.
+// Returns a message's charge against the bound; empty ones are not free.
 constexpr std::uint64_t message_charge(std::size_t bytes) { return bytes + 64; }
 
-// On the control stream, beside NicFrame; part of the protocol.
+// Frames on the control stream, next to NicFrame; part of the protocol.
 enum class ControlFrame : std::uint8_t {
   heartbeat = 1,
   message = 2,
@@ -58,10 +58,10 @@ class PeerEvents {
   virtual void on_up(Peer& peer) = 0;
   virtual void on_message(Peer& peer, std::string data) = 0;
   virtual void on_posted(std::size_t writes) = 0;
-  // The peer must be closed; called at most once, never from within close().
+  // Called when the peer must be closed: at most once, never from within close_paths().
   virtual void on_peer_lost(Peer& peer, Error error) = 0;
 
-  // What the peer's NIC link asks for: see NicLinkOwner.
+  // Requests of the peer's NIC link: see NicLinkOwner.
   virtual void share_region(Peer& peer, std::uint64_t key) = 0;
   virtual void on_revoked(Peer& peer, Imm imm) = 0;
   virtual void on_notice(Peer& peer, std::string text) = 0;
@@ -91,7 +91,7 @@ class Peer final : public StreamOwner, private NicLinkOwner {
     return {id(), label(), session_.version >= kGroupsVersion,
             session_.version >= kPathStopVersion};
   }
-  // The fabric that most writes take.
+  // Returns the fabric that most writes take.
   std::string fabric() const;
 
   // --- set-up. The initiator opens paths, then announces them; the acceptor confirms.
@@ -99,21 +99,21 @@ class Peer final : public StreamOwner, private NicLinkOwner {
                 const EngineOptions& options);
   void add_path(std::unique_ptr<Path> path, std::uint32_t lane);
   bool has_lane(std::uint32_t lane) const;
-  // Those with their own socket; the others are the link's.
+  // The paths with their own socket; the others are the link's.
   const std::vector<std::unique_ptr<Path>>& paths() const { return paths_; }
   NicLink* nics() const { return nics_.get(); }
-  // Announces once everything that was begun has ended and there is a path. While anybody waits for
-  // it the NICs try again.
+  // Announces the paths once everything that was begun has ended and there is a path. While a
+  // connect waits for it, the NICs try again.
   void announce_paths();
-  // Why it is not up yet, as far as known.
+  // Returns why it is not up yet, as far as known.
   std::string trouble() const;
   ConnectWaiters waiters;      // connect operations that this peer's set-up answers
   unsigned lanes_to_open = 0;  // initiator: dials that have not ended
-  EngineAddress address;       // initiator: where lanes are dialed
+  EngineAddress address;       // initiator: the address to dial lanes
   bool initiator() const { return address.port != 0; }
 
   // --- running
-  // Whether any path can carry the operation, once its destination is known; if not, why.
+  // Fails, with the reason, if no path can carry the operation once its destination is known.
   Result<void> reaches(const Operation& operation) const;
   // Posts it in its turn, once its destination is known.
   void submit(const OperationPtr& operation);
@@ -121,18 +121,18 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   // Posts as much as the paths take.
   void pump();
   void send_message(std::string_view data);
-  // Sends a heartbeat and looks at the peer's. `stalled_ns`: how long this engine itself did not
-  // run, which must not be held against the peer.
+  // Sends a heartbeat and checks the peer's. `stalled_ns`: the time in which this engine itself did
+  // not run, which must not count against the peer.
   void tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout);
-  // Whether it misses heartbeats: then tick() decides on it.
+  // True if it misses heartbeats: then tick() decides on it.
   bool late(std::uint64_t now) const {
     return patience_.silence(now) > 3 * session_.introduction.heartbeat_ns;
   }
 
-  // The fence, and its end: nothing is read from it any more. `then`, now or later: nothing of the
-  // peer lands here any more; it may destroy this.
+  // Fences the peer, and stops reading from it. Calls `then`, now or later, once none of its writes
+  // lands here any more; `then` may destroy this object.
   void close_paths(std::function<void()> then);
-  // Tells the peer why this end gives up, where it still hears it.
+  // Tells the peer why this end gives up, if it still listens.
   void say_goodbye(const Error& why);
   void lose(Error error);
 
@@ -146,8 +146,8 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   void come_up();
   void set_lost();
   void list_choices();
-  // Gives paths as much of it as they take. `all`: it is posted, or has failed. `alone`: it waits
-  // for what others do not.
+  // Posts as much of it as paths take. `all`: it is posted, or has failed. `alone`: it waits, and
+  // others need not. `waits`: others wait, too.
   enum class Posted { all, alone, waits };
   Posted post(const OperationPtr& operation);
   Path* path_for(const Operation& operation, bool counted);
@@ -173,15 +173,15 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   State state_ = State::opening;
   bool was_up_ = false;  // on_up() was reported
   Patience patience_;
-  std::uint64_t last_input_ns_ = 0;  // tick() tells it to patience_, after this engine's own stalls
-  std::uint64_t last_path_ns_;       // when there last was any
+  std::uint64_t last_input_ns_ = 0;  // passed to patience_ in tick(), after own stalls
+  std::uint64_t last_path_ns_;       // the last time there was a path
   std::vector<std::unique_ptr<Path>> paths_;
-  std::vector<std::uint32_t> lanes_;  // of paths_, in the same order
+  std::vector<std::uint32_t> lanes_;  // lanes of paths_, in the same order
   std::unique_ptr<NicLink> nics_;
-  std::vector<Path*> choices_;              // open paths of both
+  std::vector<Path*> choices_;              // open paths of paths_ and nics_
   std::size_t next_path_ = 0;               // round robin
   std::optional<std::uint32_t> announced_;  // acceptor: sockets that the initiator has opened
-  std::deque<std::uint64_t> charges_;       // of the frames that the stream has not sent yet
+  std::deque<std::uint64_t> charges_;       // charges of frames that are not sent yet
   std::deque<OperationPtr> backlog_;
 };
 

@@ -16,7 +16,7 @@ namespace kvxfer {
 
 class Peers {
  public:
-  // A peer that is lost, until nothing of it lands any more.
+  // A lost peer, until none of its writes lands any more.
   struct Closing {
     std::unique_ptr<Peer> peer;
     Error why;
@@ -28,12 +28,12 @@ class Peers {
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
 
-  // Any thread. Null unless it has been up, and is not closed yet.
+  // Any thread. Returns null unless the peer has been up and is not closed yet.
   std::shared_ptr<PeerHandle> handle(PeerId id) const;
 
   std::size_t count_up() const;
   const std::unordered_map<PeerId, std::unique_ptr<Peer>>& all() const { return all_; }
-  // Null if there is none.
+  // Returns null if there is none.
   Peer* find(PeerId id) const;
   Peer* find(const SessionId& session) const;
   const std::unordered_map<PeerId, Closing>& closing() const { return closing_; }
@@ -41,10 +41,10 @@ class Peers {
 
   Peer& add(std::unique_ptr<Stream> stream, const Session& session, PeerEvents& events,
             OperationBook& operations);
-  // Callers find it from the one on, and until the other.
+  // Lets handle() find the peer, until withdraw().
   void publish(const Peer& peer);
   void withdraw(PeerId id);
-  // Moves it to those that are being closed, and out of them; it is there.
+  // Move a peer to closing() and out of it. The peer must be there.
   Peer& begin_closing(PeerId id, const Error& why);
   Closing finish_closing(PeerId id);
 

@@ -10,7 +10,7 @@ void StreamWaits::add(Waiting waiting) {
   thread_.check("StreamWaits");
   next_deadline_ns_ = std::min(next_deadline_ns_, waiting.deadline_ns);
   waiting_.push_back(std::move(waiting));
-  seen_changes_ = UINT64_MAX;  // it may be there already
+  seen_changes_ = UINT64_MAX;  // the total may be reached already
 }
 
 void StreamWaits::mirror(Imm imm, const std::shared_ptr<cuda::MirroredCount>& mirror) {

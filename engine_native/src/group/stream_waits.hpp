@@ -28,15 +28,15 @@ class StreamWaits {
   explicit StreamWaits(const ImmCounters& counters) : counters_(counters) {}
 
   void add(Waiting waiting);
-  // Until the counter ends, or the mirror is not held any more.
+  // Updates the mirror until the counter ends or nothing holds the mirror.
   void mirror(Imm imm, const std::shared_ptr<cuda::MirroredCount>& mirror);
-  // How many have ended.
+  // Ends waits and updates mirrors. Returns the number of ended waits.
   std::size_t poll(std::uint64_t now);
   void end_all(const Error& why);
   std::uint64_t next_deadline_ns() const { return next_deadline_ns_; }
 
  private:
-  // Nothing while it goes on waiting.
+  // Ends the wait if its counter or deadline allows. Returns false while it goes on.
   bool ended(const Waiting& waiting, std::uint64_t now) const;
   void update_mirrors();
 

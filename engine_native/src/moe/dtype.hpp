@@ -64,7 +64,7 @@ constexpr float f32_of_f16(std::uint16_t bits) {
   return sign != 0 ? -subnormal : subnormal;
 }
 
-// Beyond the largest f16 it is an infinity.
+// Returns an infinity beyond the largest f16.
 constexpr std::uint16_t f16_of_f32(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t sign = bits >> 16 & 0x8000U;
@@ -92,7 +92,7 @@ constexpr float f32_of_e4m3(std::uint8_t bits) {
   return sign != 0 ? -subnormal : subnormal;
 }
 
-// Beyond kLargestE4m3, infinities too, it is kLargestE4m3 of its sign.
+// Returns kLargestE4m3 of the same sign for values beyond it, infinities included.
 constexpr std::uint8_t e4m3_of_f32(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t sign = bits >> 24 & 0x80U;

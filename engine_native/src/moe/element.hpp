@@ -1,4 +1,4 @@
-// An element type known when compiling, and the way there from one known when running.
+// An element type that is known at compile time, and the dispatch from one known at run time.
 #pragma once
 
 #include <cstdint>

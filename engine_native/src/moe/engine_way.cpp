@@ -9,13 +9,13 @@
 namespace kvxfer::moe {
 namespace {
 
-// A write of so many bytes at most is one, and its immediate one.
+// A write of at most this length is not split, and has one immediate.
 constexpr std::size_t kOneWrite = std::size_t{1} << 20;
 
 struct TermsHead {
-  static constexpr std::uint64_t kMagic = 0x6b76786665725431;  // and the version
+  static constexpr std::uint64_t kMagic = 0x6b76786665725431;  // includes the version
   std::uint64_t magic;
-  std::uint64_t digest;  // of the shape
+  std::uint64_t digest;  // the shape's
   std::uint32_t from;
   std::uint32_t to;
 };
@@ -78,7 +78,7 @@ EngineWay::~EngineWay() {
       }
     }
   }
-  // Fails where the engine is closed: then nothing lands either.
+  // Fails if the engine is closed: then nothing lands either.
   if (inbox_) [[maybe_unused]]
     const auto given_back = engine_.deregister(inbox_);
   if (inbox_number_) own_.give_inbox(*inbox_number_);
@@ -239,9 +239,9 @@ Held EngineWay::look(std::uint32_t slot, Direction direction, std::uint64_t key,
                      MessageHead& head) {
   Lane& lane = this->lane(slot, direction);
   if (!std::exchange(lane.fresh, false)) return Held::nothing;
-  // A message is posted when the one before has been placed, so the count is the ordinal of one
-  // that is here. A NIC may have placed later ones that are not counted yet, or be at it: they are
-  // looked at when they are.
+  // A message is posted once the one before has been placed, so the count is the ordinal of one
+  // that is here. A NIC may have placed, or be placing, later ones that are not counted yet: they
+  // are read once they are.
   const std::uint64_t newest = engine_.take_arrivals(lane.here.heads);
   if (newest == 0) return Held::nothing;
   const std::size_t message = direction == Direction::dispatch
@@ -252,7 +252,7 @@ Held EngineWay::look(std::uint32_t slot, Direction direction, std::uint64_t key,
   if (head.ordinal < newest) return Held::malformed;
   if (engine_.counter_value(lane.here.data) < head.data) {
     if (std::exchange(lane.expected, head.data) != head.data) {
-      // A completion follows. Fails only where the way is being taken down.
+      // A completion follows. Fails only while the way is being taken down.
       [[maybe_unused]] const auto expecting =
           engine_.expect(lane.here.data, head.data, Expect::at_least);
     }
@@ -288,7 +288,7 @@ const std::byte* EngineWay::combine_rows(std::uint32_t slot) const {
   return inbox(layout_.combine(slot));
 }
 
-// A peer that is lost writes no more, and one that is not waits for this rank.
+// A lost peer writes no more, and a live one waits for this rank.
 bool EngineWay::still(std::uint32_t /*slot*/, Direction /*direction*/,
                       std::uint64_t /*key*/) const {
   return true;

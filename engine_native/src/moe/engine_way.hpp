@@ -1,9 +1,9 @@
-// To a rank that the engine writes to, and that writes by its engine into an inbox here. Messages
-// for other ranks of this host may come with it; those ranks read them here.
+// The way to a rank that the engine writes to, and that writes by its engine into an inbox here.
+// Messages for other ranks of this host may come with it; those ranks read them here.
 //
-// A message: data (token or combine rows), counted by one counter, then a head, counted by another,
-// by which the receiver knows how many data immediates there are. They arrive in any order. The
-// sender posts the next message of a slot and direction when the last one has completed.
+// A message is data (token or combine rows), counted by one counter, then a head, counted by
+// another. From the head, the receiver knows how many data immediates there are. They arrive in any
+// order. The sender posts the next message of a slot and direction when the last one has completed.
 #pragma once
 
 #include <array>
@@ -29,16 +29,16 @@ class EngineWay final : public Way {
   EngineWay(const EngineWay&) = delete;
   EngineWay& operator=(const EngineWay&) = delete;
 
-  // What the other rank needs to write here.
+  // Returns what the other rank needs to write here.
   std::string terms() const;
-  // What terms() gave there; `own` is own memory, registered.
+  // Takes what terms() returned at that rank; `own` is own memory, registered.
   Result<void> accept(std::string_view terms, RegionPtr own);
   bool accepted() const { return inbox_there_.has_value(); }
-  // Something came with this immediate. False if it is none of this way's.
+  // Notes an arrival with this immediate. Returns false if it is not one of this way's.
   bool arrived(Imm imm);
-  // The slot's dispatch has another key from now on; its message may be here already.
+  // Notes that the slot's dispatch has another key from now on; its message may be here already.
   void look_again(std::uint32_t slot) { lane(slot, Direction::dispatch).fresh = true; }
-  // Where the slot's dispatch is, once it is whole.
+  // The inbox, and the ordinal there, of the slot's dispatch once it is whole.
   std::size_t inbox_number() const { return *inbox_number_; }
   std::uint64_t ordinal(std::uint32_t slot) const {
     return lane(slot, Direction::dispatch).ordinal;
@@ -60,15 +60,15 @@ class EngineWay final : public Way {
     Imm data = 0;
     Imm heads = 0;
   };
-  // One slot and direction.
+  // The state of one slot and direction.
   struct Lane {
     Counters here;
     Counters there;
     std::uint64_t messages = 0;  // sent
-    std::uint64_t data = 0;      // immediates of them all
-    bool fresh = true;           // something may have come since the last look
-    std::uint64_t expected = 0;  // data immediates that a completion will tell of
-    std::uint64_t ordinal = 0;   // of the message that was whole at the last look
+    std::uint64_t data = 0;      // immediates of all of them
+    bool fresh = true;           // something may have arrived since the last look
+    std::uint64_t expected = 0;  // data immediates that a completion will report
+    std::uint64_t ordinal = 0;   // message that was whole at the last look
   };
 
   EngineWay(TransferEngine& engine, const Shape& shape, std::uint32_t to, PeerId peer,
@@ -81,12 +81,12 @@ class EngineWay final : public Way {
   }
   Result<void> sent(Lane& lane, const Result<Submitted>& submitted,
                     std::vector<OperationId>& operations);
-  // The message at this offset of own memory, of this length: its number is next_ordinal().
+  // Posts the message at this offset of own memory, of this length, as number next_ordinal().
   Result<void> post_message(Lane& lane, std::size_t offset, std::size_t to, std::size_t bytes,
                             std::vector<OperationId>& operations);
   static std::uint64_t next_ordinal(const Lane& lane) { return lane.messages + 1; }
   std::size_t dispatch_bytes(std::uint32_t slot, std::uint32_t to) const;
-  // The head of the message of this key, where all of it is here.
+  // Reads the head of the message of this key, if all of the message is here.
   Held look(std::uint32_t slot, Direction direction, std::uint64_t key, MessageHead& head);
   const std::byte* inbox(std::size_t offset) const;
 

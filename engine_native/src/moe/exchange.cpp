@@ -1,4 +1,4 @@
-// Set-up of pairs, views, and waiting. The calls of a step: exchange_step.cpp.
+// Pairs, views and completions. exchange_step.cpp has waiting and the calls of a step.
 #include "moe/exchange.hpp"
 
 #include <algorithm>
@@ -38,7 +38,7 @@ Exchange::Exchange(TransferEngine& engine, Shape shape, Options options, OwnMemo
 }
 
 Exchange::~Exchange() {
-  // No operation reads own memory after it. Fails where the engine is closed: likewise.
+  // No operation reads own memory after this, even if it fails because the engine is closed.
   if (own_region_) [[maybe_unused]]
     const auto given_back = engine_.deregister(own_region_);
 }
@@ -114,7 +114,7 @@ Result<void> Exchange::add_remote(std::uint32_t rank, PeerId peer, std::string_v
 void Exchange::remove(std::uint32_t rank) {
   const OneAtATime::Call call(in_use_, "Exchange");
   if (rank >= shape_.ranks || rank == shape_.rank || !pairs_[rank]) return;
-  drain();  // what came of it is looked at once more by the steps that wait for it
+  drain();  // steps that wait for it look once more at what arrived
   lose(*pairs_[rank], {Errc::peer_lost, "it was removed"});
   pairs_[rank].reset();  // steps that have rows of it keep it until they end
 }
@@ -201,7 +201,7 @@ Result<void> Exchange::set_view(const View& view, std::uint64_t first_step) {
   for (const std::uint32_t slot : again) {
     if (auto good = await_sent(slot, Direction::dispatch); !good) return good;
     const Step& step = steps_[slot];
-    // The table is good, and the choices were.
+    // The table is good, and so were the choices.
     if (auto good = route(shape_, view_->table, step.ids, step.weights, routes_); !good)
       return good;
     send(slot, nullptr);

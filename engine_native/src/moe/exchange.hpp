@@ -2,7 +2,7 @@
 //
 // A step: dispatch_send, dispatch_wait, place, combine_send, combine_wait, combine. All ranks go
 // through the same steps in the same order, each in the slot that its caller names. A call out of
-// this order fails with invalid-argument, and changes nothing. The text speaks of the calls of
+// this order fails with invalid-argument, and changes nothing. Error texts name the calls of
 // kvxfer.moe: dispatch_recv() is dispatch_wait and place, combine_recv() combine_wait and combine.
 #pragma once
 
@@ -30,21 +30,21 @@
 namespace kvxfer::moe {
 
 struct Options {
-  Duration spin{};  // how long a wait looks again and again before it sleeps; 0: it sleeps at once
-  Duration timeout = std::chrono::seconds(30);  // of a write, and of waiting for room to write
+  Duration spin{};  // how long a wait polls before it sleeps; 0: not at all
+  Duration timeout = std::chrono::seconds(30);  // a write's; room to write is awaited twice as long
 };
 
 enum class Waited : std::uint8_t {
   done,
   left_out,  // no rank runs the step, which is over
-  events,    // events() has some that may concern this step: take them, then wait on
+  events,    // events() may concern this step: take them, then wait again
   deadline,
 };
 
-// One thread at a time. Takes the engine's completions: nothing else may drain it.
+// One thread at a time. Drains the engine's completions: nothing else may.
 class Exchange {
  public:
-  // Both must outlive the exchange. The engine has a thread.
+  // The engine must outlive the exchange, and have a thread.
   static Result<std::unique_ptr<Exchange>> create(TransferEngine& engine, Shape shape,
                                                   Options options);
   ~Exchange();
@@ -55,78 +55,80 @@ class Exchange {
   // See TransferEngine.
   Result<void> require_own_process() const { return engine_.require_own_process(); }
 
-  // --- pairs, between steps. Ranks on this host hand each other their memory and doorbell (both
+  // --- pairs, between steps. Ranks on this host give each other their memory and doorbell (both
   // ways), the others their terms.
   int memory_fd() const;
   std::size_t memory_bytes() const;
   int doorbell_fd() const;
   Result<void> add_local(std::uint32_t rank, PeerId peer, UniqueFd memory, std::size_t bytes,
                          UniqueFd doorbell);
-  // Allocates what this rank writes to here. The terms are for it, and opaque.
+  // Allocates an inbox for the writes of that rank. Returns opaque terms to give to it.
   Result<std::string> open_remote(std::uint32_t rank, PeerId peer);
-  // What open_remote() gave there, for this rank. Both are needed, in any order.
+  // Takes what open_remote() returned there, for this rank. Both calls are needed, in any order.
   Result<void> add_remote(std::uint32_t rank, PeerId peer, std::string_view terms);
-  // It is lost, if it was not. Its memory is given back.
+  // Removes the rank, which then counts as lost, and releases its memory.
   void remove(std::uint32_t rank);
-  // What the exchange has allocated or will, at most, by part.
+  // Returns by part the bytes that the exchange has allocated, or will allocate at most.
   std::vector<std::pair<std::string, std::uint64_t>> memory_parts() const;
 
   // --- views
-  // Its alive ranks have been added. Dispatches of steps from first_step on are posted again. The
-  // first view also sets the next step to first_step.
+  // Sets the view, whose alive ranks must have been added. Posts dispatches of steps from
+  // first_step on again. The first view also sets the next step to first_step.
   Result<void> set_view(const View& view, std::uint64_t first_step);
   std::uint64_t next_step() const { return next_step_; }
-  // No rank runs this step. Of one that was sent, and of one to come that dispatch_send() takes,
-  // dispatch_wait() says so, and then its slot is free. Before the view that leaves it out.
+  // Declares that no rank runs this step, before the view that leaves it out. If dispatch_send()
+  // has taken the step, or takes it later, dispatch_wait() returns left_out, which frees the slot.
   Result<void> leave_out(std::uint64_t step);
-  // The next step, which no rank runs, is not even taken here.
+  // Skips the next step, which no rank runs: dispatch_send() does not take it here.
   void skip_step();
-  // By rank, the number of its host. Ranks of one host have added each other as local. Until this
-  // is called, each rank is on another host. From the next dispatch on, rows for several ranks of
-  // another host go to one of them, if that is fewer rows; the others read them there.
+  // Sets, by rank, the number of its host. Ranks of one host must have added each other as local.
+  // Until the first call, each rank is on another host. From the next dispatch on, rows for several
+  // ranks of another host go to one of them, if that is fewer rows; the others read them there.
   Result<void> set_hosts(std::vector<std::uint32_t> hosts);
-  // Ranks that the view has alive, and that were lost since.
+  // Returns the ranks that are alive in the view and were lost since.
   std::vector<std::uint32_t> lost() const;
-  // The last loss of this rank; Errc::ok if there was none.
+  // Returns the last loss of this rank; Errc::ok if there was none.
   Error why_lost(std::uint32_t rank) const;
 
   // --- a step
-  // Room for max_tokens rows of the input dtype. Rows of x that lie here are not copied where the
-  // wire takes them as they are. Not to be written from dispatch_send() on, until combine().
+  // Returns room for max_tokens rows of the input dtype. Rows of x that lie here are not copied if
+  // the wire takes them as they are. The caller must not write here from dispatch_send() to
+  // combine().
   Result<std::byte*> input(std::uint32_t slot);
-  // Whether dispatch_send(), or combine_send(), is this slot's next call; the error says which is.
+  // Fail, naming the next call, unless it is dispatch_send(), or combine_send(), in this slot.
   Result<void> check_free(std::uint32_t slot) const;
   Result<void> check_placed(std::uint32_t slot) const;
-  // The step's number. What is refused changes nothing.
+  // Returns the step's number. A refused call changes nothing.
   Result<std::uint64_t> dispatch_send(std::uint32_t slot, const Tokens& tokens);
-  // Waits until all rows of the step are here. The wait for a lost rank ends. `timeout` 0: it only
-  // looks.
+  // Waits for all rows of the step, except those of lost ranks. `timeout` 0: only checks.
   Result<Waited> dispatch_wait(std::uint32_t slot, Duration timeout);
   Result<const Arrival*> arrival(std::uint32_t slot) const;
-  // Room for ranks * max_tokens rows of the combine dtype, for x of place() and for y of
-  // combine_send() by_source: rows of y that lie here are not copied. Null where such rows are no
+  // Returns room for ranks * max_tokens rows of the combine dtype, for x of place() and for y of
+  // combine_send() by_source: rows of y that lie here are not copied. Null if such rows are no
   // multiple of 64 bytes. The caller may write here from place() until combine_send().
   Result<std::byte*> answers(std::uint32_t slot);
-  // by_expert: expert e's rows are at begins[e] and behind, by source rank, then token. by_source:
-  // source s's at begins[s] and behind, by token; ids [rows, top_k] (local; -1: none) and weights
-  // [rows, top_k] tell the rest. `scales` only for a wire with scales, ids and weights only
-  // by_source. Rows between these are not touched. A rank that turns out to have given this one up
-  // meanwhile is lost: its rows are zero, and arrival() says missing.
+  // Places the rows of the step. by_expert: the rows of expert e from begins[e] on, by source rank,
+  // then token. by_source: the rows of source s from begins[s] on, by token; ids [rows, top_k]
+  // (local experts; -1: none) and weights [rows, top_k] describe them. `scales` only for a wire
+  // with scales, ids and weights only by_source. Rows between these are not touched. A rank that
+  // has given this one up meanwhile is lost: its rows are zero, and arrival() says missing.
   Result<void> place(std::uint32_t slot, Order order, std::span<const std::int64_t> begins, void* x,
                      float* scales, std::int32_t* ids, float* weights);
-  // y: rows of the combine dtype, where place() put those of x. by_source: each the weighted sum of
-  // its local experts already. Not in answers(), but for all of y by_source.
+  // Sends y: rows of the combine dtype, at the places of x in place(). by_source, each must be the
+  // weighted sum of its local experts already. Rows may lie in answers() only by_source, and then
+  // all of y must lie there.
   Result<void> combine_send(std::uint32_t slot, const void* y);
   Result<Waited> combine_wait(std::uint32_t slot, Duration timeout);
-  // out: [count, hidden] of the output dtype: for each token the sum over the ranks, in their
-  // order. By rank: whether it had tokens of ours and its contribution is absent. Ends the step.
+  // Writes out [count, hidden] of the output dtype: for each token the sum over the ranks, in
+  // order. Returns, by rank, true if it had tokens of this rank and its rows are missing. Ends the
+  // step.
   Result<std::vector<bool>> combine(std::uint32_t slot, void* out);
-  // Whom the wait in this slot is for.
+  // Returns the ranks that the wait in this slot is for.
   std::vector<std::uint32_t> awaited(std::uint32_t slot) const;
 
-  // Completions that are not the exchange's, and all peer_down.
+  // Returns completions that are not the exchange's, and all peer_down.
   std::vector<Completion> events();
-  // Whether there are none, and no rank of the view is lost.
+  // True if there are no events, and no rank of the view is lost.
   bool quiet();
 
  private:
@@ -140,32 +142,32 @@ class Exchange {
   Result<void> check_new(std::uint32_t rank, PeerId peer) const;
   Result<void> check_view(const View& view, std::uint64_t first_step) const;
   Result<void> check_tokens(const Tokens& tokens) const;
-  // Whether rows that are placed so may lie there, and if so, whether they lie in answers().
+  // True if the rows lie in answers(). Fails if rows in this order may not lie there.
   Result<bool> in_answers(std::uint32_t slot, Order order, const void* rows) const;
-  // The step in this slot, if it is in one of these phases.
+  // Returns the step in this slot, if it is in one of these phases.
   Result<Step*> step_in(std::uint32_t slot, const char* call, Step::Phase phase, Step::Phase other);
   Result<void> require_phase(std::uint32_t slot, const char* call, Step::Phase phase,
                              Step::Phase other) const;
-  // Gives back what the step holds.
+  // Releases what the step holds.
   void end(std::uint32_t slot, Step::Phase phase);
   Result<EngineWay*> remote(std::uint32_t rank, PeerId peer);
   std::shared_ptr<Counterpart> of_peer(PeerId peer) const;
   void lose(Counterpart& pair, Error why);
   void drain();
 
-  // By routes_. null: its rows are packed already.
+  // Sends the step by routes_. `tokens` null: its rows are packed already.
   void send(std::uint32_t slot, const Tokens* tokens);
   // Decides which ranks get their rows through another rank of their host.
   void choose_ways(Step& step);
-  // The rows of the step that are for one of these ranks, into tokens_.
+  // Collects in tokens_ the tokens of the step that go to one of these ranks.
   void gather_tokens(const Step& step, std::span<const std::uint32_t> ranks);
   void post_dispatch(std::uint32_t slot, const Step& step, std::uint32_t rank);
   void post_combine(std::uint32_t slot, const Part& part);
   void posted(std::uint32_t slot, Direction direction, Counterpart& pair,
               const Result<void>& result);
-  // Sends directly what went through ranks that were lost.
+  // Sends rows directly that went through ranks that were lost.
   void reroute();
-  // Looks at every dispatch of another host that has not come: neighbours may wait for it, too.
+  // Checks every dispatch of another host that has not arrived: neighbours may wait for it, too.
   void look_for_neighbours();
   // Tells neighbours that a dispatch of `from` is in an inbox here.
   void tell_neighbours(std::uint32_t slot, std::uint64_t key, const Counterpart& from);
@@ -173,7 +175,7 @@ class Exchange {
   void take_from_neighbours(std::uint32_t slot, const Step& step, Part& part);
   // Returns once no operation reads the memory of this slot and direction.
   Result<void> await_sent(std::uint32_t slot, Direction direction);
-  // Looks. Whether this rank need not be waited for (any longer).
+  // Check for the message. True if this rank need not be waited for (any longer).
   bool dispatched(std::uint32_t slot, const Step& step, Part& part);
   bool combined(std::uint32_t slot, const Step& step, Part& part);
   template <class Ready>
@@ -182,10 +184,10 @@ class Exchange {
   TransferEngine& engine_;
   const Shape shape_;
   const Options options_;
-  // Ranks from the next one on, this one last: not all go to the same one first.
+  // Ranks from the next one on, this one last, so that not all begin with the same one.
   std::vector<std::uint32_t> others_first_;
   OwnMemory own_;
-  RegionPtr own_region_;  // once there is a rank that the engine writes to
+  RegionPtr own_region_;                             // once there is a remote rank
   std::vector<std::shared_ptr<Counterpart>> pairs_;  // by rank
   std::vector<std::uint32_t> hosts_;                 // by rank
   std::vector<Error> why_lost_;                      // by rank
@@ -194,13 +196,13 @@ class Exchange {
   std::uint64_t next_step_ = 0;
   std::set<std::uint64_t> left_out_;            // steps from the next one on
   std::vector<Step> steps_;                     // by slot
-  std::vector<std::vector<std::byte>> inputs_;  // by slot, where rows of the input lie apart
+  std::vector<std::vector<std::byte>> inputs_;  // by slot, if input rows lie apart
   std::unordered_map<OperationId, Posted> posted_;
   std::vector<std::array<std::size_t, kDirections>> sending_;  // by slot: operations under way
   std::vector<Completion> events_;
   bool closed_ = false;
   [[no_unique_address]] OneAtATime in_use_;
-  // Kept between calls.
+  // Buffers, kept between calls.
   std::vector<Routes> routes_;
   std::vector<std::uint32_t> neighbours_;
   std::vector<bool> goes_;  // by token

@@ -1,4 +1,4 @@
-// The calls of a step, in their order.
+// Waiting, and the calls of a step in their order.
 #include <algorithm>
 #include <functional>
 #include <thread>
@@ -264,7 +264,7 @@ void Exchange::reroute() {
   }
 }
 
-// --- what goes to several ranks of a host ----------------------------------------------------
+// --- rows for several ranks of a host --------------------------------------------------------
 
 void Exchange::look_for_neighbours() {
   const auto is_neighbour = [](const auto& pair) { return pair && pair->neighbour; };
@@ -323,7 +323,7 @@ bool Exchange::dispatched(std::uint32_t slot, const Step& step, Part& part) {
   part.dispatched = held == Held::whole;
   if (pair.remote && part.dispatched) tell_neighbours(slot, step.key, pair);
   if (pair.remote && !part.dispatched) take_from_neighbours(slot, step, part);
-  // Of a lost rank nothing comes after this look.
+  // Nothing comes from a lost rank after this look.
   part.settled = part.dispatched || !pair.up();
   return part.settled;
 }
@@ -364,13 +364,14 @@ Result<bool> Exchange::in_answers(std::uint32_t slot, Order order, const void* r
   if (!rows || std::less<>()(rows, first) || !std::less<>()(rows, last)) return false;
   const RowFormat row = shape_.combine_row();
   if (rows != first || order == Order::by_expert || row.bytes() != row.payload_bytes()) {
-    return invalid_argument("rows in answers() are of layout tokens, and begin where it does");
+    return invalid_argument(
+        "rows in answers() must be of layout tokens, and begin where it begins");
   }
   for (const Part& part : steps_[slot].parts) {
     if (!part.places.empty() &&
         static_cast<std::size_t>(part.places.back()) >= shape_.combine_rows()) {
       return invalid_argument("answers() has " + std::to_string(shape_.combine_rows()) +
-                              " rows; begins go beyond");
+                              " rows; begins exceed them");
     }
   }
   return true;
@@ -400,7 +401,7 @@ Result<void> Exchange::place(std::uint32_t slot, Order order, std::span<const st
       std::ranges::any_of(step.arrival.source_rows, [](auto rows) { return rows > 0; });
   if (any && (!x || (!scales && shape_.scale_block > 0) || (!by_expert && (!ids || !weights)))) {
     return invalid_argument(
-        "place needs room for x, for scales where the wire has them, and by source for "
+        "place needs room for x, for scales if the wire has them, and by source for "
         "ids and weights");
   }
   const OwnLayout& layout = own_.layout();
@@ -539,7 +540,7 @@ void Exchange::end(std::uint32_t slot, Phase phase) {
     part.pair.reset();
     part.at.reset();
   }
-  // The caller may write to input() from now on, which others must not take for this step's rows.
+  // The caller may write to input() from now on; others must not take that for this step's rows.
   own_.withdraw(own_.layout().routes_word(slot));
   own_.withdraw(own_.layout().rows_word(slot));
   steps_[slot].phase = phase;

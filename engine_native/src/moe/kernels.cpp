@@ -85,7 +85,7 @@ void quantise(std::byte* payload, float* scales, std::uint32_t block, const std:
 void copy(std::byte* to, const std::byte* from, std::size_t bytes, Stores stores) {
   if (bytes == 0) return;
   if (stores == Stores::cached) {
-    // A long memcpy may be a `rep movsb`, which some processors do at a fifth of the speed where
+    // A long memcpy may be a `rep movsb`, which some processors do at a fifth of the speed if
     // `to` lies a few bytes behind `from` within a page, as malloc() places large buffers.
     if (bytes >= kRepFrom && best_simd() == Simd::avx2) return avx2::copy(to, from, bytes);
     std::memcpy(to, from, bytes);

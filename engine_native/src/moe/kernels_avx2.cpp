@@ -26,7 +26,7 @@ using Group = __m256[4];
 [[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline void load_e4m3(const std::byte* from,
                                                                            __m256& low,
                                                                            __m256& high) {
-  // As an f16 of the same sign, exponent and mantissa it is 2^8 times too small.
+  // Read as an f16 of the same sign, exponent and mantissa, it is 2^8 times too small.
   const __m256i bytes =
       _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   const __m256i seven = _mm256_set1_epi16(0x7f);
@@ -70,7 +70,7 @@ template <DType type>
   return _mm256_movemask_ps(_mm256_or_ps(first, second)) != 0;
 }
 
-// What rounds to nearest, ties to even, where the low `shift` bits are then cut off.
+// Returns bits that are rounded to nearest, ties to even, once the low `shift` bits are cut off.
 template <int shift>
 [[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline __m256i raised(__m256 value) {
   const __m256i bits = _mm256_castps_si256(value);
@@ -78,7 +78,7 @@ template <int shift>
   return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32((1 << (shift - 1)) - 1)), odd);
 }
 
-// The bf16 or e4m3 of each lane, of numbers alone.
+// Returns the bf16 or e4m3 of each lane; no lane may be a NaN.
 template <DType type>
 [[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline __m256i narrowed(__m256 value) {
   const __m256i bits = _mm256_castps_si256(value);
@@ -135,8 +135,8 @@ template <DType type>
   }
 }
 
-// Groups of a sum: those of bf16 are split, the elements of even number in the vectors 0 and 2 and
-// the others in 1 and 3, as that takes the fewest instructions for each row.
+// Groups of a sum. Those of bf16 are split: elements of even number in the vectors 0 and 2, the
+// others in 1 and 3, which takes the fewest instructions per row.
 template <DType type>
 constexpr bool kSplit = type == DType::bf16;
 
@@ -185,7 +185,7 @@ template <DType to_type, DType from_type>
   store<to_type>(to, in_order);
 }
 
-// Of the last `n` < kGroup elements; zeros in the other lanes.
+// Loads the last `n` < kGroup elements; zeros in the other lanes.
 template <DType type>
 [[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline void load_part(const std::byte* from,
                                                                            std::size_t n,
@@ -229,7 +229,7 @@ template <DType to_type, DType from_type>
 [[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline void take_largest(Group& most,
                                                                               const Group& values) {
   const __m256 sign = _mm256_set1_ps(-0.0F);
-  // max_ps gives its second operand where one is a NaN.
+  // max_ps returns its second operand if one is a NaN.
 #pragma GCC unroll 4
   for (std::size_t v = 0; v < 4; ++v) {
     most[v] = _mm256_max_ps(_mm256_andnot_ps(sign, values[v]), most[v]);
@@ -291,7 +291,7 @@ template <DType to_type, DType from_type>
   constexpr std::size_t size = size_of(from_type);
   Group values, first, second;
   std::size_t column = 0;
-  // Two groups at once: as many sums as there are registers for.
+  // Two groups at once: as many sums as the registers hold.
   for (; column + 2 * kGroup <= n; column += 2 * kGroup) {
     clear(first);
     clear(second);

@@ -23,7 +23,7 @@ Result<std::unique_ptr<LocalWay>> LocalWay::map(const Shape& shape, std::uint32_
       static_cast<std::uint64_t>(status.st_size) < expected) {
     return Error{Errc::protocol_error,
                  "rank " + std::to_string(of) + " shares " + std::to_string(bytes) +
-                     " bytes of memory, or memory that is no sealed memfd, in place of " +
+                     " bytes of memory, or memory that is no sealed memfd, instead of " +
                      std::to_string(expected) + "; start all ranks with the same shape"};
   }
   if (!set_nonblocking(doorbell.get())) {
@@ -119,7 +119,7 @@ Held LocalWay::read_relayed(std::uint32_t from, std::uint32_t slot, std::uint64_
       inbox(where.place) + inboxes_.message(slot, where.ordinal, shape_.rank);
   MessageHead head{};
   std::memcpy(static_cast<void*>(&head), message, sizeof head);
-  if (head.key != key) return Held::nothing;  // what is for this rank comes directly
+  if (head.key != key) return Held::nothing;  // the message for this rank comes directly
   const bool good =
       moe::read_routes(shape_, shape_.rank, head.rows, head.entries, message + sizeof head, routes);
   if (good && still_relayed(from, slot, key)) {
@@ -139,7 +139,7 @@ bool LocalWay::still_relayed(std::uint32_t from, std::uint32_t slot, std::uint64
   return word(layout_.relay_word(slot, from), std::memory_order_relaxed) == key;
 }
 
-// --- of that rank ----------------------------------------------------------------------------
+// --- from that rank --------------------------------------------------------------------------
 
 const std::byte* LocalWay::tokens(std::uint32_t slot) const {
   return memory_.get() + layout_.tokens(slot);

@@ -1,5 +1,6 @@
-// To a rank on this host, or to this rank itself: each reads the other's memory. Nothing is sent.
-// What a rank of another host has sent to that one for its neighbours is read there, too.
+// The way to a rank on this host, or to this rank itself: each reads the other's memory, and
+// nothing is sent. Messages that a rank of another host has sent to that rank for its neighbours
+// are read there, too.
 #pragma once
 
 #include <memory>
@@ -11,17 +12,17 @@ namespace kvxfer::moe {
 
 class LocalWay final : public Way {
  public:
-  // `memory` is what rank `of` gave; it is not trusted.
+  // Maps the memory that rank `of` gave, which is not trusted.
   static Result<std::unique_ptr<LocalWay>> map(const Shape& shape, std::uint32_t of,
                                                const UniqueFd& memory, std::size_t bytes,
                                                UniqueFd doorbell);
-  // `own`: the memory of this rank, which outlives the way.
+  // Makes the way to this rank. `own`: its memory, which outlives the way.
   static std::unique_ptr<LocalWay> to_self(const Shape& shape, const std::byte* own);
 
   // Wakes the other rank, if it sleeps.
   void ring() const;
 
-  // --- what rank `from` of another host has sent there
+  // --- messages that rank `from` of another host has sent there
   Held read_relayed(std::uint32_t from, std::uint32_t slot, std::uint64_t key, Routes& routes);
   const std::byte* relayed_tokens(std::uint32_t from, std::uint32_t slot) const;
   bool still_relayed(std::uint32_t from, std::uint32_t slot, std::uint64_t key) const;
@@ -40,7 +41,7 @@ class LocalWay final : public Way {
  private:
   struct Unmap {
     void operator()(const std::byte* memory) const;
-    std::size_t bytes = 0;  // 0: not ours
+    std::size_t bytes = 0;  // 0: not to be unmapped
   };
   using Mapping = std::unique_ptr<const std::byte, Unmap>;
   LocalWay(const Shape& shape, Mapping memory, UniqueFd doorbell);
@@ -52,8 +53,8 @@ class LocalWay final : public Way {
   const OwnLayout layout_;     // equal at all ranks
   const InboxLayout inboxes_;  // likewise
   Mapping memory_;
-  std::vector<std::size_t> combine_places_;  // by slot: the first row of a combine that is held
-  std::vector<std::vector<std::size_t>> relayed_;  // by slot and rank: the inbox of what is held
+  std::vector<std::size_t> combine_places_;        // by slot: the first row of the held combine
+  std::vector<std::vector<std::size_t>> relayed_;  // by slot and rank: inbox of the held message
   UniqueFd doorbell_;
 };
 

@@ -1,9 +1,8 @@
-// Where everything lies in the memory that a rank shares with those on its host and sends from. Its
-// inboxes are in it too: each is written by another rank, by the engine.
+// The layout of own memory, which a rank shares with those on its host and sends from. Its inboxes
+// are in it, too: another rank writes each by the engine.
 //
 // The rest of own memory is written by its rank alone. Others that map it read a key, copy what the
-// key stands for, and read the key again: the copy counts only where both are the key that they
-// look for.
+// key stands for, and read the key again: the copy counts only if both are the key that they want.
 #pragma once
 
 #include <array>
@@ -19,37 +18,37 @@
 
 namespace kvxfer::moe {
 
-// A word that others wait for, by itself in a cache line.
+// A word that others wait for, alone in a cache line.
 struct alignas(64) Word {
   std::atomic<std::uint64_t> value;
 };
 static_assert(sizeof(Word) == 64 && std::atomic<std::uint64_t>::is_always_lock_free);
 
-// At the start of own memory.
+// The start of own memory.
 struct OwnHead {
-  static constexpr std::uint64_t kMagic = 0x6b76786665724d31;  // and the version
+  static constexpr std::uint64_t kMagic = 0x6b76786665724d31;  // includes the version
   std::uint64_t magic;
-  std::uint64_t digest;  // of the shape
+  std::uint64_t digest;  // the shape's
   std::uint64_t rank;
-  // Not 0: a rank that changes a word that this one may wait for rings its doorbell. Sequentially
-  // consistent, as the words are: either a sleeper sees the new key, or it is seen asleep.
+  // If not 0, a rank that changes a word that this one may wait for rings its doorbell.
+  // Sequentially consistent, as words are: either a sleeper sees the new key, or it is seen asleep.
   Word sleeping;
 };
 
-// Begins a message. Dispatch: then the rows, then the entries of routes. Combine: nothing more. As
-// a relay head, it says where the message of a rank of another host is.
+// The start of a message. In a dispatch, the rows follow, then the entries of routes; in a combine,
+// nothing. A relay head says where the message of a rank of another host is.
 struct alignas(64) MessageHead {
   std::uint64_t key;
   std::uint32_t rows;
   std::uint32_t entries;
-  // Of messages that the engine takes: the message's number between these two ranks, in this slot
-  // and direction, from 1 on; and how many data immediates all so far have.
+  // In messages that the engine takes: the message's number between these two ranks, in this slot
+  // and direction, from 1 on; and the number of data immediates of all messages so far.
   std::uint64_t ordinal;
   std::uint64_t data;
-  // Of a combine in own memory: which of the slot's combine rows is the first of the message's. Of
-  // a message of another host: which inbox it is in.
+  // In a combine in own memory: the number of the message's first row among the slot's combine
+  // rows. In a relay head: the number of the inbox.
   std::uint64_t place;
-  std::uint64_t check;  // what seal() gives: a head that is half written does not have it
+  std::uint64_t check;  // seal(), which a half-written head does not have
 
   std::uint64_t seal() const {
     std::uint64_t hash = ordinal;
@@ -65,17 +64,17 @@ static_assert(sizeof(MessageHead) == 64);
 enum class Direction : std::uint8_t { dispatch, combine };
 inline constexpr std::size_t kDirections = 2;
 
-// Of a dispatch message to rank `to`.
+// Returns the maximum size of a dispatch message to rank `to`, in bytes.
 std::size_t most_message_bytes(const Shape& shape, std::uint32_t to);
 
-// What one rank writes to another one by the engine, and to the ranks of that one's host. A message
-// has two places, by the parity of its ordinal, so that the next one, of another view, does not
-// overwrite one that is still read. All offsets are bytes.
+// The layout of an inbox: what one rank writes by the engine to another one, and to the ranks of
+// that one's host. A message has two places, by the parity of its ordinal, so that the next one, of
+// another view, does not overwrite one that is still read. All offsets are bytes.
 class InboxLayout {
  public:
   explicit InboxLayout(const Shape& shape);
 
-  // Of a dispatch, for this rank.
+  // Returns the offset of a dispatch message to rank `to`.
   std::size_t message(std::uint32_t slot, std::uint64_t ordinal, std::uint32_t to) const {
     return place(slot, ordinal) * messages_of_place_ + message_of_[to];
   }
@@ -102,13 +101,13 @@ class InboxLayout {
   std::size_t bytes_ = 0;
 };
 
-// All offsets are bytes.
+// The layout of own memory. All offsets are bytes.
 class OwnLayout {
  public:
   explicit OwnLayout(const Shape& shape);
 
-  // Words: routes to all are here; token rows, too; combine rows for one rank are; a dispatch of a
-  // rank of another host is in an inbox here, for all ranks of this host.
+  // Words that say: routes to all are here; token rows, too; combine rows for one rank are; a
+  // dispatch of a rank of another host is in an inbox here, for all ranks of this host.
   std::size_t routes_word(std::uint32_t slot) const { return words_ + slot * words_of_slot_; }
   std::size_t rows_word(std::uint32_t slot) const { return routes_word(slot) + sizeof(Word); }
   std::size_t combine_word(std::uint32_t slot, std::uint32_t to) const {
@@ -133,9 +132,9 @@ class OwnLayout {
   std::size_t combine(std::uint32_t slot, std::size_t row) const {
     return combine_ + slot * combine_of_slot_ + row * combine_row_;
   }
-  // What this rank writes itself; then come the inboxes.
+  // The bytes that this rank writes itself; then come the inboxes.
   std::size_t own_bytes() const { return inboxes_; }
-  // Twice as many as other ranks: a step may still read the inbox of a rank that has come back.
+  // Twice the other ranks: a step may still read the inbox of a rank that has come back.
   std::size_t inboxes() const { return 2 * (message_of_.size() - 1); }
   std::size_t inbox_bytes() const { return inbox_bytes_; }
   std::size_t inbox(std::size_t number) const { return inboxes_ + number * inbox_bytes_; }

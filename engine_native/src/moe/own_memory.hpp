@@ -22,7 +22,7 @@ class OwnMemory {
   OwnMemory(OwnMemory&&) = default;
   OwnMemory& operator=(OwnMemory&&) = default;
 
-  // The number of a free inbox, which has memory now. Fails with out-of-memory.
+  // Returns the number of a free inbox, which has memory now. Fails with out-of-memory.
   Result<std::size_t> take_inbox();
   void give_inbox(std::size_t number) {
     assert(taken_[number]);
@@ -35,7 +35,7 @@ class OwnMemory {
   MessageHead& head(std::size_t offset) const {
     return *reinterpret_cast<MessageHead*>(at(offset));
   }
-  // Without the inboxes.
+  // The bytes without the inboxes.
   std::span<std::byte> own_bytes() const { return memory_->bytes().first(layout_.own_bytes()); }
   std::span<std::byte> inbox(std::size_t number) const {
     return memory_->bytes().subspan(layout_.inbox(number), layout_.inbox_bytes());
@@ -43,20 +43,19 @@ class OwnMemory {
   int memory_fd() const { return memory_->memfd(); }
   int doorbell_fd() const { return doorbell_.get(); }
 
-  // Says that what the word stands for is there. Ring the doorbells of ranks that may sleep
-  // after it.
+  // Publishes what the word stands for. Ring the doorbells of ranks that may sleep after it.
   void publish(std::size_t word_offset, std::uint64_t key) const {
     word(word_offset).value.store(key, std::memory_order_seq_cst);
   }
-  // Before what the word stands for is written to: a reader that has read any of that sees the word
-  // withdrawn when it looks again, behind order_reads().
+  // Must come before writing to what the word stands for: a reader that has read any of that sees
+  // the word withdrawn when it looks again, behind order_reads().
   void withdraw(std::size_t word_offset) const {
     word(word_offset).value.store(0, std::memory_order_relaxed);
     order_stores();
   }
 
-  // Sleeps until one of the descriptors is readable or the doorbell rings, unless `ready`.
-  // `timeout_ms` as for poll().
+  // Sleeps until `event_fd` is readable or the doorbell rings, unless `ready`. For `timeout_ms` see
+  // poll().
   template <class Ready>
   void sleep(int event_fd, int timeout_ms, const Ready& ready) const {
     head_sleeping().value.store(1, std::memory_order_seq_cst);

@@ -8,8 +8,8 @@
 
 namespace kvxfer::moe {
 
-// Of a block whose largest magnitude is `largest`: a normal number, so that x / scale is exact to
-// the last place also where x is very small.
+// Returns the scale of a block whose largest magnitude is `largest`: a normal number, so that x /
+// scale is exact to the last place even if x is very small.
 inline float scale_of(float largest) {
   using Limits = std::numeric_limits<float>;
   if (largest == 0) return 1;

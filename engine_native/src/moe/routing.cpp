@@ -12,7 +12,7 @@ Error refuse_choice(const Shape& shape, std::size_t choice, const std::string& w
                                       std::to_string(choice % shape.top_k) + ": " + why};
 }
 
-// Tokens rise, no row is empty, no number is too high.
+// True if tokens rise, no row is empty, and no number is too high.
 bool well_formed(const Shape& shape, std::uint32_t at, const Routes& routes) {
   const std::size_t most = shape.entries_per_row(at);
   std::uint64_t next_token = 0;

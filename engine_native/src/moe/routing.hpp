@@ -1,4 +1,4 @@
-// Which tokens go to which rank, and what each is for there.
+// Routes: the tokens that go to each rank, and their experts there.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace kvxfer::moe {
 
 struct RouteRow {
-  std::uint32_t token;  // of its source
+  std::uint32_t token;  // number at its source
   std::uint32_t first_entry;
   bool operator==(const RouteRow&) const = default;
 };
@@ -22,9 +22,10 @@ struct RouteEntry {
   bool operator==(const RouteEntry&) const = default;
 };
 
-// From one rank to one rank: rows by token, the entries of a row in the order of the choices. An
-// expert that a token chooses several times has one entry, at the first choice, with the sum of the
-// weights: a rank computes it once, and no row has more entries than its rank has experts.
+// The routes from one rank to one rank: rows by token, the entries of a row in the order of
+// choices. An expert that a token chooses several times has one entry, at the first choice, with
+// the sum of the weights: a rank computes it once, and no row has more entries than its rank has
+// experts.
 struct Routes {
   std::vector<RouteRow> rows;
   std::vector<RouteEntry> entries;
@@ -39,18 +40,18 @@ struct Routes {
   }
 };
 
-// Of these choices [tokens, top_k], to each rank. `table` is a View's.
+// Makes the routes of these choices [tokens, top_k] to each rank. `table` is a View's.
 Result<void> route(const Shape& shape, std::span<const std::int64_t> table,
                    std::span<const std::int64_t> ids, std::span<const float> weights,
                    std::vector<Routes>& to);
 
-// Of each rank's bytes: `rows` rows, then `entries` entries, as write_routes() put them.
+// Returns the bytes of `rows` rows, then `entries` entries, as write_routes() puts them.
 constexpr std::size_t routes_bytes(std::size_t rows, std::size_t entries) {
   return rows * sizeof(RouteRow) + entries * sizeof(RouteEntry);
 }
 void write_routes(const Routes& routes, std::byte* to);
-// What another rank routes to rank `at`, which is not trusted. False unless tokens rise, no row is
-// empty, and no number is too high.
+// Reads what another rank, which is not trusted, routes to rank `at`. Returns false unless tokens
+// rise, no row is empty, and no number is too high.
 bool read_routes(const Shape& shape, std::uint32_t at, std::uint32_t rows, std::uint32_t entries,
                  const std::byte* from, Routes& routes);
 

@@ -1,4 +1,4 @@
-// How one token row lies in memory: its elements, then the scales of their blocks, then padding.
+// The format of a token row in memory: its elements, then the scales of their blocks, then padding.
 #pragma once
 
 #include <cstddef>
@@ -19,12 +19,12 @@ struct RowFormat {
   constexpr std::size_t scales() const {
     return scale_block == 0 ? 0 : (std::size_t{hidden} + scale_block - 1) / scale_block;
   }
-  // f32 each. They begin at scales_offset().
+  // The scales are f32, and begin at scales_offset().
   constexpr std::size_t scale_bytes() const { return scales() * sizeof(float); }
   constexpr std::size_t scales_offset() const {
     return (payload_bytes() + sizeof(float) - 1) / sizeof(float) * sizeof(float);
   }
-  // From the beginning of one row to that of the next.
+  // The bytes from the beginning of one row to that of the next.
   constexpr std::size_t bytes() const {
     return (scales_offset() + scale_bytes() + kAlignment - 1) / kAlignment * kAlignment;
   }

@@ -9,7 +9,7 @@ constexpr std::uint32_t kMaxRanks = 1024;
 constexpr std::uint32_t kMaxExperts = 1U << 16;
 constexpr std::uint32_t kMaxHidden = 1U << 20;
 constexpr std::uint32_t kMaxSlots = 16;
-// Of all slots: what is under way to one peer stays below the engine's bound on queued writes.
+// The maximum of all slots: it keeps writes to one peer below the engine's bound on queued writes.
 constexpr std::uint64_t kMaxTokensUnderWay = std::uint64_t{1} << 20;
 
 Result<void> within(const char* what, std::uint64_t value, std::uint64_t least,

@@ -1,4 +1,4 @@
-// What an exchange of token rows is set up for, and what a view of its ranks says.
+// The shape of an exchange of token rows, and a view of its ranks.
 #pragma once
 
 #include <cstdint>
@@ -12,29 +12,29 @@
 
 namespace kvxfer::moe {
 
-// Equal at all ranks, but for `rank`.
+// Equal at all ranks, except for `rank`.
 struct Shape {
-  std::uint32_t ranks = 0;                   // of the group at its start
+  std::uint32_t ranks = 0;                   // in the group at its start
   std::uint32_t rank = 0;                    // this one
-  std::uint32_t experts = 0;                 // logical: what the router chooses
+  std::uint32_t experts = 0;                 // logical experts, which the router chooses
   std::vector<std::uint32_t> local_experts;  // physical experts of each rank
   std::uint32_t top_k = 0;
   std::uint32_t hidden = 0;
-  std::uint32_t max_tokens = 0;  // of one rank in one step
+  std::uint32_t max_tokens = 0;  // per rank and step
   std::uint32_t slots = 2;       // steps that may be under way at once
-  DType input = DType::bf16;     // of dispatch_send()
-  // On the way, and as placed. f8_e4m3 with a scale_block is quantised by the sender; where the
-  // input is f8_e4m3, it passes on the caller's scales.
+  DType input = DType::bf16;     // x of dispatch_send()
+  // The dtype on the wire, and as placed. The sender quantises to f8_e4m3 with a scale_block; if
+  // the input is f8_e4m3, it passes on the caller's scales.
   DType wire = DType::bf16;
-  DType combine = DType::bf16;  // of combine_send(), and on the way back
-  DType output = DType::bf16;   // of combine()
+  DType combine = DType::bf16;  // y of combine_send(), and the way back
+  DType output = DType::bf16;   // out of combine()
   std::uint32_t scale_block = 0;
 
   RowFormat token_row() const { return {wire, hidden, scale_block}; }
   RowFormat combine_row() const { return {combine, hidden, 0}; }
-  // Of one rank for all others, at most.
+  // The maximum number of combine rows of one rank for all others.
   std::size_t combine_rows() const { return std::size_t{ranks} * max_tokens; }
-  // Entries of one token at this rank, at most.
+  // The maximum number of entries of one token at this rank.
   std::uint32_t entries_per_row(std::uint32_t at) const {
     return top_k < local_experts[at] ? top_k : local_experts[at];
   }
@@ -44,9 +44,9 @@ inline Error invalid_argument(std::string text) {
   return {Errc::invalid_argument, std::move(text)};
 }
 
-// invalid-argument names the first member that is wrong, and what is allowed.
+// Fails with invalid-argument that names the first member that is wrong, and what is allowed.
 Result<void> check(const Shape& shape);
-// Of all that has to be equal at the ranks.
+// Returns a digest of all that must be equal at the ranks.
 std::uint64_t digest(const Shape& shape);
 
 // A numbered membership.
@@ -60,7 +60,7 @@ struct View {
 inline constexpr std::uint64_t kMaxView = (std::uint64_t{1} << 24) - 1;
 inline constexpr std::uint64_t kMaxStep = (std::uint64_t{1} << 40) - 2;
 
-// Names a step in a view; never 0.
+// Returns the key that names a step in a view; never 0.
 constexpr std::uint64_t key_of(std::uint64_t view, std::uint64_t step) {
   return view << 40 | (step + 1);
 }

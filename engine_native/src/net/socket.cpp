@@ -17,7 +17,7 @@ namespace {
 
 using AddressList = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
 
-// Numeric only: name resolution would block the engine thread.
+// Resolves numeric addresses only: name resolution would block the engine thread.
 Result<AddressList> resolve(const std::string& host, std::uint16_t port) {
   addrinfo hints{};
   hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;

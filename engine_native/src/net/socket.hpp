@@ -17,10 +17,10 @@ Result<std::uint16_t> local_port(int fd);
 Result<UniqueFd> dial(const std::string& host, std::uint16_t port);
 int connect_error(int fd);
 
-// No Nagle, and a vanished host is noticed even where nothing is being sent.
+// Turns off Nagle's algorithm, and detects a vanished host even if nothing is being sent.
 void set_options(int fd);
-// For how long the peer's host has acknowledged nothing; 0 where nothing is under way. A peer that
-// reads nothing acknowledges: TCP_USER_TIMEOUT would end its connection.
+// Returns for how long the peer's host has acknowledged nothing; 0 if nothing is under way. A host
+// acknowledges even if its process reads nothing; TCP_USER_TIMEOUT would end such a connection.
 std::uint64_t unacknowledged_ns(int fd);
 
 }  // namespace kvxfer::net

@@ -1,4 +1,4 @@
-"""The transfer engine of one SGLang instance, with the event loop that it lives on."""
+"""The transfer engine of one SGLang instance, with the event loop that it runs on."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _AGAIN_SECONDS: Final = 2.0
 
 
 class SchedulerLoad(msgspec.Struct, frozen=True):
-    """What SGLang tells of its scheduler at /v1/loads."""
+    """The load of SGLang's scheduler, as /v1/loads reports it."""
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
-    """With those that wait for the other side."""
+    """Includes requests that wait for the other side."""
     num_used_tokens: int = 0
     max_total_num_tokens: int = 0
     gen_throughput: float = 0.0
     """Tokens per second of a decode server."""
     total_prefill_uncached_tokens: int = 0
-    """That were computed since the start."""
+    """Tokens computed since the start."""
 
 
 class _Loads(msgspec.Struct, frozen=True):
@@ -77,8 +77,8 @@ class Agent(LoopThread):
         root: Path = Path("/"),
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`make_spec` is asked for what to register where the settings name a control plane; `gpu`
-        and `root` are those of `transfer_engine`."""
+        """`make_spec` returns what to register if the settings name a control plane; `gpu` and
+        `root` are those of `transfer_engine`."""
         super().__init__()
         self.settings = settings
         self.instance_id = instance_id
@@ -114,8 +114,8 @@ class Agent(LoopThread):
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _belong(self, spec: InstanceSpec) -> None:
-        """Keeps the place of this instance in the fleet. It serves without one, too, so what
-        hinders that is told, and tried again."""
+        """Keeps this instance registered. It also serves without a registration, so a failure is
+        logged, and the registration is tried again."""
         while True:
             api = ApiWatch(spec.http_address, spec.model, engine="sglang", clock=self.clock)
             looking = asyncio.create_task(self._look(spec.http_address))
@@ -129,13 +129,13 @@ class Agent(LoopThread):
                     await self._closing.wait()
                     return
             except KvxferError as error:
-                logger.warning("kvxfer: this instance is not in the fleet: %s", error)
+                logger.warning("kvxfer: this instance is not registered: %s", error)
             finally:
                 looking.cancel()
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _look(self, http_address: str) -> None:
-        """Asks for the scheduler's load until it is cancelled."""
+        """Asks for the scheduler's load until cancelled."""
         async with engine_api(http_address, "sglang") as http:
             while True:
                 try:
@@ -143,7 +143,7 @@ class Agent(LoopThread):
                     if answer.is_success:
                         self._take(msgspec.json.decode(answer.content, type=_Loads).loads)
                 except (httpx2.HTTPError, *UNREADABLE) as error:
-                    logger.debug("the load of this instance is not known: %s", error)
+                    logger.debug("the load of this instance is unknown: %s", error)
                 await asyncio.sleep(_LOOK_SECONDS)
 
     def _take(self, loads: tuple[SchedulerLoad, ...]) -> None:

@@ -1,4 +1,4 @@
-"""What SGLang loads. It only translates between SGLang and the transfers beside it."""
+"""The classes that SGLang loads. They only translate between SGLang and the other modules here."""
 
 from __future__ import annotations
 
@@ -126,12 +126,12 @@ class KVManager(BaseKVManager):
         register(f"http://{server}", about, self.settings)
 
     def check(self, about: Introduction) -> None:
-        """Raises InvalidArgument where prefill is no partner for this decode instance."""
+        """Raises InvalidArgument if the prefill instance does not match this decode instance."""
         about.require_like(*self._kind)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Whether it is known what is at the address; asks where it is not, and does not wait
-        long. A receiver for an address that cannot be asked fails by itself."""
+        """True if the prefill instance at the address is known. If not, asks there, with a short
+        timeout. A receiver for an address that does not answer fails by itself."""
         if bootstrap_addr in self.prefill_info_table:
             return True
         try:
@@ -141,7 +141,7 @@ class KVManager(BaseKVManager):
         return True
 
     def submit_prefill_recompute(self, receiver: KVReceiver, payload: dict[str, Any]) -> None:
-        receiver.refuse("decode cannot have a retracted request computed anew by prefill")
+        receiver.refuse("prefill cannot recompute a request that decode has retracted")
 
 
 class KVSender(BaseKVSender):
@@ -162,7 +162,7 @@ class KVSender(BaseKVSender):
         self._early_send_wait_event: Any = None
 
     def take_prompt(self, tokens: Sequence[int], adapter: str) -> None:
-        """Which prompt and LoRA the request has; see `prompts.py`."""
+        """Takes the prompt and LoRA of the request; see `prompts.py`."""
         try:
             room = _room(self.bootstrap_room, tokens, adapter)
         except InvalidArgument as error:
@@ -225,14 +225,14 @@ class KVReceiver(BaseKVReceiver):
         return poll if poll in (0, 4) else None
 
     def take_prompt(self, tokens: Sequence[int], adapter: str) -> None:
-        """Which prompt and LoRA the request has; see `prompts.py`."""
+        """Takes the prompt and LoRA of the request; see `prompts.py`."""
         try:
             self._room = _room(self.bootstrap_room, tokens, adapter)
         except InvalidArgument as error:
             self._incoming.fail(error)
 
     def refuse(self, why: str) -> None:
-        self._incoming.fail(InvalidArgument(f"{why}: kvxfer does not do that with SGLang"))
+        self._incoming.fail(InvalidArgument(f"{why}: kvxfer does not support this"))
 
     def init(self, prefill_dp_rank: int) -> None:
         self._incoming.introduced()
@@ -246,9 +246,9 @@ class KVReceiver(BaseKVReceiver):
         destination: KVTransferDestination = KVTransferDestination.DEVICE,
     ) -> None:
         if decode_prefix_len or destination is not KVTransferDestination.DEVICE:
-            self.refuse("a prompt goes into the pages of its decode server as a whole")
+            self.refuse("SGLang asks for a part of a prompt, or a destination other than its pages")
         elif self._room is None:
-            self.refuse("SGLang has not told which prompt the request has")
+            self.refuse("SGLang has not passed the prompt of the request")
         else:
             self._incoming.receive(self._room, kv_indices.tolist(), aux_index or 0, state_indices)
 
@@ -263,14 +263,15 @@ class KVReceiver(BaseKVReceiver):
 
 
 class KVBootstrapServer(BaseKVBootstrapServer):
-    """Beside SGLang's HTTP server, in its process."""
+    """A server beside SGLang's HTTP server, in the same process."""
 
     def __init__(self, host: str, port: int) -> None:
         self._server = BootstrapServer(host, port, BackendSettings.read())
 
 
 def _identity_of(server: ServerArgs, checkpoint: str | None) -> ModelIdentity:
-    """`checkpoint` is the name that an operator gives the weights; None takes their digest."""
+    """Returns the model's identity. `checkpoint` is the operator's name for the weights; None takes
+    their digest."""
     if checkpoint is None:
         checkpoint = checkpoint_digest(server.model_path, server.revision, "KVXFER_CHECKPOINT")
     model = ModelConfig.from_server_args(server)
@@ -295,7 +296,7 @@ def _room(number: int | None, tokens: Sequence[int], adapter: str) -> Room:
 
 
 def _refuse_what_is_not_done(server_args: ServerArgs) -> None:
-    """Raises InvalidArgument, which names the option of SGLang."""
+    """Raises InvalidArgument for an SGLang option that kvxfer does not support, and names it."""
     parallel = get_parallel()
     for option, size in (
         ("--tp-size", parallel.tp_size),
@@ -304,7 +305,7 @@ def _refuse_what_is_not_done(server_args: ServerArgs) -> None:
     ):
         if size != 1:
             raise InvalidArgument(
-                f"kvxfer serves SGLang instances of one rank, {option} is {size}; start more "
+                f"kvxfer supports SGLang instances of one rank, {option} is {size}; start more "
                 "instances instead"
             )
     if server_args.device not in ("cpu", "cuda"):
@@ -312,7 +313,7 @@ def _refuse_what_is_not_done(server_args: ServerArgs) -> None:
             f"--device is {server_args.device}; kvxfer moves KV caches of SGLang in host memory "
             "and on CUDA GPUs: use cpu or cuda, or another --disaggregation-transfer-backend"
         )
-    # With the last two, pages have one number in the KV cache and another beside it.
+    # With the last two, a page has one number in the KV cache and another in the state beside it.
     for option, is_set in (
         (
             "--disaggregation-decode-enable-radix-cache",
@@ -322,4 +323,4 @@ def _refuse_what_is_not_done(server_args: ServerArgs) -> None:
         ("--enable-unified-memory", server_args.enable_unified_memory),
     ):
         if is_set:
-            raise InvalidArgument(f"{option} is not done by kvxfer; leave it out")
+            raise InvalidArgument(f"kvxfer does not support {option}; leave it out")

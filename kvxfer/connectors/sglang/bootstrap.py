@@ -1,4 +1,4 @@
-"""Where decode instances find prefill: a small HTTP server beside SGLang's, and its clients."""
+"""The HTTP server, beside SGLang's, at which decode finds a prefill instance, and its clients."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _RETRY_SECONDS: Final = 0.25
 
 
 class BootstrapServer:
-    """Keeps the introduction of one prefill instance. It listens from its creation on.
+    """A server that keeps the introduction of one prefill instance. It listens when created.
 
-    `PUT /route` takes an introduction that the cluster has signed, unless it has a later one;
-    `GET /route` gives it to any client. It permits nothing: engines authenticate to each other.
+    `PUT /route` takes an introduction that the cluster has signed, unless the server has a later
+    one; `GET /route` returns it to any client. It permits nothing: engines authenticate each other.
     """
 
     def __init__(self, host: str, port: int, settings: BackendSettings) -> None:
@@ -62,7 +62,8 @@ class BootstrapServer:
         return self._token
 
     def take(self, token: str) -> None:
-        """Raises TicketInvalid for one that is not of the cluster, or is older."""
+        """Keeps an introduction. Raises TicketInvalid if the cluster has not signed it, or if it is
+        older than the one that is kept."""
         about = verify_introduction(token, self._settings.keys, "the worker that registers")
         with self._lock:
             if about.epoch < self._epoch:
@@ -122,9 +123,9 @@ def _handler_of(owner: BootstrapServer) -> type[BaseHTTPRequestHandler]:
 def register(
     url: str, about: Introduction, settings: BackendSettings, *, clock: Clock = SYSTEM_CLOCK
 ) -> None:
-    """Introduces this prefill instance to its bootstrap server, as soon as that listens.
+    """Introduces this prefill instance to its bootstrap server as soon as the server listens.
 
-    Raises Forbidden where it refuses, ConnectFailed where it does not answer in time.
+    Raises Forbidden if it refuses, ConnectFailed if it does not answer within 30 s.
     """
     give_up = clock.monotonic() + _REGISTER_SECONDS
     while True:
@@ -145,7 +146,7 @@ def register(
 
 class Introductions:
     """The prefill instances that decode knows, by the address of their bootstrap servers. Loop
-    only; `known` and problem() from any thread."""
+    only; any thread may use `known` and problem()."""
 
     def __init__(self, settings: BackendSettings, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self.known: dict[str, Introduction] = {}
@@ -155,13 +156,13 @@ class Introductions:
         self._asking: dict[str, asyncio.Task[Introduction]] = {}
 
     async def ask(self, address: str) -> Introduction:
-        """Asks again, once for all that do so at the same time. Raises ConnectFailed and
+        """Asks the address again. Concurrent calls share one request. Raises ConnectFailed and
         TicketInvalid."""
         asking = self._asking.get(address)
         if asking is None:
             asking = self._asking[address] = asyncio.create_task(self._ask(address))
             asking.add_done_callback(lambda _: self._asking.pop(address))
-            # If it is not awaited any more, its failure is not an unhandled error.
+            # Keeps asyncio from reporting the failure of a task that is not awaited any more.
             asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(asking)
 
@@ -178,12 +179,12 @@ class Introductions:
         return about
 
     def problem(self, address: str, since: float) -> KvxferError | None:
-        """Why the address could not be asked, after the time `since`."""
+        """Returns the error of the last failure to ask the address since the time `since`."""
         when, error = self._problems.get(address, (0.0, None))
         return error if when >= since else None
 
     async def _get(self, address: str) -> str:
-        # Where machines are so busy that peers get more time, so does this.
+        # If machines are so busy that peers get more time, this request gets it too.
         seconds = max(_REQUEST_SECONDS, self._settings.peer_timeout)
         try:
             async with (

@@ -1,4 +1,4 @@
-"""What SGLang keeps of requests: the KV cache, and state beside it, as the buffers of KVArgs."""
+"""SGLang's KV cache, and the state beside it, as the buffers of KVArgs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvxfer.errors import InvalidArgument
 
 KV: Final = "kv"
 
-# SGLang's StateType. Of these a request has one item in each buffer, ...
+# SGLang's StateTypes with one item for a request in each buffer, ...
 _ROWS: Final = frozenset({"mamba", "qsa_pending"})
-# ... and of these one for each of its last pages, or for all.
+# ... and those with one for each of a request's last pages, or for all its pages.
 _PAGES: Final = frozenset(
     {
         "swa",
@@ -29,8 +29,8 @@ _K_AND_V: Final = frozenset({KV, "swa"})
 
 
 class Pool(Protocol):
-    """What is used of SGLang's KVArgs: addresses, lengths and bytes per item of each buffer. An
-    item is a page, or a row of a request."""
+    """The used part of SGLang's KVArgs: address, length and bytes per item of each buffer. An item
+    is a page, or a row of a request."""
 
     page_size: int
     kv_data_ptrs: list[int]
@@ -57,24 +57,24 @@ class Component:
     kind: str
     """`KV`, or a StateType of SGLang's."""
     place: int
-    """Where SGLang's lists of states have it; of no meaning for `KV`."""
+    """The index in SGLang's lists of states; without meaning for `KV`."""
     buffers: tuple[Buffer, ...]
     mla: bool = False
 
     @property
     def is_row(self) -> bool:
-        """Whether a request has one item, instead of one for a page."""
+        """True if a request has one item, instead of one for each page."""
         return self.kind in _ROWS
 
     @property
     def items(self) -> int:
-        """In each buffer."""
+        """The number of items in each buffer."""
         return min(buffer.nbytes // buffer.item_bytes for buffer in self.buffers)
 
     @property
     def layers(self) -> tuple[tuple[Buffer, ...], ...]:
-        """K and V of each layer where these are equally large, otherwise one buffer for a layer:
-        SGLang gives the K buffers of all layers, then those of V."""
+        """K and V of each layer if these are equally large, otherwise one buffer for each layer.
+        SGLang lists the K buffers of all layers, then the V buffers."""
         half = len(self.buffers) // 2
         keys, values = self.buffers[:half], self.buffers[half:]
         if (
@@ -91,9 +91,9 @@ class Component:
 
 
 def components_of(pool: Pool, *, mla: bool) -> tuple[Component, ...]:
-    """The KV cache, then each state in SGLang's order, without those that have no bytes.
+    """Returns the KV cache, then each state in SGLang's order, without those that have no bytes.
 
-    Raises InvalidArgument, which names it, for state that cannot be moved.
+    Raises InvalidArgument, which names the state, if it cannot be moved.
     """
     found = [
         Component(KV, 0, _buffers(pool.kv_data_ptrs, pool.kv_data_lens, pool.kv_item_lens), mla=mla)
@@ -116,8 +116,8 @@ def components_of(pool: Pool, *, mla: bool) -> tuple[Component, ...]:
 
 
 def describe(components: Sequence[Component]) -> str:
-    """What both sides have to have alike; empty for a KV cache of pages of one size, which says so
-    by its layout."""
+    """Returns a text that must be equal on both sides; "" for a KV cache of pages of one size,
+    whose layout describes it."""
     sizes = {buffer.item_bytes for component in components for buffer in component.buffers}
     if len(components) == len(sizes) == 1 and components[0].kind == KV:
         return ""
@@ -125,14 +125,14 @@ def describe(components: Sequence[Component]) -> str:
 
 
 def _name(kind: str) -> str:
-    # An enum of strings, whose str() is that of an enum.
+    # str() of SGLang's enum of strings does not return the string.
     return str(getattr(kind, "value", kind))
 
 
 def _buffers(
     addresses: Sequence[int], lengths: Sequence[int], item_bytes: Sequence[int]
 ) -> tuple[Buffer, ...]:
-    """Without the empty ones: layers that share another one's top-k keep no index."""
+    """Returns the non-empty buffers: a layer that shares another's top-k keeps no index."""
 
     def found() -> Iterator[Buffer]:
         for buffer in zip(addresses, lengths, item_bytes, strict=True):

@@ -31,10 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 class Incoming:
-    """SGLang's scheduler calls it; its coroutines run on the agent's loop.
+    """The decode side of one request. SGLang's scheduler calls it; its coroutines run on the
+    agent's loop.
 
-    `address` is that of prefill's bootstrap server, as the client gave it. `check` raises where
-    what is there is no prefill instance for this one.
+    `address` is that of prefill's bootstrap server, from the client. `check` raises if the prefill
+    instance there does not match this one.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Incoming:
 
     @property
     def error(self) -> KvxferError | None:
-        """Why it has failed."""
+        """The error with which the request has failed, or None."""
         if self._error is None and not self._known:
             self._error = self._introductions.problem(self._address, self._created)
         return self._error
@@ -78,11 +79,11 @@ class Incoming:
         return Progress.WAITING if self._known else Progress.BOOTSTRAPPING
 
     def introduced(self) -> None:
-        """It is known what is at the address."""
+        """Notes that the prefill instance at the address is known."""
         self._known = True
 
     def fail(self, error: KvxferError) -> None:
-        """It cannot even begin."""
+        """Fails the request before it begins."""
         self._error = error
 
     def receive(
@@ -92,8 +93,8 @@ class Incoming:
         metadata_row: int,
         states: Sequence[Any] | None = None,
     ) -> None:
-        """Offers the pages of the whole prompt, and the states as SGLang lists them; the row is
-        filled with the last of them."""
+        """Offers the pages of the whole prompt, and the states as SGLang lists them. The metadata
+        row is filled once all of these have arrived."""
         if self.error is not None:
             return
         try:
@@ -105,7 +106,7 @@ class Incoming:
             self._agent.spawn(self._run(room, blocks, metadata_row))
 
     def abort(self, reason: str) -> None:
-        """It fails, as soon as nothing can land in its pages any more."""
+        """Fails the request as soon as nothing can land in its pages any more."""
         self._aborted = True
         if not self._begun:
             self._error = self.error or TransferCancelled(reason)
@@ -136,7 +137,7 @@ class Incoming:
         try:
             session = await asyncio.shield(opening)
         except asyncio.CancelledError:
-            # Only a prefill worker that has the OFFER can be told, and need not wait for it.
+            # Prefill learns of the abort only once it has the OFFER, and then need not wait for it.
             with contextlib.suppress(KvxferError):
                 await (await opening).cancel("its request was aborted")
             raise
@@ -151,11 +152,11 @@ class Incoming:
             try:
                 return await self._offer(prefill, room, blocks)
             except (PeerError, TicketInvalid, DeadlineExceeded) as error:
-                logger.info("prefill at %s is asked again: %s", self._address, error)
+                logger.info("asking prefill at %s again: %s", self._address, error)
                 again = await self._introductions.ask(self._address)
                 if again == prefill:
                     raise
-                prefill = again  # it was started anew
+                prefill = again  # prefill was restarted
         else:
             prefill = await self._introductions.ask(self._address)
         return await self._offer(prefill, room, blocks)

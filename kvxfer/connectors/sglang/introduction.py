@@ -1,7 +1,7 @@
-"""What a prefill instance says of itself to decode instances, signed with the ticket keys.
+"""The introduction of a prefill instance to decode instances, signed with the ticket keys.
 
-SGLang's decode servers are told a host and a port by their client, and ask there. What answers
-may be anybody: only a signature of the cluster makes it a prefill instance of the cluster.
+SGLang's decode servers get a host and a port from their client, and ask there. Any program may
+answer: only the cluster's signature proves that it is a prefill instance of the cluster.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvxfer.ticket import TicketKeys
 MAX_LENGTH: Final = 4096
 
 _ALGORITHM: Final = "HS256"
-_ISSUER: Final = "kvxfer sglang prefill"  # another one than that of tickets
+_ISSUER: Final = "kvxfer sglang prefill"  # differs from that of tickets
 
 
 class Introduction(msgspec.Struct, frozen=True):
@@ -31,15 +31,15 @@ class Introduction(msgspec.Struct, frozen=True):
     page_size: int
     metadata_bytes: int
     pools: str = ""
-    """What is kept beside K and V of pages of one size."""
-    # SGLang asks for these.
+    """Buffers, if there are others than K and V in pages of one size."""
+    # SGLang reads these.
     dp_size: int = 1
     follow_bootstrap_room: bool = False
 
     def require_like(
         self, model: str, kv_dtype: str, page_size: int, metadata_bytes: int, pools: str = ""
     ) -> None:
-        """Raises InvalidArgument where decode is started with other settings."""
+        """Raises InvalidArgument if decode was started with other settings."""
         for what, theirs, ours in (
             ("--served-model-name", self.model, model),
             ("--kv-cache-dtype and --dtype", self.kv_dtype, kv_dtype),
@@ -67,7 +67,7 @@ def sign_introduction(about: Introduction, keys: TicketKeys) -> str:
 
 
 def verify_introduction(token: str, keys: TicketKeys, where: str) -> Introduction:
-    """Raises TicketInvalid where the cluster has not signed it."""
+    """Returns a token's introduction. Raises TicketInvalid if the cluster has not signed it."""
     try:
         if len(token) > MAX_LENGTH:
             raise ValueError(f"it has more than {MAX_LENGTH} characters")
@@ -80,6 +80,6 @@ def verify_introduction(token: str, keys: TicketKeys, where: str) -> Introductio
         return msgspec.convert(payload, _Claims).about
     except (jwt.PyJWTError, msgspec.ValidationError, ValueError, RecursionError) as error:
         raise TicketInvalid(
-            f"what {where} says of itself cannot be trusted ({error}); is it a prefill server "
+            f"the introduction of {where} cannot be trusted ({error}); is it a prefill server "
             "with the transfer backend kvxfer and the same cluster key?"
         ) from error

@@ -20,12 +20,13 @@ from kvxfer.kv.prefill_session import PrefillSession
 
 logger = logging.getLogger(__name__)
 
-# A session is cancelled within milliseconds, or within the peer timeout where decode is frozen.
+# A session is cancelled within milliseconds, or within the peer timeout if decode is frozen.
 _CANCEL_SECONDS: Final = 10.0
 
 
 class Outgoing:
-    """SGLang's scheduler calls it; its coroutines run on the agent's loop."""
+    """The prefill side of one request. SGLang's scheduler calls it; its coroutines run on the
+    agent's loop."""
 
     def __init__(self, agent: Agent, metadata: Metadata, tables: Tables) -> None:
         self._agent = agent
@@ -39,7 +40,7 @@ class Outgoing:
         self._finishing = False
         self._sent = False
         self.error: KvxferError | None = None
-        """Why it has failed."""
+        """The error with which the request has failed, or None."""
 
     @property
     def progress(self) -> Progress:
@@ -56,30 +57,30 @@ class Outgoing:
         return 0 if self._session is None else self._session.nbytes
 
     def begin(self, room: Room, num_pages: int) -> None:
-        """The request is here, and its prompt takes so many pages."""
+        """Begins the request, whose prompt takes `num_pages` pages."""
         self._begun = True
         self._blocks = EngineBlocks(num_pages, self._tables.groups)
         self._agent.spawn(self._run(room))
 
     def fail(self, error: KvxferError) -> None:
-        """It cannot even begin."""
+        """Fails the request before it begins."""
         self.error = error
 
     def send(
         self, pages: Sequence[int], metadata_row: int, states: Sequence[Any] | None = None
     ) -> None:
-        """The next pages of the prompt are computed; with its last ones, so are the row and the
-        states, as SGLang lists them."""
+        """Sends the prompt's next pages, which are computed. Its last pages come with the metadata
+        row and the states, as SGLang lists them."""
         session = self._session
         if session is None or self.error is not None:
-            return  # it has failed, which SGLang is about to hear
+            return  # the request has failed, and SGLang's next poll reports it
         self._pages += pages
         until, whole = len(self._pages), len(self._blocks)
         try:
             if until > whole:
                 raise InvalidArgument(
-                    f"page {until} of a prompt of {whole} pages is sent: both sides have to be "
-                    "given the same prompt"
+                    f"page {until} of a prompt of {whole} pages is sent: pass the same prompt to "
+                    "both sides"
                 )
             last = until == whole and (states is not None or not self._tables.state_layers)
             if pages:
@@ -94,14 +95,15 @@ class Outgoing:
             logger.error("room %s: %s", session.request_id, error)
             self._agent.spawn(self._abort(str(error)))
         except KvxferError:
-            pass  # the session tells its watchers
+            pass  # the session's wait() raises it
         else:
             if last and not self._finishing:
                 self._finishing = True
                 self._agent.spawn(_finish(session, self._metadata.read(metadata_row)))
 
     def abort(self, reason: str) -> None:
-        """Nothing reads the pages any more when this returns. Any number of times."""
+        """Aborts the request. Nothing reads its pages any more when this returns. Any number of
+        times."""
         if not self._begun or self.error is not None or self._sent:
             self.error = self.error or TransferCancelled(reason)
             return
@@ -140,5 +142,5 @@ class Outgoing:
 
 
 async def _finish(session: PrefillSession, tail: bytes) -> None:
-    with contextlib.suppress(KvxferError):  # the session tells its watchers
+    with contextlib.suppress(KvxferError):  # the session's wait() raises it
         await session.finish(tail)

@@ -9,10 +9,11 @@ NAME: Final = "kvxfer"
 
 
 def register() -> None:
-    """SGLang calls it once in each of its processes, before it reads its arguments.
+    """Registers the backend. SGLang calls this once in each of its processes, before it reads its
+    arguments.
 
     SGLang's backends are a closed enum and a function that maps them to classes. The enum's own
-    hook for unknown values gives the name a value; the function is hooked.
+    hook for unknown values gives the name a member; the function is hooked.
     """
     from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
     from sglang.srt.disaggregation.utils import TransferBackend

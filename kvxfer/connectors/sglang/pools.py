@@ -1,4 +1,4 @@
-"""SGLang's KV pool, with the state beside it, as a KvCache; and its rows of metadata."""
+"""SGLang's KV pool and the state beside it as a KvCache, and its rows of metadata."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def layout_of(components: Sequence[Component], page_size: int) -> KvLayout:
-    """The layout of a pool: a KV cache group for each component.
+    """Returns the layout of a pool: a KV cache group for each component.
 
-    Both sides have the same heads, so that the heads of a token are taken for one wide head of
-    bytes. Raises InvalidArgument for pages that no number of bytes for each token makes.
+    Both sides have the same heads, so the heads of a token are treated as one wide head of bytes.
+    Raises InvalidArgument if the bytes of a page are not a multiple of its tokens.
     """
     of_layers = [
         (group, _shape_of(component, layer[0], len(layer), page_size))
@@ -64,15 +64,15 @@ def _shape_of(component: Component, buffer: Buffer, parts: int, page_size: int) 
 
 
 def group_ids(components: Sequence[Component]) -> list[range]:
-    """The block ids of each component: they share no memory, so that a page or row is known by its
-    number and what lies before."""
+    """Returns the block ids of each component. As components share no memory, the id of a page or
+    row is its number plus the items of all components before."""
     ends = list(accumulate(component.items for component in components))
     return [range(end - one.items, end) for end, one in zip(ends, components, strict=True)]
 
 
 def register_pool(engine: Engine, components: Sequence[Component], layout: KvLayout) -> KvCache:
-    """Registers the buffers; SGLang keeps the memory, for as long as the process runs. CUDA's
-    driver says whether it is that of a GPU."""
+    """Registers the buffers. SGLang keeps the memory for as long as the process runs. CUDA's driver
+    reports whether it is a GPU's memory."""
     alone = len(components) == 1
     planes = [
         [
@@ -87,13 +87,13 @@ def register_pool(engine: Engine, components: Sequence[Component], layout: KvLay
         for component, ids in zip(components, group_ids(components), strict=True)
         for layer in component.layers
     ]
-    # There is one head, whose order is both.
+    # With one head, both orders are the same.
     return KvCache(layout, sum(one.items for one in components), planes, permute=None)
 
 
 class Metadata:
-    """SGLang's metadata buffers: the first token of a request, its logprobs and the like, in a row
-    of each. They travel as the tail of a transfer."""
+    """SGLang's metadata buffers. A request has a row in each: its first token, logprobs and the
+    like. The rows travel as the tail of a transfer."""
 
     def __init__(self, addresses: Sequence[int], row_bytes: Sequence[int]) -> None:
         self._rows = tuple(zip(addresses, row_bytes, strict=True))
@@ -105,13 +105,14 @@ class Metadata:
             )
 
     def read(self, index: int) -> bytes:
-        """What prefill has left in row `index` of each buffer."""
+        """Returns what prefill has left in row `index` of each buffer, joined."""
         return b"".join(
             ctypes.string_at(address + index * length, length) for address, length in self._rows
         )
 
     def write(self, index: int, tail: bytes) -> None:
-        """Raises InvalidArgument where the other side has other buffers."""
+        """Fills row `index` of each buffer. Raises InvalidArgument if the other side has other
+        buffers."""
         if len(tail) != self.nbytes:
             raise InvalidArgument(
                 f"prefill sent {len(tail)} bytes of metadata, decode has room for {self.nbytes}; "

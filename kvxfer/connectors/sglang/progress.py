@@ -1,4 +1,4 @@
-"""How far a transfer is, in the numbers that SGLang polls for."""
+"""The progress of a transfer, in the numbers that SGLang polls for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Progress(IntEnum):
     """SGLang's KVPoll."""
 
     FAILED = 0
-    """And nothing lands in the pages or reads them any more."""
+    """Nothing lands in the pages or reads them any more."""
     BOOTSTRAPPING = 1
     WAITING = 2
     """The other side is known."""

@@ -1,7 +1,7 @@
-"""Tells senders and receivers of SGLang which prompt and which LoRA their request has.
+"""Hooks that pass the prompt and LoRA of a request to its SGLang sender or receiver.
 
-SGLang gives them a room number alone, which a client may have chosen. With the prompt both sides
-can tell whether they mean the same request.
+SGLang passes only a room number, which a client may have chosen. With the prompt, both sides can
+check that they mean the same request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _DECODE = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver
 
 
 def hand_prompts_over(mode: DisaggregationMode) -> None:
-    """Once per scheduler process. Raises InvalidArgument where SGLang has no such methods."""
+    """Installs the hook, once per scheduler process. Raises InvalidArgument if SGLang lacks the
+    hooked method."""
     prefill = mode is DisaggregationMode.PREFILL
     target = _PREFILL if prefill else _DECODE
     hook: Callable[..., None] = _after_create_sender if prefill else _after_create_receiver
@@ -46,12 +47,13 @@ def _after_create_receiver(created: Any, queue: Any, req: Any, *_: Any, **__: An
 
 
 def _tell(side: Any, scheduler: Any, req: Any) -> None:
-    if hasattr(side, "take_prompt"):  # that of a health check has none
+    if hasattr(side, "take_prompt"):  # the sides of a health check lack it
         side.take_prompt(req.origin_input_ids, _adapter(scheduler, req.lora_id))
 
 
 def _adapter(scheduler: Any, lora_id: str | None) -> str:
-    """Empty for none. SGLang's id may be that of one server only, so the weights name it."""
+    """Returns the LoRA's identity, from its weights, as SGLang's id may differ between servers;
+    "" for none."""
     if lora_id is None:
         return ""
     adapter = scheduler.tp_worker.model_runner.lora_manager.lora_refs.get(lora_id)

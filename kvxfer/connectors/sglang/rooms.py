@@ -1,4 +1,4 @@
-"""Brings requests of prefill and offers of decode together by the room that a router chose."""
+"""Matches prefill's requests with decode's offers, by the room that a router chose."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A number that a router, or any client, puts into a request, and what it is believed for: the
-    prompt that this side was really given with it."""
+    """A number that a router, or any client, puts into a request, and the prompt that this side was
+    given with it."""
 
     number: int
     prompt: bytes
-    """Its digest, with that of the LoRA."""
+    """The digest of the prompt and the LoRA."""
 
     @property
     def transfer_id(self) -> str:
-        """The same on both sides where both were given the same prompt. A transfer id is good
+        """The transfer id, equal on both sides if both were given the same prompt. It is valid
         once, and so is a room."""
         return f"sglang-{self.number:x}-{self.prompt.hex()}"
 
@@ -33,7 +33,7 @@ class Room:
 class Rooms:
     """The rooms of a prefill instance. Loop only.
 
-    `decline` refuses an offer, given its ticket and why.
+    `decline` refuses an offer, given its ticket and the reason.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class Rooms:
         self._lease_seconds = lease_seconds
         self._clock = clock
         self._waiting: dict[int, tuple[Room, asyncio.Future[str]]] = {}
-        # Offers without a request; rooms whose request has ended without an offer, with until when.
+        # Offers without a request; rooms whose request ended without an offer, with their expiry.
         self._offers: dict[str, Ticket] = {}
         self._left: dict[int, tuple[float, str]] = {}
 
     async def ticket_for(self, room: Room) -> str:
-        """The ticket of the offer for a room, as soon as decode has made it.
+        """Returns the ticket of the offer for a room as soon as decode has made it.
 
-        Raises LeaseExpired where it does not, InvalidArgument where a request has the room already.
+        Raises LeaseExpired if decode makes none, InvalidArgument if another request has the room.
         """
         self._forget_expired()
         if room.number in self._waiting:
             raise InvalidArgument(
-                f"room {room.number} is that of another request which waits for its decode server; "
-                "a router has to choose a new one for each request"
+                f"room {room.number} is that of another request that waits for its decode server; "
+                "a router must choose a new room for each request"
             )
         found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting[room.number] = (room, found)
@@ -74,7 +74,7 @@ class Rooms:
             async with asyncio.timeout(self._lease_seconds):
                 return await found
         except asyncio.CancelledError:
-            if found.done() and not found.cancelled():  # an offer that will not be taken up
+            if found.done() and not found.cancelled():  # an offer that will not be used
                 self._refuse(found.result(), why)
             raise
         except TimeoutError:
@@ -89,7 +89,7 @@ class Rooms:
                 self._left[room.number] = (self._clock.unix() + self._lease_seconds, why)
 
     def offered(self, ticket: Ticket) -> None:
-        """Decode has made an offer, whose ticket is verified."""
+        """Takes an offer of decode, whose ticket is verified."""
         self._forget_expired()
         number = _number(ticket)
         if number in self._waiting:

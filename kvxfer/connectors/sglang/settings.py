@@ -1,4 +1,4 @@
-"""What an operator sets: KVXFER_* variables, as SGLang has no options for its backends."""
+"""Settings from KVXFER_* variables, as SGLang has no options for its backends."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ class BackendSettings(EngineSettings):
     """The settings of one SGLang instance."""
 
     checkpoint: str | None = None
-    """A name for the weights, compared in the place of their digest."""
+    """A name for the weights, compared instead of their digest."""
     control_plane: str | None = None
-    """Where the instance registers; None leaves it to SGLang's router alone."""
+    """The control plane at which the instance registers; None leaves it to SGLang's router alone.
+    """
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """Raises InvalidArgument, which names the variable."""
+        """Reads the settings. Raises InvalidArgument, which names the variable."""
         key_file = environment.get("KVXFER_CLUSTER_KEY_FILE")
         ticket_keys_file = environment.get("KVXFER_TICKET_KEYS_FILE")
         options = parse_options(

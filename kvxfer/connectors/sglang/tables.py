@@ -1,4 +1,4 @@
-"""Block tables of a request, made of the pages and rows that SGLang hands over."""
+"""The block tables of a request, from the pages and rows that SGLang passes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from kvxfer.kv.blocks import ABSENT
 
 
 class Tables:
-    """A row for each component. Pages of a prompt have their places in it. State has the last
-    places: SGLang gives the pages of a window, or one row for the whole prompt."""
+    """Block tables with a row for each component. The KV cache's row has all pages of a prompt. The
+    row of a state has entries at its end: the pages of a window, or one row for the whole prompt.
+    """
 
     def __init__(self, components: Sequence[Component]) -> None:
         self._components = tuple(zip(components, group_ids(components), strict=True))
@@ -30,11 +31,11 @@ class Tables:
 
     @property
     def num_pages(self) -> int:
-        """Of the KV cache, or of what the model has in its place."""
+        """The pages of the KV cache, or the items of the first state if the model has none."""
         return self._components[0][0].items
 
     def of_pages(self, pages: Sequence[int]) -> BlockIds:
-        """The first pages of a prompt, without state."""
+        """Returns the table of a prompt's first pages, without state."""
         table = np.full((self.groups, len(pages)), ABSENT, dtype=np.int32)
         component, ids = self._components[0]
         if component.kind == KV:
@@ -42,9 +43,10 @@ class Tables:
         return table
 
     def of_prompt(self, pages: Sequence[int], states: Sequence[Any] | None) -> BlockIds:
-        """The pages of a whole prompt, and of each state what SGLang gives with the last chunk.
+        """Returns the table of a whole prompt: its pages, and the items of each state that SGLang
+        passes with the last chunk.
 
-        Raises InvalidArgument where that is not what the pool has.
+        Raises InvalidArgument if these do not fit the pool.
         """
         table = self.of_pages(pages)
         for group, (component, ids) in enumerate(self._components):

@@ -1,4 +1,4 @@
-"""The transfer engine of one vLLM worker process, with the event loop that it lives on."""
+"""The transfer engine of one vLLM worker process, with the event loop that it runs on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from kvxfer.tracing.setup import tracing
 
 logger = logging.getLogger(__name__)
 
-# vLLM shows what its own loggers tell; of others only warnings.
+# vLLM shows its own loggers' info messages, and only warnings of others.
 _NICS_LOG: Final = logging.getLogger("vllm.kvxfer")
 _POLL_SECONDS: Final = 0.25
 _STREAM_POLL_SECONDS: Final = 0.0005
@@ -46,16 +46,16 @@ class Agent(LoopThread):
 
     Any thread may call start(), join(), run(), spawn() and close(), and set `counted`; `endpoint`
     belongs to the loop.
-    Each rank of an instance has its own. The first one registers the instance, as joining, and as
-    ready once its HTTP API answers; the others have its epoch from there.
+    Each rank of an instance has an agent. The first rank's registers the instance, as joining, and
+    as ready once its HTTP API answers; the others get the epoch from it.
     """
 
     endpoint: KvEndpoint
     engine_address: str
     gpu: int | None = None
-    """CUDA's number of the GPU whose memory the cache is; None for host memory."""
+    """CUDA's number of the GPU that has the cache; None for host memory."""
     counted: Counted = Counted()
-    """What the engine's scheduler has told last."""
+    """The last counts from the engine's scheduler."""
 
     def __init__(
         self,
@@ -85,21 +85,21 @@ class Agent(LoopThread):
         self._was_ready = False  # before it was suspended
 
     def start(self, make_cache: MakeCache, model: ModelIdentity) -> str:
-        """Starts the engine for a cache of this model; its address. Raises what keeps it from
-        that."""
+        """Starts the engine for a cache of this model and returns its address. Raises the error
+        that prevents it."""
         self._make_cache = make_cache
         self._model = model
         self.begin()
         return self.engine_address
 
     def join(self, rank_addresses: Sequence[str]) -> None:
-        """Returns when the instance is registered, with the engines of all its ranks in their
-        order. Raises what keeps it from that."""
+        """Returns when the instance is registered, with the engine addresses of all its ranks in
+        their order. Raises the error that prevents it."""
         self._loop.call_soon_threadsafe(self._ranks.set_result, tuple(rank_addresses))
         self._joined.result(START_SECONDS)
 
     def cached(self, changes: CacheChanges) -> None:
-        """Tells the control plane with the next heartbeat what is in the prefix cache now."""
+        """Reports changes of the prefix cache to the control plane with the next heartbeat."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._note_cached, changes)
 
@@ -111,13 +111,13 @@ class Agent(LoopThread):
 
     @property
     def lost(self) -> bool:
-        """Whether there will be no transfer any more; nothing of one is under way then."""
+        """True if no transfer can begin any more; none is under way then."""
         return self._abandoned or self.ended
 
     def abandon(self) -> None:
-        """Ends all transfers, whatever the loop does. Any thread; returns when nothing is under
-        way. If this is the first rank, the instance leaves the fleet: at once, or with its lease
-        if the loop hangs."""
+        """Ends all transfers, even if the loop hangs. Any thread; returns when nothing is under
+        way. The first rank also deregisters the instance, unless the loop hangs: then its lease
+        expires."""
         if not self._abandoned:
             self._engine.native.close()
             self._abandoned = True
@@ -125,29 +125,29 @@ class Agent(LoopThread):
                 self._loop.call_soon_threadsafe(self._stop)
 
     def watcher(self) -> Watcher:
-        """A new word that writes may wait for; of the cache's GPU, streams count it up. Any
-        thread."""
+        """Returns a new word that writes may wait for. If the cache is on a GPU, its streams count
+        the word up. Any thread."""
         return self._engine.watcher(gpu=self.gpu)
 
     async def reached(self, watcher: Watcher, value: int) -> None:
         """Returns once streams of the GPU have counted the word up to the value. Raises
-        DeadlineExceeded where they have not for as long as a lease."""
+        DeadlineExceeded if they have not within the lease."""
         begun = self.clock.monotonic()
         while watcher.value < value:
             if self.clock.monotonic() - begun > self._settings.lease_seconds:
                 raise DeadlineExceeded(
-                    f"the forward's stream on GPU {self.gpu} has not got to the blocks for "
+                    f"the forward's stream on GPU {self.gpu} has not reached the blocks for "
                     f"{self._settings.lease_seconds:g} s; see what its kernels wait for"
                 )
             await asyncio.sleep(_STREAM_POLL_SECONDS)
 
     async def take_weights(self, version: int) -> None:
-        """The weights are of another version from now on. Returns when no transfer of the one
-        before is left, and the control plane knows. Loop only. Raises InvalidArgument for one that
-        is not greater than the one before."""
+        """Changes the version of the weights. Returns when no transfer of the previous version is
+        left, and the control plane, if available, has the new one. Loop only. Raises
+        InvalidArgument if the version is not greater than the previous one."""
         if version <= self._model.weights_version:
             raise InvalidArgument(
-                f"weights version {version} comes after {self._model.weights_version}; pass a "
+                f"weights version {version} is not above {self._model.weights_version}; pass a "
                 "greater one with each update"
             )
         self._model = replace(self._model, weights_version=version)
@@ -157,15 +157,16 @@ class Agent(LoopThread):
             await self._registration.take_model(self._model)
 
     async def suspend(self) -> None:
-        """The cache's memory goes away: no transfer of it is left when this returns, and none
-        begins until resume(). Loop only."""
+        """Ends all transfers before the cache's memory is released. None is left when this returns,
+        and none begins until resume(). Loop only."""
         await self.endpoint.suspend("it sleeps; wake it up first")
         if self._registration is not None:
             self._cached.clear()
             self._was_ready |= await self._registration.withdraw()
 
     async def resume(self) -> None:
-        """The memory is there again. Loop only. Raises as Engine.register() does."""
+        """Allows transfers again, once the memory is restored. Loop only. Raises what
+        Engine.register() raises."""
         await self.endpoint.resume()
         if self._registration is not None and self._was_ready:
             self._was_ready = False
@@ -209,7 +210,7 @@ class Agent(LoopThread):
                 await self._follow(addresses[0])
 
     async def _belong(self, spec: InstanceSpec) -> None:
-        """Keeps the place of this instance in the fleet until the agent is closed."""
+        """Keeps this instance registered until the agent is closed."""
         settings = self._settings
         self._cached.limit = spec.num_blocks * spec.layout.block_size // TOKENS_PER_HASH
         self._api = ApiWatch(settings.http_address, settings.model, engine="vllm", clock=self.clock)
@@ -232,7 +233,7 @@ class Agent(LoopThread):
         self._meter.requests(now.requests - before.requests)
         self._meter.tokens(getattr(now, tokens) - getattr(before, tokens))
         return Load(
-            # What is still sent of requests that have ended is work, too, for a drain.
+            # For a drain, sends of requests that have ended are work, too.
             running=now.running or (0 if now.waiting else len(self._tasks)),
             waiting=now.waiting,
             free_blocks=now.free_blocks,
@@ -247,7 +248,7 @@ class Agent(LoopThread):
         )
 
     async def _follow(self, first_rank: str) -> None:
-        """Has the instance's epoch from its first rank until the agent is closed."""
+        """Takes the instance's epoch from its first rank until the agent is closed."""
         following = asyncio.create_task(self._keep_following(first_rank))
         await self._closing.wait()
         following.cancel()

@@ -1,4 +1,4 @@
-"""vLLM's KV cache tensors as a KvCache, or a refusal that says what cannot be mapped."""
+"""vLLM's KV cache tensors as a KvCache, or an error that names what cannot be mapped."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ _FP8: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": 
 
 
 def packing_name(isa: str | None, cache_dtype: str) -> str:
-    """The order of K and V within a head of a block, of the attention kernel that vLLM has chosen
-    (`layer.isa`). With fp8 the AMX kernels decide once more, so that has a separate name."""
+    """Returns the name of the order of K and V within a head of a block, which depends on the
+    attention kernel that vLLM has chosen (`layer.isa`). The AMX kernels have another for fp8."""
     if isa == "vec16":
         return "vec"
     return "amx-fp8" if isa == "amx" and cache_dtype in _FP8 else isa or ""
 
 
 def form_name(cache_dtype: str) -> str:
-    """Of what a GPU backend keeps of a head of a token, where that is more than K and V."""
+    """Returns the name of what a GPU backend keeps for a head of a token, if that is more than K
+    and V; else ""."""
     return "" if cache_dtype in _PLAIN or cache_dtype in _FP8 else cache_dtype
 
 
 def heads_in_all(heads: int, totals: Iterable[int], tp_size: int) -> int | None:
-    """The KV heads before tensor parallelism of a layer that has so many on each rank: one of those
-    that it may have, or None where that is none or not the only one."""
+    """Returns the KV heads before tensor parallelism of a layer with `heads` on each rank: the one
+    of `totals` that gives this number, or None if not exactly one does."""
     if tp_size == 1:
         return heads
     possible = {total for total in totals if max(1, total // tp_size) == heads}
@@ -46,23 +47,23 @@ def heads_in_all(heads: int, totals: Iterable[int], tp_size: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What vLLM keeps of a layer, and what the tensor does not say of it."""
+    """The KV cache tensor of a layer in vLLM, and the properties that the tensor does not show."""
 
     tensor: torch.Tensor
     num_kv_heads: int | None = None
-    """Before tensor parallelism; None where that is not known, as of slots that an attention
+    """KV heads before tensor parallelism. None if unknown, as for the slots that an attention
     backend keeps instead of heads: blocks are then moved as they are, between equal ranks."""
     mla: bool = False
     packing: str = ""
-    """The name of the order or form of what is kept."""
+    """The name of the order or form of the contents."""
     state: LayerShape | None = None
-    """Of a recurrent layer."""
+    """The state of a recurrent layer."""
     block_size: int | None = None
     """Tokens per block; None for the layout's."""
 
 
 def require_movable(config: VllmConfig, platform: Any) -> None:
-    """Raises InvalidArgument where the memory of the device cannot be moved, or goes away."""
+    """Raises InvalidArgument if the device's memory cannot be moved, or is released by sleep."""
     if not platform.is_cuda():
         raise InvalidArgument(
             f"vLLM runs on {platform.device_name}; kvxfer moves KV caches of CPUs and CUDA GPUs"
@@ -70,17 +71,17 @@ def require_movable(config: VllmConfig, platform: Any) -> None:
     model = config.model_config
     if model.enable_sleep_mode and model.sleep_mode_backend != SLEEP_BACKEND:
         raise InvalidArgument(
-            f"with the sleep mode backend {model.sleep_mode_backend!r} the KV cache's memory goes "
-            "away while peers may write into it; start the server with "
+            f"the sleep mode backend {model.sleep_mode_backend!r} releases the KV cache's memory "
+            "while peers may write into it; start the server with "
             f"--sleep-mode-backend {SLEEP_BACKEND}"
         )
 
 
 def in_model_order(caches: Mapping[str, LayerCache]) -> dict[str, LayerCache]:
-    """Layer by layer, by the numbers in their names: groups of layers lie side by side in vLLM.
+    """Sorts the layers by the numbers in their names: vLLM lists them group by group.
 
-    States come last. vLLM says of no recurrent layer when it is computed; after the forward, all
-    are."""
+    States come last: vLLM does not report when a recurrent layer is computed, but after the forward
+    all are."""
 
     def place(name: str) -> tuple[bool, list[int], str]:
         numbers = [int(part) for part in name.split(".") if part.isdecimal()]
@@ -99,13 +100,13 @@ def layout_of(
     tp_rank: int = 0,
     groups: Sequence[Sequence[str]] = (),
 ) -> KvLayout:
-    """The layout of caches. `groups` has the names of the layers of each group of block ids.
+    """Returns the layout of caches. `groups` has the names of the layers of each KV cache group.
 
-    vLLM keeps `[num_blocks, heads, block_size, content]`, whatever the order in memory: content is
-    K and V of a head of a token, in the form that `packing` names where that is its own (scales).
-    vLLM's CPU attention (`opaque`) has a separate order within a head of a block. MLA keeps one
-    latent vector per token, a recurrent layer `[num_blocks, 1, 1, bytes]`. Layers may keep
-    different things. Raises InvalidArgument for everything else.
+    vLLM's tensors are `[num_blocks, heads, block_size, content]`, whatever the order in memory. The
+    content is K and V of a head of a token, in the form that `packing` names if it has another form
+    (scales). vLLM's CPU attention (`opaque`) has a separate order within a head of a block. MLA
+    keeps one latent vector per token, a recurrent layer `[num_blocks, 1, 1, bytes]`. Layers may
+    differ. Raises InvalidArgument for everything else.
     """
     if not caches:
         raise InvalidArgument("vLLM registered no KV caches; a model without them needs no kvxfer")
@@ -196,7 +197,8 @@ def _shape_of_state(name: str, tensor: torch.Tensor, state: LayerShape, tp_size:
 
 
 def _order_of(name: str, cache: torch.Tensor, opaque: bool) -> HeadOrder:
-    """The order of heads and tokens in a block, whose bytes have to lie together."""
+    """Returns the order of heads and tokens in a block. Raises InvalidArgument if the bytes of a
+    block do not lie together."""
     block = cache if opaque else cache[0]
     if block.is_contiguous():
         return "HND"
@@ -210,11 +212,11 @@ def _order_of(name: str, cache: torch.Tensor, opaque: bool) -> HeadOrder:
 
 
 def register_caches(engine: Engine, caches: Mapping[str, LayerCache], layout: KvLayout) -> KvCache:
-    """Registers what the tensors lie in, once: in vLLM all layers lie in one allocation, and some
-    share memory where they are in different groups. vLLM keeps the memory. CUDA's driver says
-    whether it is that of a GPU, and not `tensor.device`.
+    """Registers each allocation of the tensors once: in vLLM all layers lie in one allocation, and
+    layers of different groups may share memory. vLLM keeps the memory. CUDA's driver reports
+    whether it is a GPU's memory, not `tensor.device`.
 
-    On a GPU no heads are reordered after arrival: in different orders they go one by one.
+    On a GPU no heads are reordered after arrival: heads in different orders are written one by one.
     """
     tensors = [cache.tensor for cache in caches.values()]
     regions: dict[int, MemoryRegion] = {}

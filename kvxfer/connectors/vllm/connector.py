@@ -1,4 +1,4 @@
-"""KvxferConnector: what vLLM loads. It only translates between vLLM and the two sides beside it."""
+"""KvxferConnector, which vLLM loads. It only translates between vLLM and the other modules here."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvxfer")
 
 PREFIXES_LABEL: Final = "prefixes"
-"""How an instance knows what its prefix cache has: `kv-events`, or `guessed` from the prompts that
-it has computed."""
+"""The label for how an instance knows the content of its prefix cache: `kv-events`, or `guessed`
+from the prompts that it has computed."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class EndpointMetadata(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler side once, when it is registered."""
+    """The endpoint of a worker, sent to the scheduler side once the instance is registered."""
 
     epoch: int
     engine_address: str
@@ -124,13 +124,13 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         self._block_groups = groups_of(kv_cache_config, self._block_size)
         if vllm_config.cache_config.use_replayssm:
             raise InvalidArgument(
-                "with ReplaySSM a state lags behind its tokens, and kvxfer moves it without those "
-                "that it lacks; start the server without use_replayssm"
+                "with ReplaySSM a state lags behind its tokens, and kvxfer does not move the "
+                "missing ones; start the server without use_replayssm"
             )
         if vllm_config.aux_output_config.enabled:
             raise InvalidArgument(
-                "the experts that a prompt was routed to stay at the instance that computed it, "
-                "and vLLM ends where decode lacks them; start the server without "
+                "kvxfer does not move the experts that a prompt was routed to, "
+                "and vLLM ends if decode lacks them; start the server without "
                 "--enable-return-routed-experts"
             )
         self._groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
@@ -148,7 +148,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         self._agent: Agent | None = None
         self._stats: TransferStats | None = None
         if role is KVConnectorRole.SCHEDULER:
-            # What modules of a draft model have read ahead of a prompt, they have guessed.
+            # Modules of a draft model read ahead of a prompt's end, where tokens are only guesses.
             ahead = vllm_config.num_prefill_lookahead_tokens
             blocks = PromptBlocks(self._block_size, self._block_groups, max(ahead - 1, 1))
             self._blocks = blocks
@@ -185,8 +185,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         manager.take_events = taken
 
     def has_pending_push_work(self) -> bool:
-        """Whether an engine without requests has to step once more: the last step did not know of
-        the blocks that its end made free."""
+        """True if an engine without requests must step once more: the last step has not reported
+        the blocks that were freed at its end."""
         return not self._counter.told
 
     def on_new_request(self, request: Request) -> None:
@@ -201,7 +201,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         tokens = request.prompt_token_ids
         pull = is_pull(asked) and self._settings.role is not Role.DECODE
         if pull and self._blocks.exact and _asks_logprobs_of_the_prompt(request):
-            return  # its last token is not computed here
+            return  # the last token is not computed here
         if tokens is None or (params is None and not pull):
             return
         adapter, digest = "", digest_of(request)
@@ -286,7 +286,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         self._kept.source = Source(endpoints[0].epoch, addresses)
 
     def _note_cached(self, request: Request) -> None:
-        """Only what nothing but tokens decides on."""
+        """Notes the request's whole blocks as cached, if only their tokens identify them."""
         if not self._guesses or request.mm_features or request.cache_salt is not None:
             return
         blocks = request.num_computed_tokens // self._block_size
@@ -296,7 +296,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.cached(prompt_hashes(tokens, model))
 
     def _side_of(self, params: TransferParams) -> Role | None:
-        """Of an instance with one role its role; the workers hold the ticket against the rest."""
+        """Returns this instance's side of a transfer; None if the ticket is invalid or for others.
+        An instance with one role returns its role: the workers check the ticket."""
         if self._settings.role is not Role.BOTH:
             return self._settings.role
         try:
@@ -311,8 +312,9 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Heads before tokens, so that what one rank of the other side wants of a block lies
-        together. The heads of MLA are one. For whole blocks, the layers of a block come first."""
+        """Returns the layout with heads before tokens: the part of a block for one rank of the
+        other side then lies together. None for MLA, which has one head. For whole blocks, all
+        layers of a block lie side by side."""
         transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
         if transfer is not None and transfer.kv_connector_extra_config.get(WHOLE_BLOCKS):
             return "BLHNC"
@@ -328,7 +330,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         if not (on_cpu := current_platform.is_cpu()):
             require_movable(config, current_platform)
         caches = in_model_order(self._layer_caches(kv_caches, rank.size))
-        # Blocks may be absent where not all are kept.
+        # Blocks may be absent if a group does not keep all of them.
         has_tables = len(self._groups) > 1 or any(group.partial for group in self._block_groups)
         of_rank = partial(
             layout_of,
@@ -356,8 +358,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         sleepers.add(self)
 
     def suspend(self) -> None:
-        """No transfer reads or writes the cache when this returns, and none begins until resume()
-        (kvxfer.connectors.vllm.sleep)."""
+        """Ends all transfers. None reads or writes the cache when this returns, and none begins
+        until resume() (kvxfer.connectors.vllm.sleep)."""
         self._worker.suspend()
 
     def resume(self) -> None:
@@ -366,7 +368,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
     def _layer_caches(
         self, kv_caches: Mapping[str, torch.Tensor], tp_size: int
     ) -> dict[str, LayerCache]:
-        """Of each layer that keeps anything itself. Some attend to what another layer keeps."""
+        """Returns the cache of each layer that has one. Some layers attend to another's cache."""
         config = self._vllm_config
         attention = config.compilation_config.static_forward_context
         cache_dtype = config.cache_config.cache_dtype
@@ -403,7 +405,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.begin_step(connector_metadata.plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request is computed when all its blocks are there."""
+        """Does nothing: a request is computed only after all its blocks have arrived."""
 
     def save_kv_layer(
         self,
@@ -434,7 +436,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         return stats
 
     def set_weights_version(self, version: int) -> None:
-        """The weights were updated in place; see kvxfer.connectors.vllm.weights."""
+        """Takes the version of weights that were updated in place; see
+        kvxfer.connectors.vllm.weights."""
         assert self._agent is not None  # noqa: S101 (only a worker has weights)
         self._agent.run(self._agent.take_weights(version), LOOP_SECONDS)
 
@@ -460,8 +463,9 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _totals(config: VllmConfig, layer: str) -> set[int]:
-    """The KV heads that a layer may have before tensor parallelism: those of the layer with its
-    number, or of the draft model, whose layers are numbered on or anew."""
+    """Returns the numbers of KV heads that a layer may have before tensor parallelism: that of the
+    model's layer with its number, and that of the draft model, whose layer numbers may start anew.
+    """
     draft = config.speculative_config and config.speculative_config.draft_model_config
     totals = {draft.get_total_num_kv_heads()} if draft else set()
     model = config.model_config.model_arch_config
@@ -477,12 +481,12 @@ def _asks_logprobs_of_the_prompt(request: Request) -> bool:
 
 
 def _shorten(request: Request, tokens: int) -> None:
-    """Has vLLM compute so many tokens of a prompt, unless that is none, and no answer: decode goes
-    on from the state after them, which a further token would overwrite."""
+    """Limits a prompt to its first `tokens` tokens, and its answer to one token, unless `tokens` is
+    0. Decode continues from the state after them, which a further token would overwrite."""
     if not tokens:
         return
     assert request.prompt_token_ids is not None  # noqa: S101 (its digest is made of them)
     request.prompt_token_ids = request.prompt_token_ids[:tokens]
-    del request._all_token_ids[tokens:]  # as vLLM's own connectors do
+    del request._all_token_ids[tokens:]  # vLLM's own connectors do the same
     request.num_prompt_tokens = tokens
     request.max_tokens = 1

@@ -1,4 +1,4 @@
-"""How a transfer ended, for the metrics of both sides. Plain data."""
+"""The end of a transfer, for the metrics of both sides. Plain data."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ class Ended(NamedTuple):
     outcome: str
     """DELIVERED, or the code of the error."""
     blocks: int = 0
-    """Of those that travelled; 0 where it failed, like what follows."""
+    """Blocks that were moved; 0 if the transfer failed, like the values below."""
     nbytes: int = 0
     seconds: float = 0.0

@@ -1,6 +1,6 @@
-"""How far vLLM's forward is, as a word that the engine watches: writes are submitted before it, and
-leave when their layer is computed. Of the forward it takes one addition per layer, and one call
-that wakes the engine at its end. On a GPU the stream of the forward adds, once it gets there."""
+"""The progress of vLLM's forward, as a word that the engine watches: writes are submitted before
+the forward, and leave when their layer is computed. This costs the forward one addition per layer,
+and one call at its end that wakes the engine. On a GPU the forward's stream does the additions."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kvxfer.engine import Watcher, WatchFor
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward. `base` is where the word was before it."""
+    """One forward. `base` is the word's value before it."""
 
     watcher: Watcher
     base: int
 
     def after(self, layer: int) -> WatchFor:
-        """For the writes of a layer."""
+        """Returns the condition for the writes of a layer."""
         return self.watcher.at(self.base + layer + 1)
 
 
 class ForwardProgress:
-    """One thread: that of the forward. `stream`: the CUDA stream that it puts its work on now; None
-    where it computes itself."""
+    """The progress of one forward after the other. One thread: that of the forward. `stream`
+    returns the CUDA stream that gets its work now; None if the thread computes itself."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class ForwardProgress:
         self._step: Step | None = None
 
     def begin(self) -> Step:
-        """A forward begins. What waits for layers of one before that it has not reached never
-        leaves: they may not have been computed."""
+        """Begins a forward. Writes that wait for layers that the previous forward did not reach
+        never leave, as these layers may not have been computed."""
         if self._step is None or self._reached < self._layers:
             self._step = Step(self._make_watcher(), 0)
         else:
@@ -57,15 +57,15 @@ class ForwardProgress:
         return lambda layers: watcher.add_on(stream(), layers)
 
     def computed(self, layer: str) -> None:
-        """A layer of the forward is computed, and so is every layer before it."""
+        """Counts a layer of the forward as computed, and every layer before it."""
         layers = self._up_to.get(layer, 0)
         if layers > self._reached:
             self._count(layers - self._reached)
             self._reached = layers
 
     def end(self) -> None:
-        """All layers of the forward are computed, or lie before this in its stream: also those
-        that were not told of, as in a CUDA graph."""
+        """Counts all layers of the forward as computed, or as queued in its stream before this:
+        also layers without a call of computed(), as in a CUDA graph."""
         if self._step is None:
             return
         left, self._reached = self._layers - self._reached, self._layers

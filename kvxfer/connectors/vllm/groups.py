@@ -1,4 +1,4 @@
-"""vLLM's KV cache groups: which of them can be moved, and what of them is held for a transfer."""
+"""vLLM's KV cache groups: which of them can be moved, and which blocks a transfer holds."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def groups_of(config: KVCacheConfig, block_size: int) -> tuple[BlockGroup, ...]:
-    """What each group keeps, in tables with an entry for each `block_size` tokens. Raises
+    """Returns what each group keeps, for tables with an entry for each `block_size` tokens. Raises
     InvalidArgument for a group that is neither attention over all tokens or the last ones, nor
-    recurrent state, and for blocks that `block_size` does not divide."""
+    recurrent state, and for blocks whose tokens are not a multiple of `block_size`."""
     groups: list[BlockGroup] = []
     for group in config.kv_cache_groups:
         of_layers = {
@@ -37,7 +37,7 @@ def groups_of(config: KVCacheConfig, block_size: int) -> tuple[BlockGroup, ...]:
             windows = {one.window for one in of_layers}
             raise InvalidArgument(
                 f"layers beside {group.layer_names[0]} have sliding windows of {windows} and the "
-                "same blocks; kvxfer moves one window of a group: serve this model without"
+                "same blocks; kvxfer moves one window of a group: serve this model without kvxfer"
             )
         groups += of_layers
     return tuple(groups)
@@ -52,7 +52,7 @@ def _group_of(layer: str, spec: KVCacheSpec, block_size: int) -> BlockGroup:
             f"{block_size}; set --block-size to a number that divides those of all layers"
         )
     entries = spec.block_size // block_size
-    # Not those that inherit from these: they keep blocks in another way.
+    # Subclasses are excluded: they keep blocks in another way.
     if type(spec) is SlidingWindowSpec:
         window = spec.sliding_window + spec.extra_retained_tokens
         return BlockGroup(window=window, entries=entries)
@@ -62,12 +62,12 @@ def _group_of(layer: str, spec: KVCacheSpec, block_size: int) -> BlockGroup:
         return BlockGroup(entries=entries)
     raise InvalidArgument(
         f"the KV cache of {layer} is a {type(spec).__name__}; kvxfer moves those of attention over "
-        "all tokens or a sliding window, and recurrent state: serve this model without"
+        "all tokens or a sliding window, and recurrent state: serve this model without kvxfer"
     )
 
 
 def layer_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
-    """What is kept of each layer that vLLM names."""
+    """Returns the cache spec of each layer that vLLM names."""
     found: dict[str, KVCacheSpec] = {}
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
@@ -77,11 +77,11 @@ def layer_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
 
 
 class HeldWindows:
-    """Blocks of sliding windows, and states, that are to be sent. One thread: the engine's own
+    """Blocks of sliding windows, and states, held until they are sent. One thread: the engine's own
     loop.
 
-    vLLM gives a block back as soon as no later token attends to it, when a request ends even before
-    its connector is asked. So those that decode needs are held from the step that completes the
+    vLLM frees a block as soon as no later token attends to it; when a request ends, even before it
+    asks the connector. So the blocks that decode needs are held from the step that completes the
     prompt until they are sent.
     """
 
@@ -94,7 +94,8 @@ class HeldWindows:
         self._manager = manager
 
     def hold(self, request_id: str, prompt_tokens: int) -> None:
-        """What is moved of its prompt is computed after this step. Any number of times."""
+        """Holds the blocks of a prompt whose moved part is computed after this step. Any number of
+        times."""
         groups = self._blocks.groups
         if request_id in self._held or not any(group.partial for group in groups):
             return
@@ -109,12 +110,12 @@ class HeldWindows:
         self._held[request_id] = tuple(map(tuple, of_request.get_block_ids())), held
 
     def block_ids(self, request_id: str) -> BlockTable | None:
-        """Those of a request that are held, with all the others that it had then."""
+        """Returns all blocks that a request had when some of them were held; None if none are."""
         table, _ = self._held.get(request_id, (None, []))
         return table
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """They are sent, or are not going to be."""
+        """Releases the held blocks of requests, which are sent or will not be sent."""
         for request_id in request_ids:
             _, held = self._held.pop(request_id, ((), []))
             if held:

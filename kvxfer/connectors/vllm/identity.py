@@ -1,4 +1,4 @@
-"""What vLLM's KV cache is of, as both sides of a transfer compare it."""
+"""The identity of vLLM's model and of a request, which both sides of a transfer compare."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONNECTOR: Final = "vllm/1"
 
 
 def identity_of(config: VllmConfig, checkpoint: str | None, instance_id: str) -> ModelIdentity:
-    """The identity of an instance's model. `checkpoint` is the name that an operator gives its
+    """Returns the identity of an instance's model. `checkpoint` is the operator's name for its
     weights; None takes their digest."""
     model, window = config.model_config, config.model_config.get_sliding_window()
     if checkpoint is None and config.load_config.load_format == "dummy":
@@ -24,7 +24,7 @@ def identity_of(config: VllmConfig, checkpoint: str | None, instance_id: str) ->
     if checkpoint is None:
         setting = "kv_connector_extra_config.checkpoint"
         checkpoint = checkpoint_digest(model.model, model.revision, setting)
-    # Scales of the checkpoint are among its tensors; what an instance finds by itself is its own.
+    # Scales of the checkpoint are among its tensors; scales that an instance finds are its own.
     own_scales = getattr(config.cache_config, "calculate_kv_scales", False)
     return ModelIdentity(
         checkpoint=checkpoint,
@@ -38,8 +38,8 @@ def identity_of(config: VllmConfig, checkpoint: str | None, instance_id: str) ->
 
 
 def digest_of(request: Request) -> bytes:
-    """A name for what a request asks. The name of its adapter is not in it: servers may each have
-    their own for the same weights, and those are compared by their digest."""
+    """Returns a digest of a request's prompt. The name of its adapter is not included: servers may
+    have different names for the same weights, whose digests are compared."""
     return prompt_digest(
         request.prompt_token_ids or (), *(feature.identifier for feature in request.mm_features)
     )

@@ -1,4 +1,4 @@
-"""What is in vLLM's prefix cache by its KV events (`--kv-events-config`), evictions included."""
+"""The content of vLLM's prefix cache, from its KV events (`--kv-events-config`), with evictions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from kvxfer.prefix_hashes import TOKENS_PER_HASH, following, hash_of, seed
 
-# Of hybrid models the other groups keep the end of a prompt only.
+# The other groups of hybrid models keep only the end of a prompt.
 _WHOLE: Final = frozenset({None, "full_attention", "mla_attention"})
-_DEVICE: Final = frozenset({None, "GPU"})  # what vLLM calls the pool of any device
+_DEVICE: Final = frozenset({None, "GPU"})  # vLLM calls the pool of any device "GPU"
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class CacheChanges:
         self.added.clear()
 
     def follow(self, later: CacheChanges) -> None:
-        """With these after what was before."""
+        """Adds later changes to these."""
         if later.cleared:
             self.clear()
         for number in later.removed:
@@ -46,7 +46,7 @@ class CacheChanges:
 
 @dataclass(slots=True)
 class _Block:
-    """A block that is cached, and what it adds to the chain of those before it."""
+    """A cached block, and what it adds to the chain of the blocks before it."""
 
     parent: bytes
     """The chain after its last whole hash."""
@@ -56,15 +56,15 @@ class _Block:
 
 
 class EventPrefixes:
-    """Follows the events of one engine. One thread: the engine's own loop.
+    """The cached prefixes of one engine, from its events. One thread: the engine's own loop.
 
-    A hash is of TOKENS_PER_HASH tokens, and a block of vLLM of more or fewer: it is cached while
+    A hash covers TOKENS_PER_HASH tokens, and a block of vLLM more or fewer: a hash is cached while
     the block that holds its last token is.
     """
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._blocks: dict[tuple[int | None, Any], _Block] = {}  # by group and vLLM's hash
+        self._blocks: dict[tuple[int | None, Any], _Block] = {}  # keys: group, and vLLM's hash
 
     def take(self, events: Iterable[Any]) -> CacheChanges:
         changes = CacheChanges()
@@ -88,7 +88,7 @@ class EventPrefixes:
         elif (known := self._blocks.get((event.group_idx, parent))) is not None:
             before = known
         else:
-            return  # it follows a block that something else than tokens decides on
+            return  # more than tokens identifies the block before
         of_tokens = {None, (), (event.lora_name,)}
         for index, block_hash in enumerate(event.block_hashes):
             extra = event.extra_keys[index] if event.extra_keys else None
@@ -101,7 +101,8 @@ class EventPrefixes:
                 changes.add(number)
 
     def _removed(self, event: Any, changes: CacheChanges) -> None:
-        """vLLM may have it in another block, too: then it counts as gone until it is used again."""
+        """Removes the hashes of blocks. A copy that vLLM may have in another block counts again
+        only once it is used."""
         for block_hash in event.block_hashes:
             block = self._blocks.pop((event.group_idx, block_hash), None)
             for number in () if block is None else block.hashes:

@@ -1,4 +1,4 @@
-"""What a vLLM instance computes: counted by its scheduler, told to the worker that registers it."""
+"""The load of a vLLM instance: its scheduler counts, the worker that registers it reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class RequestCounter:
-    """One thread: the engine's own loop."""
+    """The requests and tokens of an engine. One thread: the engine's own loop."""
 
     def __init__(self) -> None:
         self._blocks: Callable[[], tuple[int, int]] | None = None
@@ -23,7 +23,7 @@ class RequestCounter:
         self._told: Counted | None = None
 
     def bind(self, blocks: Callable[[], tuple[int, int]]) -> None:
-        """How to ask for the blocks that are free, and those that are cached."""
+        """Takes a function that returns the numbers of free and of cached blocks."""
         self._blocks = blocks
 
     def arrived(self, request_id: str, prompt_tokens: int) -> None:
@@ -41,7 +41,7 @@ class RequestCounter:
         self._running.discard(request_id)
 
     def step(self, scheduled: Sequence[Scheduled], preempted: Collection[str]) -> Counted:
-        """What to tell with the step that computes `scheduled`."""
+        """Returns the counts to report with the step that computes `scheduled`."""
         self._running.difference_update(preempted)
         for one in scheduled:
             prompt = self._prompts.get(one.request_id)
@@ -55,7 +55,7 @@ class RequestCounter:
 
     @property
     def told(self) -> bool:
-        """Whether the last step has told of requests and blocks as they are now."""
+        """True if the last step has reported the current requests and blocks."""
         return self._told == self._now()
 
     def _now(self) -> Counted:

@@ -1,4 +1,4 @@
-"""The metrics of transfers in vLLM's own exposition, beside the labels that vLLM gives to all."""
+"""The metrics of transfers in vLLM's own exposition, without the labels that vLLM adds to all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvxfer.metric_set import Family
 TRANSFERS: Final = Family(
     "vllm:kvxfer_transfers_total",
     "counter",
-    "KV transfers that have ended, by how: delivered, or the error's code.",
+    "KV transfers that have ended, by outcome: delivered, or the error's code.",
     ("direction", "outcome"),
 )
 NBYTES: Final = Family(
@@ -27,7 +27,7 @@ BLOCKS: Final = Family(
 SECONDS: Final = Family(
     "vllm:kvxfer_transfer_seconds",
     "histogram",
-    "From the first step of the prompt (send) or the offer (receive) until the last byte is there.",
+    "Time from the prompt's first step (send) or the offer (receive) until the last byte arrived.",
     ("direction",),
 )
 FAMILIES: Final = (TRANSFERS, NBYTES, BLOCKS, SECONDS)

@@ -1,4 +1,4 @@
-"""What the scheduler side tells the worker side with each step. Plain data, pickled by vLLM."""
+"""The plan that the scheduler side gives the worker side each step. Plain data, pickled by vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvxfer.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class TransferParams:
-    """The kv_transfer_params of a request: what the control plane said about its transfer."""
+    """The kv_transfer_params of a request: the control plane's answer for its transfer."""
 
     ticket: str
     prefill_engine_address: str
@@ -21,12 +21,13 @@ class TransferParams:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The engine of each rank of prefill."""
+        """The engine address of each rank of prefill."""
         return self.prefill_rank_addresses or (self.prefill_engine_address,)
 
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> TransferParams | None:
-        """None where the request has no ticket, and is an ordinary one. Raises InvalidArgument."""
+        """Reads the parameters; None for an ordinary request, without a ticket. Raises
+        InvalidArgument."""
         if not params or "ticket" not in params:
             return None
         ticket, address = params["ticket"], params.get("prefill_engine_address")
@@ -57,11 +58,11 @@ class Send:
     params: TransferParams
     digest: bytes
     num_blocks: int
-    """Of the whole prompt, in each KV cache group."""
+    """Blocks of the whole prompt, in each KV cache group."""
     block_ids: BlockTable
-    """As far as they are allocated."""
+    """The blocks that are allocated so far."""
     until: int
-    """How many of the prompt's first blocks are complete after this step."""
+    """The number of the prompt's first blocks that are complete after this step."""
     adapter: str = ""
 
 
@@ -83,17 +84,17 @@ class Counted(NamedTuple):
     running: int = 0
     """Requests that have been scheduled, and not preempted since."""
     waiting: int = 0
-    """Those that wait for their turn, for blocks, or for prefill."""
+    """Requests that wait for their turn, for blocks, or for prefill."""
     free_blocks: int | None = None
-    """With those that only the prefix cache holds."""
+    """Includes blocks that only the prefix cache holds."""
     cached_blocks: int | None = None
-    """Those that the prefix cache holds, in use or free."""
+    """Blocks that the prefix cache holds, in use or free."""
     requests: int = 0
-    """That have come since the start."""
+    """Requests since the start, without those that ended uncomputed."""
     prompt_tokens: int = 0
-    """Of these requests."""
+    """Prompt tokens of these requests."""
     output_tokens: int = 0
-    """Since the start; what speculation adds to a step is not seen."""
+    """Output tokens since the start; tokens that speculation adds to a step are not counted."""
 
 
 @dataclass(slots=True)
@@ -109,12 +110,12 @@ class StepPlan:
     unserved: list[tuple[TransferParams, str]] = field(default_factory=list)
     """Prefill requests that ended before their first step, and how."""
     releases: list[tuple[TransferParams, str]] = field(default_factory=list)
-    """Transfers that decode has no use for, and why."""
+    """Transfers that decode does not need, and why."""
     waiting: list[TransferParams] = field(default_factory=list)
-    """Transfers whose decode requests wait for blocks: prefill is to keep its own."""
+    """Transfers whose decode requests wait for blocks: prefill must keep its own."""
     cached: CacheChanges = field(default_factory=CacheChanges)
-    """What came into the prefix cache, and what went."""
+    """Changes of the prefix cache."""
     counted: Counted | None = None
     """The load of the instance."""
     idle_seconds: float = 0.0
-    """How long the worker side may wait for something to end: the step computes nothing."""
+    """Seconds that the worker side may wait for a transfer to end, in a step without work."""

@@ -1,4 +1,4 @@
-"""Which blocks of a prompt travel: those that decode needs to compute the prompt's last tokens."""
+"""The blocks of a prompt that are moved: decode needs them to compute the prompt's last tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias, TypeVar
 
 NULL_BLOCK: Final = 0
-"""vLLM's block in the place of those outside of a sliding window."""
+"""The block id that vLLM puts in place of blocks outside a sliding window."""
 
 _Block = TypeVar("_Block")
 
@@ -17,53 +17,53 @@ BlockTable: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
-    """What a KV cache group keeps of a prompt."""
+    """The part of a prompt that a KV cache group keeps."""
 
     window: int | None = None
     """Tokens of a sliding window, or None for all tokens."""
     state: bool = False
     """A block is the state after its last token, so the last one has everything."""
     single: bool = False
-    """Of a state: a request has one block, whatever its length."""
+    """Whether the state of a request is one block, whatever its length."""
     entries: int = 1
-    """Entries of a block table for the tokens of a block. It stands in the last of them."""
+    """Block table entries for the tokens of a block. The last of them has the block's id."""
 
     @property
     def partial(self) -> bool:
-        """Whether blocks of a prompt are given back, or overwritten, that decode may need."""
+        """True if vLLM frees or overwrites blocks of a prompt that decode may need."""
         return self.state or self.window is not None
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """In KV cache groups, whose tables have an entry for each `block_size` tokens."""
+    """The blocks of prompts in KV cache groups, with a table entry for each `block_size` tokens."""
 
     block_size: int
     groups: tuple[BlockGroup, ...] = (BlockGroup(),)
     last_tokens: int = 1
-    """Of a prompt, those that decode computes itself: the last one, with a draft model of several
-    modules as many as these read ahead."""
+    """The last tokens of a prompt, which decode computes itself: one, or with a draft model of
+    several modules as many as these read ahead."""
 
     @property
     def exact(self) -> bool:
-        """Whether prefill may not compute the last tokens: decode needs the state before them."""
+        """True if prefill must not compute the last tokens: decode needs the state before them."""
         return any(group.state for group in self.groups)
 
     def moved(self, prompt_tokens: int) -> int:
-        """Tokens that come from prefill; none of a prompt that has no others."""
+        """Returns the number of tokens that come from prefill: all but the last ones."""
         return max(prompt_tokens - self.last_tokens, 0)
 
     def count(self, prompt_tokens: int) -> int:
-        """Entries of the block tables."""
+        """Returns the number of entries in the block tables."""
         ends = (self._end(group, prompt_tokens) * group.entries for group in self.groups)
         return max(ends)
 
     def _end(self, group: BlockGroup, prompt_tokens: int) -> int:
-        """Blocks until the last tokens."""
+        """Returns the number of blocks up to the last tokens."""
         return -(-max(self.moved(prompt_tokens), 1) // (group.entries * self.block_size))
 
     def first(self, group: BlockGroup, prompt_tokens: int) -> int:
-        """The first block that the last tokens attend to."""
+        """Returns the index of the first block that the last tokens attend to."""
         if group.state:
             return self._end(group, prompt_tokens) - 1
         if group.window is None:
@@ -74,7 +74,7 @@ class PromptBlocks:
     def in_place(
         self, group: BlockGroup, blocks: Sequence[_Block], prompt_tokens: int
     ) -> dict[int, _Block]:
-        """Those that travel of the blocks of a group, by their entry in its block table."""
+        """Returns the moved blocks of a group, by their entry in its block table."""
         if group.single:
             return dict(zip([self.count(prompt_tokens) - 1], blocks, strict=False))
         first, end = self.first(group, prompt_tokens), self._end(group, prompt_tokens)
@@ -83,8 +83,8 @@ class PromptBlocks:
         }
 
     def table(self, block_ids: Sequence[Sequence[int]], prompt_tokens: int) -> BlockTable:
-        """Those that travel of the blocks of a prompt, as far as they are allocated. The others
-        may have been given back, and hold something else.
+        """Returns the table of a prompt's moved blocks, as far as they are allocated. The other
+        blocks may have been freed, and hold something else.
 
         Raises nothing, as that would end vLLM's engine: sessions refuse a table for other groups.
         """

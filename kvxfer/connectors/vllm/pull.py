@@ -18,18 +18,18 @@ from kvxfer.connectors.vllm.prompt_blocks import PromptBlocks
 from kvxfer.connectors.vllm.samples import EndedSamples
 from kvxfer.ticket import Ticket, TicketKeys, sign_ticket
 
-# How long decode may have a prompt kept, by asking for it again and again while its request waits.
+# The longest time that decode can have a prompt kept, by KEEP messages while its request waits.
 _MOST_LEASES: Final = 10
 
 
 def is_pull(params: Mapping[str, Any] | None) -> bool:
-    """Whether prefill is asked to keep a prompt that will be fetched."""
+    """True if prefill is asked to keep a prompt that will be fetched."""
     return params is not None and bool(params.get("do_remote_decode")) and "ticket" not in params
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where decode finds a prefill instance: the epoch of its first registration, and the engine
+    """A prefill instance as decode finds it: the epoch of its first registration, and the engine
     address of each of its ranks, in their order."""
 
     epoch: int
@@ -47,7 +47,7 @@ class KeptPrompts:
     """The prompts that an instance computes to be fetched. One thread: the engine's own loop.
 
     The samples of one request (`n` above 1) are separate requests, and each of them has the same
-    prompt in its blocks. The proxy gets one reply, so the first of them is kept for all.
+    prompt in its blocks. The proxy gets one reply, so the first one's blocks are kept for all.
     """
 
     source: Source
@@ -78,15 +78,15 @@ class KeptPrompts:
         self._prompts[request_id] = _Prompt(prompt_tokens, digest, adapter)
 
     def tokens(self, request_id: str) -> int | None:
-        """Of its prompt, if it is to be kept."""
+        """Returns the number of tokens of a prompt that is to be kept, else None."""
         prompt = self._prompts.get(request_id)
         return None if prompt is None else prompt.tokens
 
     def finished(
         self, request_id: str, block_ids: Sequence[Sequence[int]], *, computed: bool
     ) -> tuple[Send | None, dict[str, Any] | None]:
-        """What the worker side keeps and what the proxy is told, now that the request has ended;
-        nothing of both where its prompt is not computed."""
+        """Returns what the worker side keeps, and the reply to the proxy, when a request has ended;
+        None for both if its prompt is not computed."""
         prompt = self._prompts.pop(request_id, None)
         if prompt is None or not computed:
             return None, None
@@ -124,7 +124,7 @@ class KeptPrompts:
             "ticket": params.ticket,
             "prefill_engine_address": params.prefill_engine_address,
             "prefill_rank_addresses": list(addresses),
-            # For proxies that look at them; decode believes the ticket alone.
+            # Proxies may read these; decode trusts the ticket alone.
             "remote_engine_id": self._instance_id,
             "remote_request_id": request_id,
             "remote_host": engine.hostname,

@@ -1,10 +1,10 @@
 """A plugin of vLLM (`vllm.general_plugins`): readers of its shared-memory queue sleep sooner.
 
-A reader yields its core in a loop for a second after each message, so an engine that waits for a
-transfer, a few messages each tenth of a second, keeps a core per process busy. With
-KVXFER_VLLM_QUEUE_SPIN_SECONDS a reader does so for that long only, then sleeps until it is told of
-the next message, as vLLM's own reader does after the second. A message that comes after that costs
-the wake-up, some 0.1 ms. Without the variable nothing changes.
+A reader yields its core in a loop for a second after each message. So an engine that waits for a
+transfer, with a few messages each tenth of a second, keeps a core per process busy. With
+KVXFER_VLLM_QUEUE_SPIN_SECONDS a reader loops for that time only, then sleeps until the writer
+signals the next message, as vLLM's own reader does after the second. A message to a reader that
+sleeps costs the wake-up, some 0.1 ms. Without the variable nothing changes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any, Final
 
 VARIABLE: Final = "KVXFER_VLLM_QUEUE_SPIN_SECONDS"
 
-# A reader looks this often for a message that it was not told of.
+# A reader looks this often for a message without a signal.
 _LOOK_MS: Final = 100
 
 
 def spin_seconds() -> float | None:
-    """None where the variable is not set. Raises ValueError for what is no length of time."""
+    """Returns the variable's value, or None if it is not set. Raises ValueError unless it is a
+    number of seconds from 0 to 1."""
     text = os.environ.get(VARIABLE)
     if not text:
         return None
@@ -34,7 +35,7 @@ def spin_seconds() -> float | None:
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes."""
+    """Shortens the loop if the variable is set. vLLM calls this in each of its processes."""
     if (seconds := spin_seconds()) is not None:
         _spin_at_most(seconds)
 
@@ -53,9 +54,9 @@ def _spin_at_most(seconds: float) -> None:
             super().wait(_LOOK_MS if timeout_ms is None else min(timeout_ms, _LOOK_MS))
 
         def notify(self) -> None:
-            # The socket has room for one message and drops others. That the last one has left it
-            # hears of once a millisecond, unless it is asked: the second of two messages was not
-            # told of, and read when its reader looked by itself.
+            # The socket has room for one signal and drops others. It notices only once a
+            # millisecond that the last one has left, unless it is asked: the second of two signals
+            # would be lost, and its message read when the reader next looks.
             self.local_notify_socket.getsockopt(shm_broadcast.zmq.EVENTS)
             super().notify()
 

@@ -1,4 +1,4 @@
-"""The ranks of a vLLM instance: which this worker is, and where the engines of the others are."""
+"""The ranks of a vLLM instance: this worker's, and the engine addresses of all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TensorRank:
 
 
 def require_tensor_parallel(parallel: ParallelConfig) -> None:
-    """Raises InvalidArgument where the KV cache is split by more than its heads."""
+    """Raises InvalidArgument if the KV cache is split by more than its heads."""
     for name in (
         "pipeline_parallel_size",
         "prefill_context_parallel_size",
@@ -36,17 +36,17 @@ def require_tensor_parallel(parallel: ParallelConfig) -> None:
         if size != 1:
             option = name.replace("_", "-")
             raise InvalidArgument(
-                f"kvxfer serves vLLM instances that are split by tensor parallelism alone, this "
+                f"kvxfer supports vLLM instances that are split by tensor parallelism alone, this "
                 f"one has {name}={size}; start it with --{option} 1"
             )
 
 
 def require_own_api(parallel: ParallelConfig) -> None:
-    """Raises InvalidArgument where engines of several data parallel ranks are behind one API:
+    """Raises InvalidArgument if engines of several data parallel ranks are behind one API:
     vLLM chooses among them for each request, and a ticket is for one of them."""
     if parallel.data_parallel_external_lb:
         return
-    # Ranks of dense models are told of no other rank; all but the first know their number.
+    # Ranks of dense models know of no other rank; all but the first know their number.
     if parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0:
         raise InvalidArgument(
             "this vLLM server has several data parallel engines behind one API, and the router "
@@ -62,7 +62,7 @@ def this_rank() -> TensorRank:
 
 
 def from_first_rank(make: Callable[[], T]) -> T:
-    """What the first rank makes, on all of them. Every rank calls this."""
+    """Returns on every rank what the first rank makes. Every rank calls this."""
     group = get_tp_group()
     made = [make() if group.rank_in_group == 0 else None]
     torch.distributed.broadcast_object_list(made, group.ranks[0], group=group.cpu_group)
@@ -70,7 +70,7 @@ def from_first_rank(make: Callable[[], T]) -> T:
 
 
 def gather_addresses(address: str) -> list[str]:
-    """The addresses of all ranks in their order. Every rank calls this with its own."""
+    """Returns the addresses of all ranks in their order. Every rank calls this with its own."""
     group = get_tp_group()
     addresses = [""] * group.world_size
     torch.distributed.all_gather_object(addresses, address, group=group.cpu_group)

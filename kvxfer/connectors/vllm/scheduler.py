@@ -1,7 +1,7 @@
-"""The scheduler side: it decides which blocks travel for each request, and in which step.
+"""The scheduler side: it decides which blocks are moved for each request, and in which step.
 
-A pure state machine over plain values: no vLLM, no network. The worker side does what the plan of
-each step says, and every wait is there.
+A pure state machine over plain values: no vLLM, no network. The worker side executes the plan of
+each step; all waiting is done there.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from kvxfer.instances import Role
 logger = logging.getLogger(__name__)
 
 SideOf = Callable[[TransferParams], Role | None]
-"""The side that a ticket gives to this instance; None where it is for others or invalid."""
+"""The side that a ticket gives to this instance; None if it is for others or invalid."""
 
 
 class Stage(enum.Enum):
-    """Where a request with a ticket is."""
+    """The stage of a request with a ticket."""
 
-    WAITING = enum.auto()  # it has no blocks yet
+    WAITING = enum.auto()  # no blocks yet
     FOLLOWING = enum.auto()  # another request with its ticket has the transfer
     SENDING = enum.auto()  # prefill: some of its steps were planned
     RECEIVING = enum.auto()  # decode: its blocks were offered
-    ORDINARY = enum.auto()  # the transfer is behind it, or given up
+    ORDINARY = enum.auto()  # the transfer has ended, or was given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Scheduled:
 
     request_id: str
     new_block_ids: Sequence[Sequence[int]]
-    """Of each KV cache group; empty where there are none."""
+    """Block ids of each KV cache group; empty if there are none."""
     computed_tokens: int
-    """Before the step."""
+    """Tokens computed before the step."""
     step_tokens: int
 
 
@@ -60,7 +60,7 @@ class _Request:
     planned: int = 0
     """Blocks that the steps so far complete."""
     keep_at: float = 0.0
-    """When prefill has to hear next that the request still waits for blocks."""
+    """The time at which prefill must next hear that the request still waits for blocks."""
 
 
 class TransferScheduler:
@@ -80,7 +80,7 @@ class TransferScheduler:
         self._keep_seconds = lease_seconds / 3
         self._clock = clock
         self._requests: dict[str, _Request] = {}
-        self._leaders: dict[str, _Request] = {}  # by ticket
+        self._leaders: dict[str, _Request] = {}  # keys: tickets
         self._ended_leaders: EndedSamples[bool] = EndedSamples(lease_seconds, clock=clock)
         self._plan = StepPlan()
 
@@ -95,11 +95,11 @@ class TransferScheduler:
         digest: bytes,
         adapter: str = "",
     ) -> None:
-        """A request with a ticket. One whose ticket is not for this instance is an ordinary one.
-        `adapter` names its LoRA by what is in it.
+        """Takes a request with a ticket. If the ticket is not for this instance, the request is an
+        ordinary one. `adapter` identifies its LoRA by its content.
 
-        Of several with one ticket (`n` above 1) the first has the transfer; decode's others wait
-        for it, and find its blocks in the prefix cache. Requests that come after its end do, too.
+        Of several requests with one ticket (`n` above 1) the first has the transfer; decode's
+        others wait for it, and find its blocks in the prefix cache, as do those that come after it.
         """
         side = self._side_of(params)
         if side is None:
@@ -115,13 +115,13 @@ class TransferScheduler:
         self._requests[request_id] = request
 
     def sends(self, request_id: str) -> bool:
-        """Whether a prompt is computed here for another instance."""
+        """True if a prompt is computed here for another instance."""
         request = self._requests.get(request_id)
         return request is not None and request.side is Role.PREFILL
 
     def external_tokens(self, request_id: str, computed_tokens: int) -> int | None:
-        """How many tokens come from prefill after those that are here; None where that is not known
-        yet. No side effects."""
+        """Returns the number of tokens that come from prefill after those that are computed here;
+        None if it is not known yet. No side effects."""
         request = self._requests.get(request_id)
         if request is None or request.side is Role.PREFILL:
             return 0
@@ -129,19 +129,19 @@ class TransferScheduler:
             return 0 if request.leader is None or request.leader.stage is Stage.ORDINARY else None
         if request.stage is not Stage.WAITING:
             return 0
-        # Decode computes the last tokens in any case, so what they attend to has to be here.
+        # Decode always computes the last tokens itself, so it needs what they attend to.
         return max(self._blocks.moved(request.prompt_tokens) - computed_tokens, 0)
 
     def allocated(
         self, request_id: str, block_ids: Sequence[Sequence[int]], external_tokens: int
     ) -> None:
-        """The request has its blocks, and waits for `external_tokens` of its prompt."""
+        """Takes the blocks of a request that waits for `external_tokens` tokens of its prompt."""
         request = self._requests.get(request_id)
         if request is None or request.side is Role.PREFILL or request.stage is not Stage.WAITING:
             return
         if not external_tokens:
             request.stage = Stage.ORDINARY
-            self._plan.releases.append((request.params, "decode has no need of it"))
+            self._plan.releases.append((request.params, "decode does not need it"))
             return
         request.stage = Stage.RECEIVING
         before = self._blocks.moved(request.prompt_tokens) - external_tokens
@@ -159,21 +159,21 @@ class TransferScheduler:
         )
 
     def sent_tokens(self, request_id: str) -> int | None:
-        """Tokens of the prompt, if it is sent from here."""
+        """Returns the tokens of the prompt if it is sent from here, else None."""
         request = self._requests.get(request_id)
         if request is None or request.stage is not Stage.SENDING:
             return None
         return request.prompt_tokens
 
     def received(self, request_ids: Collection[str]) -> None:
-        """The transfers to these requests have ended, well or not."""
+        """Notes that the transfers to these requests have ended or failed."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
                 request.stage = Stage.ORDINARY
 
     def step(self, scheduled: Sequence[Scheduled], preempted: Collection[str]) -> StepPlan:
-        """The plan of the step that computes `scheduled`."""
+        """Returns the plan of the step that computes `scheduled`."""
         for request_id in preempted:
             request = self._requests.get(request_id)
             if request is not None and request.stage is Stage.SENDING:
@@ -193,24 +193,24 @@ class TransferScheduler:
         return plan
 
     def cached(self, hashes: Iterable[int]) -> None:
-        """Prompts are in the prefix cache now."""
+        """Notes hashes of prompts that are now in the prefix cache."""
         for number in hashes:
             self._plan.cached.add(number)
 
     def cache_changed(self, changes: CacheChanges) -> None:
-        """The prefix cache, by vLLM's own events."""
+        """Notes changes of the prefix cache from vLLM's own events."""
         self._plan.cached.follow(changes)
 
     def finished(self, request_id: str, how: str) -> bool:
-        """The request has ended. Whether its blocks are kept until the worker side says that they
-        are sent."""
+        """Ends a request. Returns True if its blocks are kept until the worker side reports that
+        they are sent."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
         if request.leader is None:
             del self._leaders[request.params.ticket]
             self._ended_leaders.add(request_id, request.params.ticket, True)
-        stage, request.stage = request.stage, Stage.ORDINARY  # for those that follow it
+        stage, request.stage = request.stage, Stage.ORDINARY  # requests that follow it see this
         if stage is Stage.SENDING:
             if request.planned < self._blocks.count(request.prompt_tokens):
                 self._plan.cancels[request_id] = how
@@ -223,7 +223,7 @@ class TransferScheduler:
         return False
 
     def keep(self, send: Send) -> None:
-        """A computed prompt goes to the worker side, to be fetched."""
+        """Passes a computed prompt to the worker side, to be fetched."""
         self._plan.sends.append(send)
 
     def _plan_send(self, request: _Request, one: Scheduled) -> None:

@@ -1,4 +1,4 @@
-"""What an operator sets: kv_connector_extra_config, and KVXFER_* variables for the rest."""
+"""Settings from kv_connector_extra_config, and from KVXFER_* variables for the rest."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ class ConnectorSettings(EngineSettings):
     instance_id: str
     model: str
     http_address: str
-    """Where the router finds this instance's API."""
+    """The address at which the router finds this instance's API."""
     control_plane: str | None = None
     checkpoint: str | None = None
-    """A name for the weights, compared in the place of their digest."""
+    """A name for the weights, compared instead of their digest."""
     whole_blocks: bool = False
     """Whether all layers of a block are one write."""
     labels: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], *, role: str, engine_id: str, model: str) -> Self:
-        """Raises InvalidArgument, which names the setting."""
+        """Reads the settings. Raises InvalidArgument, which names the setting."""
         unknown = sorted(extra.keys() - _KNOWN)
         if unknown:
             raise InvalidArgument(
@@ -91,8 +91,8 @@ class ConnectorSettings(EngineSettings):
 
 
 def _http_address(extra: Mapping[str, Any], host: str) -> str:
-    """Where the router finds the server: an address, or a port of the transfer engine's host.
-    Variables are for what the settings leave out."""
+    """Returns the address at which the router finds the server: a given one, or a port of the
+    transfer engine's host. Variables apply if the settings have neither."""
     names = ("kv_connector_extra_config.http_address", "kv_connector_extra_config.http_port")
     address, port = extra.get("http_address") or None, extra.get("http_port")
     if address is None and port is None:

@@ -14,13 +14,13 @@ from kvxfer.errors import KvxferError
 
 
 class SharedCache(TorchFunctionMode):
-    """While it is entered, the bytes that vLLM allocates in host memory are shared memory
+    """A mode of torch that allocates vLLM's KV cache in host memory as shared memory
     (kvxfer.engine.alloc_shared). A peer that cannot map a cache reads it with process_vm_readv,
-    which is slower at small pages.
+    which is slower for small pages.
 
     vLLM's `allocate_kv_cache` makes one allocation for all layers: `torch.zeros(bytes,
-    dtype=torch.int8, device=...)`. Everything else is left to torch, and that, too, where there is
-    no shared memory, which `log` is told of.
+    dtype=torch.int8, device=...)`. Everything else is left to torch. So is the cache if there is no
+    shared memory, with a warning to `log`.
     """
 
     def __init__(self, log: logging.Logger) -> None:
@@ -41,8 +41,7 @@ class SharedCache(TorchFunctionMode):
                 return torch.frombuffer(alloc_shared(nbytes), dtype=torch.int8)
             except KvxferError as error:
                 self._log.warning(
-                    "the KV cache is memory that peers on this host cannot map, and read more "
-                    "slowly: %s",
+                    "peers on this host cannot map the KV cache, and read it more slowly: %s",
                     error,
                 )
         return func(*args, **options)

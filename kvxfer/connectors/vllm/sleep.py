@@ -1,7 +1,7 @@
 """vLLM's sleep mode with kvxfer: `--enable-sleep-mode --sleep-mode-backend kvxfer`.
 
-Sleep takes the memory of the KV cache away, into which peers may write, and tells no connector. The
-connector that has registered the memory is told here, before and after.
+vLLM's sleep releases the memory of the KV cache, into which peers may write, and calls no
+connector. This backend calls the connector that has registered the memory, before and after.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KV_CACHE: Final = "kv_cache"
 
 
 class Sleeper(Protocol):
-    """A connector whose cache is memory that goes away and comes back."""
+    """A connector whose cache is in memory that sleep releases and restores."""
 
     def suspend(self) -> None: ...
 
@@ -27,11 +27,11 @@ class Sleeper(Protocol):
 
 
 sleepers: Final[WeakSet[Sleeper]] = WeakSet()
-"""Those of this process."""
+"""The sleepers of this process."""
 
 
 class KvxferBackend(CuMemBackend):
-    """vLLM's own way to sleep, with the cache's registrations closed before it and opened again."""
+    """vLLM's own sleep, with the cache's registrations closed before it and opened after it."""
 
     def suspend(self, level: int = 1) -> None:
         for sleeper in sleepers:
@@ -51,5 +51,5 @@ class KvxferBackend(CuMemBackend):
         super().discard(tuple(tags))
 
 
-with contextlib.suppress(ValueError):  # it is registered
+with contextlib.suppress(ValueError):  # already registered
     SleepModeBackendFactory.register_backend(SLEEP_BACKEND, __name__, KvxferBackend.__name__)

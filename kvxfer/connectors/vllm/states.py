@@ -1,4 +1,4 @@
-"""What recurrent layers (Mamba, linear attention) keep of a request, as the shape of a layer."""
+"""The state that recurrent layers (Mamba, linear attention) keep, as the shape of a layer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _CONVOLVES: Final = ("MAMBA1", "MAMBA2", "SHORT_CONV", "GDN_ATTN")
 
 
 def state_shape(spec: MambaSpec, tp_size: int) -> LayerShape:
-    """The state of a layer by its heads, which tensor parallelism splits in every section.
+    """Returns the state of a layer by its heads, which tensor parallelism splits in every section.
 
     A head is the smallest part that has its share of all sections. The sections are those of the
-    convolution (x; x, B and C; Q, K and V), for each token of its window where the tokens are
-    outermost, and the recurrent state. Where that is not known, a rank has one head that is all.
+    convolution (x; x, B and C; Q, K and V), for each token of its window if the tokens are
+    outermost, and the recurrent state. If they are unknown or too many, a rank has a single head.
     """
     heads, parts = _convolved(spec)
     sections: list[int] = []
@@ -48,8 +48,8 @@ def state_shape(spec: MambaSpec, tp_size: int) -> LayerShape:
 
 
 def _convolved(spec: MambaSpec) -> tuple[int, list[int]]:
-    """The heads of a rank, and the channels of each projection that is convolved; none where the
-    state begins with no convolution."""
+    """Returns the heads of a rank, and the channels of each projection that is convolved; no
+    channels if the state does not begin with a convolution, or its projections are unknown."""
     kind, shapes = spec.mamba_type.name, spec.shapes
     if kind == "LINEAR" and len(shapes) == 1:
         return shapes[0][0], []

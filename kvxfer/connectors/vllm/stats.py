@@ -24,7 +24,8 @@ _BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.
 
 
 class TransferStats(KVConnectorStats):
-    """What ended since the last step. Lists of plain values: vLLM sends it between processes."""
+    """The transfers that ended since the last step. Lists of plain values: vLLM sends them between
+    processes."""
 
     data: dict[str, Any]
 
@@ -46,7 +47,7 @@ class TransferStats(KVConnectorStats):
         return not self.data["ended"]
 
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM logs."""
+        """Returns the summary that vLLM logs."""
         ended = ended_in(self.data)
         summary: dict[str, int | float] = {}
         for direction in ("send", "receive"):
@@ -67,7 +68,7 @@ class TransferStats(KVConnectorStats):
 
 
 class TransferMetrics(KVConnectorPromMetrics):
-    """`vllm:kvxfer_*`: what has vLLM's name it takes out of the registry again itself."""
+    """The metrics `vllm:kvxfer_*`. vLLM itself unregisters metrics with its prefix."""
 
     def __init__(
         self,
@@ -86,9 +87,7 @@ class TransferMetrics(KVConnectorPromMetrics):
         self._bytes = made(self._counter_cls, metrics.NBYTES)
         self._blocks = made(self._counter_cls, metrics.BLOCKS)
         self._seconds = made(self._histogram_cls, metrics.SECONDS, buckets=_BUCKETS)
-        for (
-            engine
-        ) in per_engine_labelvalues.values():  # there from the start, as an alert watches it
+        for engine in per_engine_labelvalues.values():  # present from the start, for an alert
             self._transfers.labels(*engine, "receive", ChecksumMismatch.code)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

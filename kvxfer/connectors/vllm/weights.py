@@ -1,4 +1,4 @@
-"""To be called after an update of a vLLM instance's weights in place."""
+"""The call that follows an in-place update of a vLLM instance's weights."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["set_weights_version"]
 
 
 def set_weights_version(_worker: Any, version: int) -> None:
-    """Tells the control plane and every peer that the weights are of another version: call it on
+    """Reports to the control plane and every peer that the weights have another version. Call it on
     all workers, `llm.collective_rpc(set_weights_version, args=(version,))`, when the new weights
-    are there and before the instance serves requests again.
+    are loaded and before the instance serves requests again.
 
-    Transfers of the version before are cancelled, and so are prompts that wait to be fetched. An
-    instance exchanges KV with instances of the same version alone. Its prefix cache is vLLM's
-    matter: call `reset_prefix_cache()`.
+    Transfers of the previous version are cancelled, and so are prompts that wait to be fetched. An
+    instance exchanges KV only with instances of the same version. The prefix cache is vLLM's: call
+    `reset_prefix_cache()` to empty it.
 
-    Raises InvalidArgument for a version that is not greater than the one before, and where the
-    instance has no KvxferConnector.
+    Raises InvalidArgument if the version is not greater than the previous one, or if the instance
+    has no KvxferConnector.
     """
     connector = get_kv_transfer_group() if has_kv_transfer_group() else None
     if not isinstance(connector, KvxferConnector):

@@ -1,4 +1,4 @@
-"""All layers of a block as one write, where vLLM keeps them side by side."""
+"""All layers of a block as one write, if vLLM keeps them side by side."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _NOT_TOGETHER: Final = (
 
 
 def as_whole_blocks(caches: Mapping[str, LayerCache], layout: KvLayout) -> dict[str, LayerCache]:
-    """The caches of all layers, whose layout this is, as one, with the name of the last of them.
+    """Returns the caches of all layers, with this layout, as one, under the name of the last layer.
 
-    Its blocks are moved as they are, so both sides have to keep the same: a digest of the layout
-    says that. Raises InvalidArgument where the layers of a block do not lie side by side.
+    Its blocks are moved as they are, so both sides must have the same layout: its packing includes
+    a digest of it. Raises InvalidArgument if the layers of a block do not lie side by side.
     """
     if layout.layer_groups:
         raise InvalidArgument(

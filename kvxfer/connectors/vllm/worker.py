@@ -1,4 +1,4 @@
-"""The worker side: sends and receives what the plan of each step says, and tells how it ended."""
+"""The worker side: sends and receives according to each step's plan, and reports the outcome."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvxfer.kv.prefill_session import PrefillSession
 
 logger = logging.getLogger(__name__)
 
-# A session begins or is cancelled within milliseconds, or within the peer timeout where a peer is
+# A session begins or is cancelled within milliseconds, or within the peer timeout if a peer is
 # frozen; a loop that does not answer for this long is broken.
 LOOP_SECONDS: Final = 10.0
 _UNCHANGED: Final = CacheChanges()
@@ -35,41 +35,41 @@ _UNCHANGED: Final = CacheChanges()
 
 @dataclass(slots=True)
 class Results:
-    """What ended since the last step."""
+    """The transfers that ended since the last step."""
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
-    """With those that failed."""
+    """Includes those that failed."""
     failed: set[str] = field(default_factory=set)
     ended: list[Ended] = field(default_factory=list)
-    """For the metrics."""
+    """Data for the metrics."""
 
 
 @dataclass(slots=True)
 class _Outgoing:
     send: Send
-    """With which it began."""
+    """The step with which it began."""
     blocks: EngineBlocks
     session: PrefillSession | None = None
-    """None before it is opened, and where it could not be; loop only."""
+    """The session; None before it is opened, and if that failed. Loop only."""
     written: int = 0
-    """Blocks whose writes are submitted, of each layer."""
+    """Blocks of each layer whose writes are submitted."""
     whole: bool = False
     ended: bool = False
-    """Nothing of it is under way any more."""
+    """Whether nothing of it is under way any more."""
 
 
 class TransferWorker:
     """The transfers of one worker process.
 
-    The engine's thread calls everything here; coroutines run on the agent's loop, and leave what
-    ended under a lock. Every transfer ends by its lease at the latest.
+    The engine's thread calls everything here; coroutines run on the agent's loop, and record under
+    a lock what ended. Every transfer ends when its lease expires, at the latest.
 
-    Nothing here raises: an error of vLLM's step would end the engine. Where the agent does not
-    answer or has ended, all transfers have failed, and so does each that comes; the engine goes on.
+    Nothing here raises: an error in vLLM's step would end the engine. If the agent does not answer
+    or has ended, all transfers fail, and so do later ones; the engine continues.
 
-    `stream`: the CUDA stream of the forward, where the cache is memory of a GPU. Blocks are sent
-    once the stream has computed them, and offered once it has ended what it was given before.
+    `stream` returns the CUDA stream of the forward; None if the cache is in host memory. Blocks are
+    sent once the stream has computed them, and offered once it has done the work queued before.
     """
 
     def __init__(
@@ -79,21 +79,21 @@ class TransferWorker:
         self._num_layers = len(layers)
         self._stream = stream
         self._progress = ForwardProgress(agent.watcher, layers, stream)
-        self._offers: Watcher | None = None  # of a GPU
-        self._offered = 0  # what it gets to
+        self._offers: Watcher | None = None  # on a GPU only
+        self._offered = 0  # the value that it will reach
         self._plan = StepPlan()
         self._sends: dict[str, _Outgoing] = {}
-        self._in_order = asyncio.Lock()  # of what is done with sends; loop only
+        self._in_order = asyncio.Lock()  # orders the work on sends; loop only
         self._finished: set[str] = set()  # requests whose blocks wait for their send
         self._lock = threading.Lock()
         self._results = Results()
         self._news = threading.Event()  # something has ended
         self._receiving: dict[str, asyncio.Task[None]] = {}  # loop only
-        self._aborted: set[str] = set()  # those of them whose request has ended; loop only
+        self._aborted: set[str] = set()  # receives whose request has ended; loop only
         self._expected: set[str] = set()  # requests whose receive was begun and has not ended
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Before the forward: nothing reads blocks that were preempted when this returns."""
+        """Begins a step, before its forward. When this returns, nothing reads preempted blocks."""
         self._plan = plan
         preempted = [
             self._sends.pop(request_id)
@@ -138,8 +138,8 @@ class TransferWorker:
             self._agent.spawn(self._begin_sends(begun, writes, step))
 
     def save_layer(self, name: str) -> None:
-        """A layer of this step is computed, or lies in the stream, and so is every layer before
-        it."""
+        """Marks a layer of this step, and every layer before it, as computed or queued in the
+        stream."""
         if not self._plan.sends:
             return
         if self._stream is None:
@@ -148,7 +148,7 @@ class TransferWorker:
             self._guarded(lambda: self._progress.computed(name))  # CUDA may fail
 
     def end_forward(self) -> None:
-        """All layers of this step are computed."""
+        """Marks all layers of this step as computed or queued in the stream."""
         if self._plan.sends:
             self._guarded(self._end_forward)
 
@@ -164,7 +164,7 @@ class TransferWorker:
             self._agent.spawn(self._finish_sends(whole))
 
     def start_receives(self) -> None:
-        """Offers the blocks that wait for their part of a prompt."""
+        """Offers the blocks of the prompts that this step receives."""
         receives, self._plan.receives = self._plan.receives, []
         self._expected |= {receive.request_id for receive in receives}
         self._guarded(lambda: self._begin_receives(receives))
@@ -172,7 +172,7 @@ class TransferWorker:
     def _begin_receives(self, receives: Sequence[Receive]) -> None:
         offered = self._offered
         if receives and self._stream is not None:
-            # Kernels before may zero these blocks, or write what a request before had in them.
+            # Kernels queued before may zero these blocks, or write them for an earlier request.
             self._offers = self._offers or self._agent.watcher()
             self._offers.add_on(self._stream())
             self._offered = offered = offered + 1
@@ -180,9 +180,9 @@ class TransferWorker:
             self._agent.spawn(self._receive(receive, offered))
 
     def results(self, finished: Collection[str]) -> Results:
-        """What ended; `finished` are requests that have ended since the last step.
+        """Returns what ended; `finished` are requests that have ended since the last step.
 
-        In a step that computes nothing this waits a moment for a transfer to end.
+        In a step that computes nothing, this briefly waits for a transfer to end.
         """
         self._finished |= self._sends.keys() & set(finished)
         self._guarded(self._require_answers)
@@ -213,11 +213,12 @@ class TransferWorker:
         return results
 
     def suspend(self) -> None:
-        """The cache's memory goes away: nothing reads or writes it when this returns."""
+        """Ends all transfers before the cache's memory is released: nothing reads or writes it when
+        this returns."""
         self._guarded(lambda: self._agent.run(self._agent.suspend(), LOOP_SECONDS))
 
     def resume(self) -> None:
-        """The cache's memory is there again."""
+        """Allows transfers again, once the cache's memory is restored."""
         self._guarded(lambda: self._agent.run(self._agent.resume(), LOOP_SECONDS))
 
     def _require_answers(self) -> None:
@@ -226,7 +227,7 @@ class TransferWorker:
             raise TimeoutError(f"the loop of the agent has done nothing for {LOOP_SECONDS:g} s")
 
     def _guarded(self, step: Callable[[], None]) -> None:
-        """Whatever fails in it costs the transfers, and not the engine."""
+        """Takes a step; if that fails, all transfers end, but not the engine."""
         if self._agent.lost:
             return
         try:
@@ -241,7 +242,7 @@ class TransferWorker:
     async def _begin_sends(
         self, begun: Sequence[_Outgoing], writes: Sequence[tuple[_Outgoing, int]], step: Step
     ) -> None:
-        """Submits what a step completes: it leaves layer by layer, as they are computed."""
+        """Submits the blocks that a step completes: layer by layer, they leave when computed."""
         try:
             async with self._in_order:
                 for outgoing in begun:
@@ -249,7 +250,7 @@ class TransferWorker:
                 for layer in range(self._num_layers):
                     for outgoing, until in writes:
                         if outgoing.session is not None:
-                            with contextlib.suppress(KvxferError):  # _watch() hears of it
+                            with contextlib.suppress(KvxferError):  # _watch() reports it
                                 outgoing.session.write_layer(layer, until, after=step.after(layer))
         except Exception:
             self._end()
@@ -259,11 +260,11 @@ class TransferWorker:
             sessions = [(each.session, each.send.digest) for each in whole if each.session]
         await asyncio.gather(
             *(session.finish(digest) for session, digest in sessions),
-            return_exceptions=True,  # _watch() hears of it
+            return_exceptions=True,  # _watch() reports it
         )
 
     async def _cancel_sends(self, sends: Sequence[_Outgoing], why: str) -> None:
-        """Nothing of them is under way when this returns."""
+        """Cancels sends. Nothing of them is under way when this returns."""
         async with self._in_order:
             sessions = [each.session for each in sends if each.session]
         await asyncio.gather(*(session.cancel(why) for session in sessions))
@@ -314,7 +315,7 @@ class TransferWorker:
         self._sent(outgoing, Ended("send", error.code))
 
     def _sent(self, outgoing: _Outgoing, ended: Ended) -> None:
-        """Nothing of it is under way any more."""
+        """Records the end of a send, when nothing of it is under way any more."""
         if not outgoing.ended:
             self._note(ended)
         outgoing.ended = True
@@ -332,7 +333,7 @@ class TransferWorker:
             ended = self._delivered("receive", await self._take(receive), begun)
             failed = False
         except asyncio.CancelledError:
-            # Of a request that has ended its blocks go back unread; else the agent ends.
+            # If the request has ended, its blocks are freed unread; otherwise the agent ends.
             failed = receive.request_id not in self._aborted
             ended = Ended("receive", EngineClosed.code if failed else TransferCancelled.code)
         except KvxferError as error:
@@ -352,7 +353,7 @@ class TransferWorker:
 
     def _delivered(self, direction: str, nbytes: int, begun: float) -> Ended:
         layout = self._agent.endpoint.layout
-        # A block id is of the layers of one group.
+        # A block id covers the layers of one group.
         blocks = nbytes * layout.num_groups // layout.stack_bytes
         return Ended(direction, DELIVERED, blocks, nbytes, self._agent.clock.monotonic() - begun)
 
@@ -361,7 +362,7 @@ class TransferWorker:
             self._results.ended.append(ended)
 
     async def _may_offer(self, receive: Receive, offered: int) -> None:
-        """Returns once no kernel of the stream may write its blocks any more."""
+        """Returns once no kernel of the stream can write the blocks any more."""
         if self._offers is None:
             return
         try:
@@ -375,7 +376,7 @@ class TransferWorker:
             raise
 
     async def _take(self, receive: Receive) -> int:
-        """The bytes that came."""
+        """Receives a prompt and returns the number of bytes."""
         params = receive.params
         opening = asyncio.ensure_future(
             self._agent.endpoint.decode_session(
@@ -390,7 +391,7 @@ class TransferWorker:
         try:
             session = await asyncio.shield(opening)
         except asyncio.CancelledError:
-            # Only a prefill worker that has the OFFER can be told, and need not wait for it.
+            # Prefill learns of the abort only once it has the OFFER, and then need not wait for it.
             with contextlib.suppress(KvxferError):
                 await (await opening).cancel("its request was aborted")
             raise

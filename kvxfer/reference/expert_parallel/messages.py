@@ -1,4 +1,4 @@
-"""What the process of a rank says to the one that has started it. They are pickled."""
+"""The messages of a rank's process to the process that has started it. They are pickled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """The address of its engine. It is answered with those of all ranks."""
+    """The address of the rank's engine. The answer is the addresses of all ranks."""
 
     address: str
 
@@ -21,13 +21,13 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """All steps have been taken."""
+    """The end of a rank that has taken all steps."""
 
     members: tuple[int, ...]
-    """The ranks that were left."""
+    """The ranks that were still live."""
     repeated: int
     absent: int
-    """As of SpreadExperts."""
+    """The counts of SpreadExperts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a group of ranks is to do."""
+"""The work of a group of ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Prompt: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Every rank is told the same.
+    """The work of a group, the same for every rank.
 
-    placement: of the experts of one layer; those of all layers are placed alike. prompts: of each
-    rank. max_tokens: that it generates for each of them. threads: of torch. timeout: seconds that a
-    rank waits for others, above the longest step.
+    placement: that of one layer's experts, used for all layers. prompts: those of each rank.
+    max_tokens: generated for each prompt. threads: those of torch. timeout: seconds that a rank
+    waits for others, longer than the longest step.
 
     Raises InvalidArgument.
     """
@@ -43,8 +43,8 @@ class Plan:
 
     @property
     def shape(self) -> MoeShape:
-        """Of a group with the experts of all layers: a rank need not be in the layer in which
-        others are, and can send a layer's tokens again."""
+        """The shape of a group with the experts of all layers: ranks need not be in the same layer,
+        and a rank can send a layer's tokens again."""
         config = self.config
         longest = max((len(each) for prompts in self.prompts for each in prompts), default=1)
         return MoeShape(
@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Of the group: one for each layer and token of the rank that has most, and one for each
-        time that a rank is lost."""
+        """The steps of the group: one for each layer and token of the rank with the most tokens,
+        and one for each rank that may be lost."""
         tokens = max(len(prompts) for prompts in self.prompts) * self.max_tokens
         return tokens * self.config.num_layers + self.ranks - 1

@@ -1,4 +1,4 @@
-"""The process of a rank: answers its prompts, and computes what its experts have to for all."""
+"""The process of a rank: answers its prompts, and computes with its experts for all ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvxfer.reference.weights import expert_weights, seeded_weights
 
 
 def run(plan: Plan, rank: int, connection: Connection) -> None:
-    """The whole life of the process."""
-    # Ctrl-C in the terminal is for the process that has started it.
+    """Runs the process of a rank from start to end."""
+    # Ctrl-C in the terminal is for the process that has started this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(plan.threads)
     try:
@@ -66,7 +66,7 @@ def _take_part(plan: Plan, rank: int, connection: Connection) -> None:
 
 
 def _answers(plan: Plan, model: LlamaModel, prompts: Sequence[Prompt]) -> Iterator[Generated]:
-    """A pass of the model for each token."""
+    """Yields each token of the answers, after a pass of the model."""
     for number, prompt in enumerate(prompts):
         positions = len(prompt) + plan.max_tokens
         cache = PagedKvCache(plan.config, -(-positions // BLOCK_SIZE), BLOCK_SIZE)

@@ -1,4 +1,4 @@
-"""The processes of all ranks, as the one that starts them sees them."""
+"""The processes of all ranks, for the process that starts them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _CONTEXT.set_forkserver_preload([run.__module__])
 
 
 class ExpertRanks:
-    """A context manager: the processes run within it. One thread uses it.
+    """A context manager within which the processes run. One thread uses it.
 
-    tokens: what the ranks have generated, by rank and prompt. ended: how each rank that has taken
-    all steps did so.
+    tokens: the generated tokens, by rank and prompt. ended: the last message of each rank that has
+    taken all steps.
     """
 
     def __init__(self, plan: Plan, life: Life = run) -> None:
-        """`life` is what each process does."""
+        """`life` is the function that each process runs."""
         self.tokens: list[list[list[int]]] = [[[] for _ in prompts] for prompts in plan.prompts]
         self.ended: dict[int, Ended] = {}
         self._plan, self._life = plan, life
@@ -65,13 +65,13 @@ class ExpertRanks:
             connection.close()
 
     def kill(self, rank: int) -> None:
-        """Ends the process of a rank; the others go on."""
+        """Ends the process of a rank; the others continue."""
         self._processes[rank].kill()
 
     def generated(self) -> Iterator[int]:
-        """Lets the ranks run until those that live have ended; gives the rank of each token.
+        """Runs the ranks until all live ones have ended; yields the rank of each token.
 
-        Raises RankLost where a rank fails otherwise than by kill(), or all are lost.
+        Raises RankLost if a rank reports a failure, or if all are lost.
         """
         addresses: dict[int, str] = {}
         while self._connections:
@@ -94,7 +94,7 @@ class ExpertRanks:
             raise RankLost("all ranks were lost")
 
     def _hear(self, connection: Connection) -> Said | None:
-        """None where the process has ended."""
+        """Returns the next message of a process, or None if it has ended."""
         try:
             said: Said = connection.recv()
         except (EOFError, OSError):

@@ -15,10 +15,10 @@ from kvxfer.reference.weights import ExpertWeights
 
 
 class TokenExperts:
-    """Experts of this rank, for one token after another."""
+    """The experts of this rank, applied to one token after another."""
 
     def __init__(self, weights: Sequence[ExpertWeights]) -> None:
-        """`weights` by local expert."""
+        """`weights` has an item for each local expert."""
         self._weights = weights
 
     @property
@@ -47,11 +47,11 @@ class SpreadExperts:
     def __init__(
         self, group: AllToAll, weights: Sequence[ExpertWeights], experts_per_layer: int
     ) -> None:
-        """`weights` by local expert of the group."""
+        """`weights` has an item for each local expert of the group."""
         self.repeated = 0
-        """Steps that were run again, since a rank was lost in them."""
+        """Steps that were run again because a rank was lost in them."""
         self.absent = 0
-        """Outputs of experts that no live rank has, and without which the model went on."""
+        """Outputs that the model went without, as no live rank has their expert."""
         self._module = MoEAllToAll(group, TokenExperts(weights))
         self._experts = experts_per_layer
 
@@ -64,7 +64,7 @@ class SpreadExperts:
         return found
 
     def idle(self) -> None:
-        """A step in which this rank has no tokens, and computes those of others."""
+        """Takes a step in which this rank has no tokens, and computes those of others."""
         shape = self._module.group.shape
         self._module(
             torch.empty(0, shape.hidden),

@@ -1,4 +1,4 @@
-"""The process of a rank other than the first: does what it is told until rank 0 ends."""
+"""The process of a rank other than the first: executes commands until rank 0 ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BEAT_SECONDS: Final = 0.2
 
 
 def follow(spec: RankSpec, rank: int, connection: Connection) -> None:
-    """The whole life of the process. It ends without a word where rank 0 has ended."""
+    """Runs the process of a rank from start to end. It ends silently if rank 0 has ended."""
     # Ctrl-C in the terminal is for rank 0, which ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(spec.threads)
@@ -82,7 +82,7 @@ def _obey(rank: Rank, command: Command) -> Answer | None:
 
 
 class _Answers:
-    """What this process says to rank 0, from two threads."""
+    """The messages of this process to rank 0, from two threads."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -1,4 +1,4 @@
-"""The processes of the ranks other than the first, as rank 0 sees them."""
+"""The processes of the ranks other than the first, for rank 0."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STOP_SECONDS: Final = 5.0
 _STARVED: Final = 3  # times the patience, for a process that would run if it had a core
 
 
-# Imports torch, once for all ranks: a process of its making is there in milliseconds.
+# Imports torch, once for all ranks: then a process starts within milliseconds.
 _CONTEXT: Final = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([follow.__module__])
 
@@ -40,11 +40,11 @@ class _Follower:
         self.process.start()
         theirs.close()
         self.answers: queue.SimpleQueue[Done | Refused | None] = queue.SimpleQueue()
-        self.heard: float | None = None  # not yet
+        self.heard: float | None = None  # set by the first message
         self.failure = ""
 
     def died(self) -> str:
-        """How it ended on its own; empty where it has not, or said why."""
+        """Describes its unexpected end; empty if it has not ended, or has reported a failure."""
         code = self.process.exitcode
         if code is None or self.failure:
             return ""
@@ -53,12 +53,12 @@ class _Follower:
 
 
 class Followers:
-    """One thread at a time may call it. A thread apart watches the processes: where one ends, fails
-    or says nothing for `patience_seconds`, all are killed, and every call raises RankLost, which
-    names the first."""
+    """The processes of all ranks but the first. One thread at a time may call it. A separate thread
+    watches them: if one ends, fails or is silent for `patience_seconds`, all are killed, and every
+    call raises RankLost, which names the first one."""
 
     def __init__(self, spec: RankSpec, patience_seconds: float, clock: Clock) -> None:
-        """Starts them. Each loads its weights meanwhile, and says so: gather()."""
+        """Starts the processes. Each loads its weights, then sends an answer for gather()."""
         self._patience, self._clock = patience_seconds, clock
         self._lost: RankLost | None = None
         self._ended = threading.Event()
@@ -69,11 +69,11 @@ class Followers:
 
     @property
     def processes(self) -> list[int]:
-        """Their ids, from rank 1 on."""
+        """The process ids, from rank 1 on."""
         return [each.process.pid or 0 for each in self._followers]
 
     def tell(self, command: Command) -> None:
-        """Raises RankLost."""
+        """Sends a command to all. Raises RankLost."""
         self.require()
         for each in self._followers:
             try:
@@ -82,7 +82,7 @@ class Followers:
                 raise self.loss() from None
 
     def gather(self, seconds: float) -> list[Done | Refused]:
-        """The answer of each rank. Raises RankLost, also where one has none within `seconds`."""
+        """Returns each rank's answer. Raises RankLost, also if one has none within `seconds`."""
         give_up = self._clock.monotonic() + seconds
         answers = []
         for each in self._followers:
@@ -97,19 +97,19 @@ class Followers:
         return answers
 
     def require(self) -> None:
-        """Raises RankLost where a rank has been lost."""
+        """Raises RankLost if a rank has been lost."""
         if self._lost is not None:
             raise without_traceback(self._lost)
 
     def loss(self) -> RankLost:
-        """Why a call to the ranks failed. Ends them all where nothing is known of a loss."""
+        """Returns the reason why a call to the ranks failed. Ends them all if no loss is known."""
         if not self._ended.wait(_CAUSE_SECONDS):
             self.end("rank 0 cannot reach the others")
         assert self._lost is not None  # noqa: S101 (it has ended)
         return without_traceback(self._lost)
 
     def close(self) -> None:
-        """Ends the processes, and waits for that."""
+        """Ends the processes, and waits until they have ended."""
         self._closing.set()
         self._thread.join()
         for each in self._followers:
@@ -124,7 +124,7 @@ class Followers:
         self._ended.set()
 
     def end(self, reason: str) -> None:
-        """Kills them all: what they compute together cannot go on. Any thread."""
+        """Kills all processes: what they compute together cannot continue. Any thread."""
         if self._lost is None:
             self._lost = RankLost(f"{reason}; this instance serves no more, start it again")
         for each in self._followers:
@@ -145,7 +145,7 @@ class Followers:
                 if connection in found:
                     trouble |= not self._take(each, now)
                 elif each.heard is not None:
-                    # While this process did not run, it could not hear.
+                    # While this process did not run, it could not receive messages.
                     each.heard += paused
             if trouble:
                 self.end(self._first_to_end())
@@ -156,7 +156,7 @@ class Followers:
                 each.process.join()
 
     def _take(self, each: _Follower, now: float) -> bool:
-        """Whether it goes on after what it has said."""
+        """Receives a message. True if the rank continues after it."""
         try:
             answer = each.connection.recv()
         except (OSError, EOFError):
@@ -173,7 +173,8 @@ class Followers:
         return True
 
     def _first_to_end(self) -> str:
-        """One that was killed makes the others fail; it is the one to name."""
+        """Describes the rank that ended first. One that was killed makes the others fail, so it is
+        named before these."""
         if self._closing.wait(_SETTLE_SECONDS):
             return "this group of ranks is closed"
         for each in self._followers:
@@ -199,7 +200,8 @@ class Followers:
 
 
 def _wants_to_run(pid: int | None) -> bool:
-    """Whether a thread of the process runs, or waits for a core. None of a stopped one does."""
+    """True if a thread of the process runs, or waits for a core. No thread of a stopped process
+    does."""
     try:
         for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
             if stat.read_text().rpartition(")")[2].split()[0] == "R":

@@ -17,20 +17,20 @@ from kvxfer.reference.shards import Shard
 class GlooCollective:
     """A process group apart from torch's default one, which a program may use for other things.
 
-    A call raises RuntimeError at once where another rank has ended, and after `step_seconds` where
-    it does not take part.
+    A call raises RuntimeError at once if another rank has ended, and after `step_seconds` if one
+    does not take part.
     """
 
     def __init__(
         self, meeting: Path, shard: Shard, start_seconds: float, step_seconds: float
     ) -> None:
-        """Returns once all ranks are here. `meeting` is a file that none of them has used before.
-        Raises RuntimeError where one does not come."""
+        """Returns once all ranks have joined. `meeting` is a file that no rank has used before.
+        Raises RuntimeError if one does not join within `start_seconds`."""
         self.shard = shard
         start = datetime.timedelta(seconds=start_seconds)
         store = FileStore(str(meeting), shard.ranks)
         store.set_timeout(start)
-        gloo: Any = dist.ProcessGroupGloo  # torch describes little of it
+        gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack most of it
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
         options._timeout = start
@@ -39,7 +39,7 @@ class GlooCollective:
         self._reduce.timeout = self._gather.timeout = datetime.timedelta(seconds=step_seconds)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        # A ring: each element is summed at the ranks in an order that depends on its place alone.
+        # gloo sums in a ring: each element in an order of ranks that depends only on its place.
         self._group.allreduce([x], self._reduce).wait()
         return x
 

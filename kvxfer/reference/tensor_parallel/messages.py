@@ -1,5 +1,5 @@
-"""What rank 0 tells the other ranks to do, and what they answer. One process tree, so it is
-pickled."""
+"""The commands of rank 0 to the other ranks, and their answers. They are pickled, as all processes
+belong to one tree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvxfer.weights.transfer.staged import Staged
 
 
 class Meet(NamedTuple):
-    """All ranks have loaded: make the collective."""
+    """The command to make the collective: all ranks have loaded."""
 
 
 class Prefill(NamedTuple):
@@ -28,7 +28,7 @@ class Pin(NamedTuple):
 
 
 class Unpin(NamedTuple):
-    """Whether or not this rank has pinned."""
+    """The command to release what is pinned, if anything is."""
 
 
 class Apply(NamedTuple):
@@ -36,7 +36,7 @@ class Apply(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """All ranks have."""
+    """The command to report the update to its sender: all ranks have applied it."""
 
     staged: Staged
 
@@ -45,26 +45,26 @@ Command: TypeAlias = Meet | Prefill | Decode | Pin | Unpin | Apply | Applied
 
 
 class Beat(NamedTuple):
-    """The process lives."""
+    """The sign that the process lives."""
 
 
 class Done(NamedTuple):
-    """What `Meet`, `Pin`, `Unpin`, `Apply` or `Applied` told is done; and once, the rank has
-    loaded."""
+    """The answer that `Meet`, `Pin`, `Unpin`, `Apply` or `Applied` is done; and once, without a
+    command, that the rank has loaded."""
 
     staged: Staged | None = None
     address: str = ""
-    """Of what has staged it; with the answer to `Meet`."""
+    """The address of the rank's engine for weight updates, in the answer to `Meet`."""
 
 
 class Refused(NamedTuple):
-    """`Pin`: nothing has changed."""
+    """The refusal of `Pin`: nothing has changed."""
 
     reason: str
 
 
 class Failed(NamedTuple):
-    """The process ends."""
+    """The failure with which the process ends."""
 
     reason: str
 

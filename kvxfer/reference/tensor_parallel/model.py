@@ -38,28 +38,28 @@ from kvxfer.weights.transfer.staged import Staged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettings:
-    """Raises InvalidArgument for what cannot be meant."""
+    """The time limits of a group of ranks. Raises InvalidArgument for values out of bounds."""
 
     patience_seconds: Seconds = 1.0
-    """Time without a word after which a rank counts as frozen; up to three times as long where it
-    waits for a core."""
+    """Seconds without a message after which a rank counts as frozen; up to three times as long if
+    it waits for a core."""
     start_seconds: Seconds = 120.0
-    """For all ranks to load their weights."""
+    """Seconds for all ranks to load their weights."""
     step_seconds: Seconds = 120.0
-    """For the others to take part in a sum."""
+    """Seconds for the other ranks to take part in a sum."""
     apply_seconds: Seconds = 120.0
-    """For all ranks to pin, or to apply, an update."""
+    """Seconds for all ranks to pin, or to apply, an update."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
 
 
 class TensorParallelModel:
-    """As `LlamaModel`, for one thread at a time. Rank 0 is this process, the others are started
-    when it is entered and end when it is left.
+    """A `LlamaModel` over several processes, for one thread at a time. Rank 0 is this process; the
+    others are started when the model is entered, and end when it is left.
 
     With the same weights, thread count and number of ranks, the same calls give the same bits.
-    Where a rank is lost, the others end, and that call and all later ones raise RankLost.
+    If a rank is lost, the others end, and that call and all later ones raise RankLost.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class TensorParallelModel:
         settings: GroupSettings | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`load` and `staging` are called in the process of each rank. Raises InvalidArgument where
-        the model cannot be split over so many."""
+        """`load` and `staging` are called in the process of each rank. Raises InvalidArgument if
+        the model cannot be split over `ranks`."""
         local_config(config, ranks)
         self.config = config
         self._settings = settings or GroupSettings()
@@ -96,7 +96,7 @@ class TensorParallelModel:
         )
 
         self.weight_addresses: list[str] = []
-        """Of each rank's engine for weight updates."""
+        """The address of each rank's engine for weight updates."""
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as undo:
@@ -130,12 +130,12 @@ class TensorParallelModel:
 
     @property
     def cache(self) -> PagedKvCache:
-        """Rank 0's part of it, to be passed to prefill() and decode()."""
+        """Rank 0's part of the cache, to be passed to prefill() and decode()."""
         return self._rank.cache
 
     @property
     def staging(self) -> Staging | None:
-        """Of rank 0."""
+        """The staging of rank 0."""
         return self._rank.staging
 
     @property
@@ -148,7 +148,7 @@ class TensorParallelModel:
         return self._followers.processes
 
     def require(self) -> None:
-        """Raises RankLost where a rank has been lost. Any thread."""
+        """Raises RankLost if a rank has been lost. Any thread."""
         self._followers.require()
 
     def prefill(
@@ -158,7 +158,8 @@ class TensorParallelModel:
         blocks: Tensor,
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """As `LlamaModel.prefill`; on_layer() tells of rank 0, and may not raise."""
+        """Computes a prompt like `LlamaModel.prefill`. `on_layer` is called for rank 0's layers,
+        and must not raise."""
         del cache
         step = Prefill(tokens.tolist(), blocks.tolist())
         self._followers.tell(step)
@@ -166,7 +167,7 @@ class TensorParallelModel:
             return self._rank.prefill(step.tokens, step.blocks, on_layer)
 
     def decode(self, token: int, position: int, cache: PagedKvCache, blocks: Tensor) -> Tensor:
-        """As `LlamaModel.decode`."""
+        """Takes a step like `LlamaModel.decode`."""
         del cache
         step = Decode(token, position, blocks.tolist())
         self._followers.tell(step)
@@ -176,7 +177,7 @@ class TensorParallelModel:
     def pin(self, update_id: str) -> Staged:
         """Keeps an update that every rank has staged, to be applied.
 
-        Raises NotStaged where a rank has not, with nothing pinned, and RankLost.
+        Raises NotStaged, with nothing pinned, if a rank has not staged it, and RankLost.
         """
         self._followers.tell(Pin(update_id))
         pinned: Staged | None = None
@@ -190,7 +191,7 @@ class TensorParallelModel:
                 refused.append(f"rank {rank}: {answer.reason}")
             elif pinned and answer.staged and answer.staged.version != pinned.version:
                 refused.append(
-                    f"rank {rank}: it is version {answer.staged.version}, and {pinned.version} at "
+                    f"rank {rank}: it is version {answer.staged.version}, but {pinned.version} on "
                     "rank 0"
                 )
         if pinned is None or refused:
@@ -199,16 +200,16 @@ class TensorParallelModel:
         return pinned
 
     def unpin(self) -> None:
-        """What is pinned will not be applied. Raises RankLost."""
+        """Releases the pinned update, which will not be applied. Raises RankLost."""
         self._followers.tell(Unpin())
         self._rank.unpin()
         self._followers.gather(self._settings.apply_seconds)
 
     def apply(self, staged: Staged) -> int:
-        """All ranks copy the weights that they have pinned, in place; the version that is served
-        from now on.
+        """Has all ranks copy the weights that they have pinned, in place, and returns the version
+        that is served from now on.
 
-        Whatever fails in it ends all ranks: raises RankLost, or what rank 0 failed with.
+        Any failure ends all ranks: raises RankLost, or the error of rank 0.
         """
         self._followers.tell(Apply(staged))
         try:
@@ -221,18 +222,18 @@ class TensorParallelModel:
         return self.weights_version
 
     def applied(self, staged: Staged, pause_seconds: float | None) -> None:
-        """Tells the sender, from each rank, that the update is served. Raises RankLost."""
+        """Reports to the sender, from each rank, that the update is served. Raises RankLost."""
         self._followers.tell(Applied(staged))
         self._rank.applied(staged, pause_seconds)
         self._followers.gather(self._settings.apply_seconds)
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """What fails at one rank fails at all: the others are in the middle of the same thing."""
+        """Ends all ranks if rank 0 fails: the others are in the middle of the same computation."""
         try:
             yield
         except RuntimeError as error:
-            # Of the collective, if a rank has been lost.
+            # The collective raises it if a rank has been lost.
             if self._spec.ranks == 1:
                 raise
             raise self._followers.loss() from error

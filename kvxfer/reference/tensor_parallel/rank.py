@@ -21,14 +21,14 @@ from kvxfer.reference.tensor_parallel.gloo import GlooCollective
 from kvxfer.weights.transfer.staged import Staged
 
 LoadWeights: TypeAlias = Callable[[], Mapping[str, Tensor]]
-"""Whole parameters; each rank keeps its boxes. Picklable: each process calls it."""
+"""Returns whole parameters; each rank keeps its boxes. Picklable: each process calls it."""
 MakeStaging: TypeAlias = Callable[[Shard], Staging]
-"""Picklable, too; called in the process of the rank."""
+"""Returns the staging of a rank. Picklable, too; called in the process of the rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What every rank is told, each in a process apart."""
+    """The settings that are the same for every rank, each in a separate process."""
 
     config: LlamaConfig
     ranks: int
@@ -37,17 +37,17 @@ class RankSpec:
     num_blocks: int
     block_size: int
     threads: int
-    """Of torch; the bits of a result may depend on it."""
+    """Threads of torch; the bits of a result may depend on their number."""
     meeting: Path
     start_seconds: float
     step_seconds: float
 
 
 class Rank:
-    """One thread uses it."""
+    """One rank of a model. One thread uses it."""
 
     def __init__(self, spec: RankSpec, rank: int) -> None:
-        """Loads its weights; join() makes the model of them."""
+        """Loads the rank's weights; join() makes the model from them."""
         self.shard = Shard(rank, spec.ranks)
         self._spec = spec
         self._config = local_config(spec.config, spec.ranks)
@@ -57,7 +57,7 @@ class Rank:
         self._pinned: str | None = None
 
     def join(self) -> None:
-        """Returns once all ranks have called it. Raises RuntimeError where one does not."""
+        """Makes the model, once all ranks have called this. Raises RuntimeError if one does not."""
         spec = self._spec
         collective: Collective | None = None
         if spec.ranks > 1:
@@ -82,32 +82,32 @@ class Rank:
         blocks: Sequence[int],
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """As `LlamaModel.prefill`, in the cache of this rank."""
+        """Computes a prompt like `LlamaModel.prefill`, in the cache of this rank."""
         return self.model.prefill(torch.tensor(tokens), self.cache, torch.tensor(blocks), on_layer)
 
     def decode(self, token: int, position: int, blocks: Sequence[int]) -> Tensor:
-        """As `LlamaModel.decode`, in the cache of this rank."""
+        """Takes a step like `LlamaModel.decode`, in the cache of this rank."""
         return self.model.decode(token, position, self.cache, torch.tensor(blocks))
 
     @property
     def address(self) -> str:
-        """Where updates are sent to; empty where none are taken."""
+        """The address that updates are sent to; empty if none are taken."""
         return "" if self.staging is None else self.staging.address
 
     def pin(self, update_id: str) -> Staged:
-        """Raises NotStaged, and InvalidArgument where this group takes no updates."""
+        """Pins an update. Raises NotStaged, and InvalidArgument if this group takes no updates."""
         staged = self._take_updates().pin(update_id)
         self._pinned = update_id
         return staged
 
     def unpin(self) -> None:
-        """Does nothing where nothing is pinned."""
+        """Releases the pinned update, if there is one."""
         if self._pinned is not None:
             pinned, self._pinned = self._pinned, None
             self._take_updates().unpin(pinned)
 
     def apply(self, staged: Staged) -> None:
-        """Copies the boxes of the pinned update. What fails in it ends the instance."""
+        """Copies the boxes of the pinned update. A failure ends the instance."""
         self.model.apply(self._take_updates().boxes(), staged.version)
         self._pinned = None
 

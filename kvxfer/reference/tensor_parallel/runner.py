@@ -1,4 +1,4 @@
-"""Requests over a model of several processes, with updates between two steps."""
+"""Requests over a model of several processes, with weight updates between two steps."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ T = TypeVar("T")
 class Generated:
     tokens: list[int]
     spans: list[VersionSpan]
-    """Of the tokens; one under `drain` and `abort`."""
+    """The versions of the tokens; one span under `drain` and `abort`."""
 
     @property
     def weights_version(self) -> int:
-        """Of the last token."""
+        """The version of the last token."""
         return self.spans[-1].version
 
 
 class GroupRunner:
-    """Running requests take turns, a step each. Loop only; the model runs in a thread apart."""
+    """A runner whose requests take turns, a step each. Loop only; a thread runs the model."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class GroupRunner:
         drain_seconds: float = DRAIN_SECONDS,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """For a model that has been entered."""
+        """`model` must have been entered."""
         self._model = model
         self._runner = ModelRunner(model, tokenizer, model.cache)
         self._pool = BlockPool(model.cache.num_blocks)
@@ -86,9 +86,9 @@ class GroupRunner:
         ignore_eos: bool = False,
         weights_version: int | None = None,
     ) -> Generated:
-        """Greedy output of a prompt.
+        """Returns the greedy output of a prompt.
 
-        Raises WrongVersion where another version than the demanded one is served, RequestAborted,
+        Raises WrongVersion if another version than the demanded one is served, RequestAborted,
         InvalidArgument, PromptTooLong, BlockPoolExhausted and RankLost.
         """
         tokens = self._runner.encode(prompt)
@@ -106,17 +106,17 @@ class GroupRunner:
             return Generated(output, admission.spans)
 
     async def update(self, update_id: str, policy: Policy | None = None) -> float:
-        """Applies an update that every rank has staged; the pause in seconds, from the last step
-        before it to when the first one after it could begin. A task that is cancelled meanwhile
-        does not undo it.
+        """Applies an update that every rank has staged. Returns the pause in seconds, from the last
+        step before it until the first one after it could begin. Cancelling the task does not undo
+        it.
 
         Raises NotStaged with nothing changed. All other errors end the service.
         """
         return await asyncio.shield(asyncio.create_task(self._update(update_id, policy)))
 
     async def commit(self, staged: Staged) -> float:
-        """update(), for a `WeightReceiver` of rank 0: the others have committed, so whatever fails
-        here ends the service."""
+        """Applies an update as update() does, for the `WeightReceiver` of rank 0. Any failure ends
+        the service, as the other ranks have committed."""
         try:
             policy = None if staged.policy is None else Policy(staged.policy)
             return await self.update(staged.update_id, policy)

@@ -1,4 +1,4 @@
-"""The HTTP face of a worker."""
+"""The HTTP API of a worker."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 def make_app(service: WorkerService, tracer: Tracer | None = None) -> FastAPI:
-    """`POST /v1/completions`, `/v1/chat/completions` and `/tokenize`, `GET /healthz` and `/metrics`
-    of one worker. Requests that bring a trace have spans, where there is a tracer."""
+    """Makes the app of one worker: `POST /v1/completions`, `/v1/chat/completions` and `/tokenize`,
+    `GET /healthz` and `/metrics`. With a tracer, requests that bring a trace have spans."""
     app = FastAPI(title="kvxfer worker")
     problems.install(app)
 
@@ -69,7 +69,7 @@ async def _events(
     chunks: AsyncGenerator[CompletionChunk, None],
     turn: Callable[[Chunk], Chunk] = lambda chunk: chunk,
 ) -> AsyncGenerator[bytes, None]:
-    """`chunks` as OpenAI streams them; an error after the first is a separate event."""
+    """Yields `chunks` as OpenAI streams them; an error after the first is a separate event."""
     begun = False
     async with aclosing(chunks):
         try:
@@ -85,7 +85,7 @@ async def _events(
 
 
 def _event(chunk: CompletionChunk) -> Chunk:
-    """Without the members that only the last chunk has, or only the first one."""
+    """Returns a chunk without the members that only the last chunk, or only the first one, has."""
     told = {name: value for name, value in chunk.model_dump().items() if value is not None}
     for choice in told["choices"]:
         if choice["prompt_token_ids"] is None:

@@ -14,8 +14,8 @@ from kvxfer.reference.kv_cache import PagedKvCache
 
 
 def torch_view(cache: KvCache, config: LlamaConfig, device: torch.device) -> PagedKvCache:
-    """An allocated KvCache for a model on `device`. Where the cache is memory of a GPU and the
-    model computes on the processor, it is as much memory beside it."""
+    """Returns the memory of an allocated KvCache for a model on `device`. If the cache is on a GPU
+    and the model computes on the processor, it is new memory of the same size."""
     layout = cache.layout
     planes = None
     if cache.gpu is None or device.type == "cuda":

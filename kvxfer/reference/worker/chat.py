@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvxfer.reference.worker.completions import CompletionRequest, RequestBody
 
 Chunk = dict[str, Any]
-"""A completion or an event of its stream, as JSON has it."""
+"""A completion or an event of its stream, as JSON."""
 
 
 class TextPart(BaseModel):
@@ -31,7 +31,7 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """One message of a chat; only text is understood."""
+    """One message of a chat; only text is supported."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -47,10 +47,10 @@ class Message(BaseModel):
 
 
 class ChatRequest(RequestBody):
-    """Greedy answer to one chat. What this engine cannot do is refused, not ignored."""
+    """A request for the greedy answer to one chat. Unsupported options are refused, not ignored."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1, description="Goes before max_tokens.")
+    max_completion_tokens: int | None = Field(None, ge=1, description="Overrides max_tokens.")
 
     def completion(self) -> CompletionRequest:
         fields = self.model_dump(exclude={"messages", "max_completion_tokens"})
@@ -65,7 +65,7 @@ def prompt_of(messages: Sequence[Message]) -> str:
 
 
 def chat_completion(completion: Chunk) -> Chunk:
-    """A completion as the answer of a chat."""
+    """Converts a completion into the answer of a chat."""
     return {
         **completion,
         "id": _id(completion),
@@ -78,7 +78,7 @@ def chat_completion(completion: Chunk) -> Chunk:
 
 
 class ChatChunks:
-    """Turns the chunks of one completion into those of a chat; the first names the role."""
+    """A converter of one completion's chunks into those of a chat; the first names the role."""
 
     def __init__(self) -> None:
         self._begun: set[int] = set()

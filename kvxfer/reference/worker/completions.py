@@ -10,26 +10,26 @@ from kvxfer.instances import Role
 
 
 class KvTransferParams(BaseModel):
-    """What the control plane said about the transfer; a router gives both sides the same. Members
-    that are not known here are those of newer routers."""
+    """The control plane's answer for the transfer; a router gives both sides the same. Unknown
+    members, from newer routers, are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     ticket: str
-    prefill_engine_address: str = Field(description="Whom the decode worker offers its blocks to.")
+    prefill_engine_address: str = Field(description="The engine that decode offers its blocks to.")
     prefill_rank_addresses: list[str] = Field(
-        [], description="The engine of each prefill rank, where there is more than one."
+        [], description="The engine of each prefill rank, if there is more than one."
     )
     handshake: Literal["direct", "brokered"] = Field(
         "direct",
         description="Direct: decode connects to prefill and sends its block table. Brokered: "
-        "prefill connects to decode, and the block table goes by the control plane.",
+        "prefill connects to decode, and the control plane passes the block table on.",
     )
     decode_engine_address: str | None = Field(
-        None, description="Whom the prefill worker connects to in a brokered handshake."
+        None, description="The engine that prefill connects to in a brokered handshake."
     )
     do_remote_prefill: bool = Field(
-        False, description="What routers tell decode in the words of vLLM; of no use here."
+        False, description="The parameter of vLLM that routers send to decode; ignored here."
     )
     do_remote_decode: bool = Field(False, description="The same for prefill.")
 
@@ -59,11 +59,11 @@ class StreamOptions(BaseModel):
 
 
 class RequestBody(BaseModel):
-    """What completions and chats have in common."""
+    """The members that completions and chats have in common."""
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str | None = Field(None, description="Where given, it has to be the worker's model.")
+    model: str | None = Field(None, description="If given, it must be the worker's model.")
     max_tokens: int = Field(16, ge=1)
     ignore_eos: bool = False
     temperature: Literal[0] = 0
@@ -82,7 +82,8 @@ class RequestBody(BaseModel):
 
 
 class CompletionRequest(RequestBody):
-    """Greedy completion of one prompt. What this engine cannot do is refused, not ignored."""
+    """A request for the greedy completion of one prompt. Unsupported options are refused, not
+    ignored."""
 
     prompt: str | list[int] = Field(description="Text, or token ids.")
 
@@ -101,50 +102,50 @@ class Usage(BaseModel):
 
 
 class TransferStats(BaseModel):
-    """The KV cache that moved for a request."""
+    """The KV cache that was moved for a request."""
 
     fabric: str
     bytes: int
     pages: int = Field(description="KV blocks, counted per layer and per plane (K, V).")
-    writes: int = Field(description="One-sided writes they took; neighbouring pages share one.")
+    writes: int = Field(description="One-sided writes of the pages; neighbouring pages share one.")
     seconds: float = Field(
-        description="How long writes were under way, those of other requests at that time with "
-        "them."
+        description="Time for which writes were under way, including those of other requests at "
+        "that time."
     )
 
 
 class PrefillTimings(BaseModel):
-    """Seconds."""
+    """Durations in seconds."""
 
-    prefill: float = Field(description="Computing the prompt, until the first token is known.")
-    send: float = Field(description="From there until every byte was delivered to decode.")
+    prefill: float = Field(description="Computation of the prompt, until the first token is known.")
+    send: float = Field(description="Time after that until every byte was delivered to decode.")
 
 
 class DecodeTimings(BaseModel):
-    """Seconds. `visible_transfer` compares the clocks of two workers."""
+    """Durations in seconds. `visible_transfer` compares the clocks of two workers."""
 
-    prefill: float = Field(description="As the prefill worker measured it.")
+    prefill: float = Field(description="The prefill worker's measurement.")
     visible_transfer: float = Field(
-        description="From the end of prefill's computation until the cache was complete here."
+        description="Time from the end of prefill's computation until the cache was complete here."
     )
-    first_token: float = Field(description="From the arrival of the request to the first token.")
-    decode: float = Field(description="Every token after the first.")
+    first_token: float = Field(description="Time from the request's arrival to the first token.")
+    decode: float = Field(description="Time for all tokens after the first.")
 
 
 class VersionOfTokens(BaseModel):
-    """Neighbouring tokens of an answer that one version of the weights gave."""
+    """Consecutive tokens of an answer that one version of the weights computed."""
 
     version: int
     first: int = Field(description="Index of the first of them in the answer.")
-    tokens: int = Field(description="How many.")
+    tokens: int = Field(description="The number of tokens.")
 
 
 class Completion(BaseModel):
-    id: str = Field(description="cmpl-, or chatcmpl- of a chat, and the request id.")
+    id: str = Field(description="cmpl-, or chatcmpl- for a chat, and the request id.")
     object: Literal["text_completion"] = "text_completion"
     created: int = Field(description="Seconds since the Unix epoch.")
     model: str
-    weights_version: int = Field(default=0, description="Of the last token.")
+    weights_version: int = Field(default=0, description="The version of the last token.")
     choices: list[Choice]
     usage: Usage
 
@@ -157,10 +158,10 @@ class PrefillCompletion(Completion):
 
 
 class DecodeCompletion(Completion):
-    """All tokens, with the first."""
+    """All tokens, including the first."""
 
     weights_versions: list[VersionOfTokens] = Field(
-        default=[], description="More than one only where updates keep running requests."
+        default=[], description="More than one only if updates keep running requests."
     )
     timings: DecodeTimings
 
@@ -170,7 +171,7 @@ class ChunkChoice(BaseModel):
     text: str = Field(description="May be empty: a character can take several tokens.")
     token_ids: list[int]
     prompt_token_ids: list[int] | None = Field(
-        default=None, description="In the first event, where return_token_ids asks for them."
+        default=None, description="Present in the first event if return_token_ids is set."
     )
     finish_reason: Literal["stop", "length"] | None = None
 
@@ -182,25 +183,27 @@ class CompletionChunk(BaseModel):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    weights_version: int = Field(default=0, description="Of the token, or of the last one.")
+    weights_version: int = Field(
+        default=0, description="The version of the token, or of the last one."
+    )
     choices: list[ChunkChoice]
     usage: Usage | None = None
     timings: DecodeTimings | None = None
     weights_versions: list[VersionOfTokens] | None = Field(
-        default=None, description="At the end, with the usage: as in an answer that is no stream."
+        default=None, description="Present at the end, with the usage, as in a whole answer."
     )
 
 
 class Health(BaseModel):
-    """The answer of a worker that is well."""
+    """The answer of a healthy worker."""
 
     status: Literal["ok"] = "ok"
     role: Role
     model: str
     blocks: int = Field(description="KV blocks in all.")
     free_blocks: int
-    running: int = Field(description="Requests that are being worked on.")
-    weights_version: int = Field(description="Served now; 0 before the first update.")
+    running: int = Field(description="Requests under way.")
+    weights_version: int = Field(description="The version served now; 0 before the first update.")
     weights_address: str | None = Field(
-        None, description="Where a coordinator of weight updates dials, if updates are taken."
+        None, description="The address for a coordinator of weight updates, if they are taken."
     )

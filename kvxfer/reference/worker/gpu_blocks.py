@@ -13,16 +13,17 @@ _PARTS: Final[tuple[Part, Part]] = ("K", "V")
 
 
 class GpuBlocks:
-    """Copies blocks between the planes that the model computes with and the same blocks of `cache`.
+    """A copier of blocks between the planes that the model computes with and the same blocks of
+    `cache`.
 
-    Each copy is waited for. Different blocks may be copied by different threads.
+    Calls return when the copy is done. Different threads may copy different blocks.
     """
 
     def __init__(self, cache: KvCache, computed: PagedKvCache) -> None:
         self._cache, self._computed = cache, computed
 
     def push(self, layer: int, blocks: Sequence[int]) -> None:
-        """To the GPU, before they are sent."""
+        """Copies blocks of a layer to the GPU, before they are sent."""
         for part, plane in zip(_PARTS, self._computed.planes[layer], strict=True):
             there = self._cache.plane(layer, part)
             rows = plane.view(self._computed.num_blocks, -1).numpy()
@@ -30,7 +31,7 @@ class GpuBlocks:
                 there.region.write(rows[block], there.offset + block * there.block_stride)
 
     def pull(self, blocks: Sequence[int]) -> None:
-        """From the GPU, all layers, once they have been received."""
+        """Copies blocks of all layers from the GPU, once they have been received."""
         for layer, planes in enumerate(self._computed.planes):
             for part, plane in zip(_PARTS, planes, strict=True):
                 there = self._cache.plane(layer, part)

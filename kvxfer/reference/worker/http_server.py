@@ -15,9 +15,9 @@ _STOP_SECONDS: Final = 5
 
 
 class HttpServer(uvicorn.Server):
-    """Serves one application on one listening socket until `should_exit` is set.
+    """A server of one application on one listening socket, until `should_exit` is set.
 
-    Running requests then get 5 s before they are cancelled. Signals are its caller's business.
+    Running requests then get 5 s before they are cancelled. The caller handles signals.
     """
 
     def __init__(self, app: FastAPI) -> None:

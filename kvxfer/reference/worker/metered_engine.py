@@ -1,4 +1,4 @@
-"""An engine that knows for how long it had writes under way."""
+"""An engine that measures for how long it had writes under way."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvxfer.engine.core import OperationT
 
 
 class MeteredEngine(Engine):
-    """Adds up the time in which at least one of its writes was not delivered yet.
+    """An engine that adds up the time in which at least one of its writes was not delivered yet.
 
     Bytes over that time is the rate at which a cache moves; bytes over the time of a whole
-    request would mostly say how fast the model computes.
+    request would mostly measure how fast the model computes.
     """
 
     clock: Clock = SYSTEM_CLOCK
-    """To be set before it is entered."""
+    """The clock; set before the engine is entered."""
 
     _loop_of_tasks: asyncio.AbstractEventLoop
 
@@ -32,7 +32,7 @@ class MeteredEngine(Engine):
         return await super().__aenter__()
 
     def busy_seconds(self) -> float:
-        """Since the start, up to now. Any thread."""
+        """Returns that time since the start. Any thread."""
         with self._meter:
             running = self.clock.monotonic() - self._busy_since if self._under_way else 0.0
             return self._busy + running

@@ -45,7 +45,7 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     ChecksumMismatch: 502,
     LeaseExpired: 504,
     DeadlineExceeded: 504,
-    # Of a brokered handshake.
+    # Only in a brokered handshake.
     ControlPlaneUnavailable: 503,
     ControlPlaneError: 502,
 }

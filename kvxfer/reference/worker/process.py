@@ -47,7 +47,7 @@ _log = logging.getLogger("kvxfer.worker")
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Where a worker that serves can be found."""
+    """The addresses of a worker that serves."""
 
     instance_id: str
     role: Role
@@ -55,7 +55,7 @@ class Ready:
     http_address: str
     engine_address: str
     weights_address: str | None = None
-    """Of the engine that takes updates of the weights."""
+    """The address of the engine that takes updates of the weights."""
 
 
 async def serve_worker(settings: WorkerSettings, announce: Callable[[Ready], None]) -> None:
@@ -63,11 +63,11 @@ async def serve_worker(settings: WorkerSettings, announce: Callable[[Ready], Non
 
     `announce` is called once it is registered and takes requests. The first signal stops it
     gracefully: no new pairs, running requests get a few seconds. A second one stops it at once.
-    From its return on SIGTERM is ignored: the process is about to end as it was told to.
+    After it has returned, SIGTERM is ignored: the process is about to end.
 
     Raises InvalidArgument, AddressInUse, NotBuilt, ControlPlaneUnavailable, InstanceExists and
-    the engine's errors while it starts, and the error of an update of its weights that has failed
-    while it was applied.
+    the engine's errors while it starts, and the error of a weight update that has failed while it
+    was applied.
     """
     with _signals_cancel_this_task(), contextlib.suppress(asyncio.CancelledError):
         await _serve(settings, announce)
@@ -103,7 +103,7 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
             ControlPlaneClient(settings.control_plane, credentials=settings.credentials)
         )
         endpoint = await stack.enter_async_context(
-            # Its epoch comes with the registration, and again with each later one.
+            # The registration sets the epoch, and so does each later one.
             KvEndpoint(
                 engine,
                 cache,
@@ -198,7 +198,7 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
 async def _weights_engine(
     settings: WorkerSettings, options: EngineOptions, updates: WorkerUpdates
 ) -> AsyncIterator[str]:
-    """The address that updates of the weights come to."""
+    """Yields the address that weight updates are sent to."""
     async with (
         Engine(cluster_key=settings.cluster_key, **options) as engine,
         updates.receiving(
@@ -209,7 +209,7 @@ async def _weights_engine(
 
 
 def kv_layout(config: LlamaConfig) -> KvLayout:
-    """How `PagedKvCache` lays a model's cache out."""
+    """Returns the layout of a model's cache in `PagedKvCache`."""
     return KvLayout(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -220,7 +220,7 @@ def kv_layout(config: LlamaConfig) -> KvLayout:
 
 
 def model_identity(folder: Path | None, config: LlamaConfig) -> ModelIdentity:
-    """What the KV cache of a model is of. `folder` is its checkpoint; None is the demo model."""
+    """Returns the identity of a model. `folder` is its checkpoint; None is the demo model."""
     rope = {"rope_theta": config.rope_theta, **asdict(config.rope_scaling)}
     return ModelIdentity(
         checkpoint=f"seed:{SEED}" if folder is None else digest_of_folder(folder),
@@ -231,7 +231,7 @@ def model_identity(folder: Path | None, config: LlamaConfig) -> ModelIdentity:
 
 
 def on(device: torch.device) -> Callable[[], None]:
-    """What makes a device the current one of the thread that calls it."""
+    """Returns a function that makes a device the current one of the thread that calls it."""
     return lambda: torch.cuda.set_device(device) if device.type == "cuda" else None
 
 
@@ -247,7 +247,7 @@ def _signals_cancel_this_task() -> Iterator[None]:
     try:
         yield
     finally:
-        # Kubernetes sends one to a worker that its preStop has drained. The loop's own handlers
-        # would leave the default in place for a moment.
+        # Kubernetes sends SIGTERM to a worker that its preStop hook has drained. The loop's own
+        # handlers would leave the default one in place for a moment.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, before[signal.SIGINT])

@@ -1,8 +1,8 @@
-"""What a worker does with a request: prefill sends the KV cache it computes, decode goes on from
-the one it receives.
+"""The requests of a worker: prefill sends the KV cache that it computes, decode continues from the
+one that it receives.
 
-Blocks are owned by `with` statements throughout: whatever ends a request, an answer, an error or
-its cancellation, gives every block back, and never before computation and transfer let go of it.
+Blocks are owned by `with` statements throughout. An answer, an error and a cancellation all free
+every block of the request, and only after its computation and transfer have ended.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from kvxfer.worker_metrics import WorkerMetrics
 
 @dataclass(slots=True)
 class _Decoding:
-    """What is known of a decode besides its tokens: all but `arrived` with the first one."""
+    """A decode, except its tokens. Members with defaults are set at its first token."""
 
     arrived: float
     admission: Admission
@@ -70,8 +70,8 @@ class _Decoding:
 class WorkerService:
     """One worker's model, blocks and transfers. Loop only; the model runs in `compute`.
 
-    A request is served on the side that its ticket names, so that `role` may change while requests
-    of the role before are under way.
+    A request is served on the side that its ticket names, so `role` may change while requests of
+    the previous role are under way.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class WorkerService:
         on_gpu: GpuBlocks | StreamOrder | None = None,
         gate: VersionGate | None = None,
     ) -> None:
-        """`on_gpu`, where the cache is memory of a GPU: copies if the model computes on the
-        processor, or the order of the stream that it computes on. `gate`: that of updates."""
+        """`on_gpu`, if the cache is on a GPU: the copies if the model computes on the processor, or
+        the order of the stream that it computes on. `gate` is that of weight updates."""
         self.role, self.runner = role, runner
         self._pool = pool
         self._layout = cache.layout
@@ -97,7 +97,7 @@ class WorkerService:
         self._on_gpu = on_gpu
         self._gate = gate or VersionGate(compute, clock=endpoint.clock)
         self.weights_address: str | None = None
-        """Where updates of the weights come to, if they are taken."""
+        """The address that weight updates are sent to, if they are taken."""
         self._metrics = WorkerMetrics(engine, endpoint)
         self._requests = 0
         self._clock = endpoint.clock
@@ -106,7 +106,7 @@ class WorkerService:
         """Called when a request has ended, and its blocks are free."""
 
     def load(self) -> Load:
-        """What the control plane hears of this worker."""
+        """Returns the load that this worker reports to the control plane."""
         return Load(
             running=self._requests,
             free_blocks=self._pool.num_free,
@@ -118,7 +118,7 @@ class WorkerService:
         )
 
     def tokenize(self, request: TokenizeRequest) -> Tokenized:
-        """The tokens of a prompt. Raises InvalidArgument."""
+        """Returns the tokens of a prompt. Raises InvalidArgument."""
         self._require_model(request.model)
         tokens = self.runner.encode(request.text())
         return Tokenized(
@@ -126,7 +126,7 @@ class WorkerService:
         )
 
     def take_role(self, role: Role) -> None:
-        """What the control plane says of this worker; requests of the role before go on."""
+        """Takes the role that the control plane assigns; requests of the previous role continue."""
         self.role = role
 
     def health(self) -> Health:
@@ -141,7 +141,7 @@ class WorkerService:
         )
 
     def metrics(self) -> bytes:
-        """In Prometheus' format."""
+        """Returns the metrics in Prometheus' format."""
         return self._metrics.render()
 
     async def complete(self, request: CompletionRequest) -> Completion:
@@ -168,12 +168,12 @@ class WorkerService:
             )
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[CompletionChunk, None]:
-        """The answer of a decode worker, token by token; the next one is computed when it is asked
-        for. Raises what complete() raises, before the first one."""
+        """Yields the answer of a decode worker, token by token; each is computed when it is
+        requested. Raises what complete() raises."""
         async with self._serving(request) as (side, admission):
             if side is Role.PREFILL:
                 raise InvalidArgument(
-                    "stream: prefill has one token to tell, and no stream; stream from decode"
+                    "stream: prefill answers with one token, not a stream; stream from decode"
                 )
             run = _Decoding(self._clock.monotonic(), admission)
             output: list[int] = []
@@ -197,7 +197,7 @@ class WorkerService:
 
     @contextlib.asynccontextmanager
     async def _serving(self, request: CompletionRequest) -> AsyncIterator[tuple[Role, Admission]]:
-        """The side that a request is for, once no update keeps it waiting; counts it meanwhile."""
+        """Yields the side that a request is for, once no update delays it; counts it meanwhile."""
         self._require_model(request.model)
         self._requests += 1
         try:
@@ -263,8 +263,8 @@ class WorkerService:
         abandon: Abandon,
         admission: Admission,
     ) -> Tail:
-        """Runs in the compute thread: each layer is on its way before the next is computed, or on
-        a stream leaves as soon as that has computed it."""
+        """Computes a prompt, in the compute thread. Each layer is sent before the next is computed,
+        or on a stream as soon as the stream has computed it."""
         on_gpu = self._on_gpu
         version = self.runner.model.weights_version
 
@@ -284,7 +284,7 @@ class WorkerService:
             with span("prefill.compute", prompt_tokens=len(tokens)):
                 first_token = self.runner.prefill(tokens, blocks, on_layer)
         except BaseException:
-            # The blocks go back to the pool, and others may be told to write into them.
+            # The blocks go back to the pool, and peers may be allowed to write into them.
             if isinstance(on_gpu, StreamOrder):
                 on_gpu.settle()
             raise
@@ -300,7 +300,7 @@ class WorkerService:
     async def _decode(
         self, request: CompletionRequest, run: _Decoding
     ) -> AsyncGenerator[int, None]:
-        """The output tokens, the first of them prefill's; fills in `run` before that one."""
+        """Yields the output tokens, prefill's first; fills in `run` before that one."""
         tokens = self.runner.encode(request.prompt)
         all_blocks = self.runner.blocks_for(len(tokens), request.max_tokens)
         prompt_blocks = self._layout.blocks_for(len(tokens))
@@ -373,14 +373,14 @@ class WorkerService:
     def _finish_reason(
         self, output: list[int], request: CompletionRequest
     ) -> Literal["stop", "length"] | None:
-        """Why nothing comes after `output`; None where something does."""
+        """Returns why nothing comes after `output`; None if something does."""
         if self.runner.ends(output[-1]) and not request.ignore_eos:
             return "stop"
         return "length" if len(output) == request.max_tokens else None
 
 
 def _id(request_id: str) -> str:
-    """Of an answer, as inference engines make it."""
+    """Returns the id of an answer in the form of inference engines."""
     return f"cmpl-{request_id}"
 
 

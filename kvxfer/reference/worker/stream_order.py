@@ -8,7 +8,7 @@ from kvxfer.engine import Engine, WatchFor
 
 
 class Stream(Protocol):
-    """A torch.cuda.Stream, as far as it is needed here."""
+    """The part of a torch.cuda.Stream that is needed here."""
 
     @property
     def cuda_stream(self) -> int:
@@ -19,7 +19,7 @@ class Stream(Protocol):
 
 
 class StreamOrder:
-    """What says to the engine how far a stream of a GPU has come. One thread at a time."""
+    """The progress of a GPU's stream, for the engine. One thread at a time."""
 
     def __init__(self, engine: Engine, gpu: int, stream: Stream) -> None:
         self._watcher = engine.watcher(gpu=gpu)
@@ -27,11 +27,12 @@ class StreamOrder:
         self._marks = 0
 
     def mark(self) -> WatchFor:
-        """For a write that has to wait for all that is on the stream now. Does not wait itself."""
+        """Returns the condition for a write that must wait for all that is on the stream now. Does
+        not wait itself."""
         self._watcher.add_on(self._stream)
         self._marks += 1
         return self._watcher.at(self._marks)
 
     def settle(self) -> None:
-        """Waits for the stream: nothing of it touches blocks any more."""
+        """Waits for the stream: nothing on it touches blocks any more."""
         self._stream.synchronize()

@@ -1,4 +1,4 @@
-"""What prefill tells decode along with DONE."""
+"""The data that prefill sends to decode along with DONE."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Tail(msgspec.Struct, frozen=True, array_like=True):
     prefill_seconds: float
     computed_at: float
     weights_version: int = 0
-    """That the KV cache and the first token were computed with."""
+    """The version that computed the KV cache and the first token."""
 
 
 def encode_tail(tail: Tail) -> bytes:
@@ -28,10 +28,10 @@ def encode_tail(tail: Tail) -> bytes:
 
 
 def decode_tail(data: bytes, *, model: str, tokens: Sequence[int]) -> Tail:
-    """The tail of a transfer for `tokens`.
+    """Returns the tail of a transfer for `tokens`.
 
     Raises:
-        ProtocolError: it is no tail.
+        ProtocolError: it is not a tail.
         InvalidArgument: prefill computed another prompt, or ran another model.
     """
     try:

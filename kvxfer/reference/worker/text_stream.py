@@ -1,4 +1,4 @@
-"""Text of output tokens as they come, cut where no character is torn apart."""
+"""Text of output tokens as they come, in pieces that split no character."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Final
 from kvxfer.reference.tokens import Tokenizer
 
 _REPLACEMENT: Final = "\ufffd"
-# Tokens of the prompt that are enough to decode the next ones by.
+# Tokens of the prompt that suffice as context for decoding the next ones.
 _CONTEXT: Final = 8
 
 
 class TextStream:
-    """Turns tokens into pieces of text; put together they are the text of all tokens.
+    """A converter of tokens into pieces of text, which together are the text of all tokens.
 
-    What a token means may depend on the ones before it, so the last piece is decoded again with the
-    new tokens; a character may take several tokens, so text that ends inside one waits.
+    The text of a token may depend on the tokens before it, so the last piece is decoded again with
+    the new tokens. A character may take several tokens, so text that ends inside one waits.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
@@ -26,15 +26,15 @@ class TextStream:
         torn = tokenizer.decode(context).endswith(_REPLACEMENT)
         self._tokens = [] if torn else context
         self._said = len(self._tokens)
-        """How many of the tokens the last piece had."""
+        """The number of tokens in the last piece."""
 
     def push(self, token: int) -> str:
-        """The text that `token` completes; empty where there is none yet."""
+        """Returns the text that `token` completes; empty if there is none yet."""
         self._tokens.append(token)
         return self._advance(last=False)
 
     def flush(self) -> str:
-        """What is left after the last token."""
+        """Returns the text that is left after the last token."""
         return self._advance(last=True)
 
     def _advance(self, *, last: bool) -> str:
@@ -48,6 +48,6 @@ class TextStream:
 
 
 def text_after(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-    """The text of all tokens that follow a prompt."""
+    """Returns the text of all tokens that follow a prompt."""
     stream = TextStream(tokenizer, prompt)
     return "".join(map(stream.push, tokens)) + stream.flush()

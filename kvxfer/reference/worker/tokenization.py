@@ -1,4 +1,4 @@
-"""`POST /tokenize`, in the words of vLLM: routers reserve blocks for the tokens that it tells."""
+"""`POST /tokenize`, in vLLM's form: routers reserve blocks for the number of tokens it returns."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvxfer.reference.worker.chat import Message, prompt_of
 
 
 class TokenizeRequest(BaseModel):
-    """A prompt, or the messages of a chat. What this engine cannot do is refused, not ignored."""
+    """A prompt, or the messages of a chat. Unsupported options are refused, not ignored."""
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str | None = Field(None, description="Where given, it has to be the worker's model.")
+    model: str | None = Field(None, description="If given, it must be the worker's model.")
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
 
@@ -33,4 +33,4 @@ class Tokenized(BaseModel):
 
     tokens: list[int]
     count: int
-    max_model_len: int = Field(description="Tokens of a prompt and its output at most.")
+    max_model_len: int = Field(description="The most tokens of a prompt and its output.")

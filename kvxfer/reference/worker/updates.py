@@ -1,4 +1,4 @@
-"""Updates of a worker's weights: an engine apart takes them, and one commit applies each."""
+"""Updates of a worker's weights: a separate engine takes them, and a commit applies each wave."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 class WorkerUpdates:
-    """Of a worker that is an instance of one rank. Loop only.
+    """The weight updates of a worker that is an instance of one rank. Loop only.
 
-    The model's identity changes with its weights: transfers of the version before are cancelled,
+    The model's identity changes with its weights: transfers of the previous version are cancelled,
     peers of another version are refused, and the control plane pairs the worker with others of its
     version.
     """
 
     registration: Registration | None = None
-    """To be set once there is one."""
+    """The worker's registration; set once there is one."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class WorkerUpdates:
         endpoint: KvEndpoint,
         control_plane: ControlPlaneClient | None = None,
     ) -> None:
-        """`control_plane` is asked how an update ended whose coordinator was lost."""
+        """`control_plane` is asked for the outcome of an update whose coordinator was lost."""
         self._model, self._gate, self._endpoint = model, gate, endpoint
         self._control_plane = control_plane
         self._receiver: WeightReceiver | None = None
@@ -57,7 +57,7 @@ class WorkerUpdates:
         arena_bytes: int | None = None,
     ) -> AsyncIterator[WeightReceiver]:
         """Takes updates of this type over an engine that is used for nothing else; dials the
-        coordinator where one is given."""
+        coordinator if one is given."""
         async with WeightReceiver(
             engine,
             holdings_of(self._model.config, WHOLE, dtype),
@@ -72,7 +72,7 @@ class WorkerUpdates:
             yield self._receiver
 
     async def failed(self) -> None:
-        """Returns once the worker cannot serve any more: an update failed while it was applied."""
+        """Returns once an update failed while it was applied: the worker cannot serve any more."""
         await self._failed.wait()
 
     async def _decided(self, update_id: str) -> Literal["committed", "aborted"] | None:
@@ -89,7 +89,7 @@ class WorkerUpdates:
         return "committed" if decided.decision is Decision.COMMIT else "aborted"
 
     async def commit(self, staged: Staged) -> float:
-        """Applies a pinned update; the pause in seconds. What fails in it ends the service."""
+        """Applies a pinned update and returns the pause in seconds. A failure ends the service."""
         assert self._receiver is not None  # noqa: S101 (it calls this)
         boxes = staged_boxes(self._receiver)
 

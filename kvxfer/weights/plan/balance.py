@@ -1,9 +1,9 @@
-"""Which of the ranks that hold the same bytes sends them.
+"""The choice of a sender among the ranks that hold the same bytes.
 
-Bytes that one rank alone holds are its load in any case. The rest is dealt out so that the loads
-become level, as water finds its level in connected vessels: first what the fewest ranks hold, of
-that the most bytes first. What was dealt out early is then dealt out again, beside what came later
-(block coordinate descent on the sum of the squared loads).
+Bytes that only one rank holds are part of its load in any case. The rest is dealt out so that the
+loads become level, as water does in connected vessels: first the lots with the fewest holders, and
+among these the largest. Further rounds deal each lot out again, given all others (block coordinate
+descent on the sum of the squared loads).
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ import numpy as np
 from kvxfer.weights.maps import Side
 from kvxfer.weights.plan.boxes import Ints
 
-# A near rank may send this much more than the mean, and near pairs may cost this much of balance.
+# The most that a near rank may send, in mean loads. A preference for near ranks may raise the
+# largest load by the same factor.
 _SLACK: Final = 1.02
-# Most rounds of dealing: they end when the largest load is this near the mean, or hardly falls.
+# The most rounds. They end early when the largest load is within _ENOUGH of the mean, or hardly
+# falls (_WORTH_IT).
 _PASSES: Final = 8
 _ENOUGH: Final = 1.01
 _WORTH_IT: Final = 0.999
 
 
 class Span(NamedTuple):
-    """Units of a demand: slices of its parameters, one parameter after the other."""
+    """Units of a demand: slices of its parameters, parameter by parameter."""
 
     demand: int
     first: int
@@ -41,7 +43,7 @@ class Span(NamedTuple):
 
 
 class Lot(NamedTuple):
-    """What is dealt out together: spans that go to one receiver, and that the same ranks hold."""
+    """Spans that are dealt out together: they have the same receiver and the same holders."""
 
     holders: tuple[int, ...]
     receiver: int
@@ -55,24 +57,23 @@ class Lot(NamedTuple):
 
 
 class Near(NamedTuple):
-    """Labels of the ranks of both sides; () where they are not known."""
+    """Labels of the ranks of both sides; () if unknown."""
 
     train: tuple[str, ...]
     infer: tuple[str, ...]
 
 
 def near_of(train: Side, infer: Side) -> tuple[Near, ...]:
-    """The nearest first: hosts, then zones. Without those that no two ranks have in common."""
+    """Returns the labels, hosts before zones, without those that the two sides do not share."""
     labels = (Near(train.hosts, infer.hosts), Near(train.zones, infer.zones))
     return tuple(each for each in labels if set(each.train) & set(each.infer))
 
 
 def deal(lots: Sequence[Lot], loads: Ints, near: Sequence[Near]) -> list[tuple[int, Span]]:
-    """The spans with the rank that sends each.
+    """Returns each span with its sender.
 
-    `loads` are the bytes that each training rank sends in any case. Near ranks are preferred up to
-    2 % more than the mean, and only if the largest load stays within 2 % of what it is without
-    that.
+    loads: the bytes that each training rank sends in any case. Near ranks are preferred up to 2 %
+    above the mean load, and only if that raises the largest load by at most 2 %.
     """
     order = sorted(range(len(lots)), key=lambda at: (len(lots[at].holders), -lots[at].nbytes, at))
     sorted_lots = [lots[at] for at in order]
@@ -124,7 +125,7 @@ def _deal_one(
 def _shares(
     lot: Lot, total: float, many: int, loads: list[float], near: Sequence[Near], full: float
 ) -> Iterator[tuple[int, float]]:
-    """Bytes for each sender, of at most `many` senders at a time."""
+    """Yields senders and their bytes; considers at most `many` senders at a time."""
     left = list(lot.holders)
     for train, infer in near:
         beside = [rank for rank in left if train[rank] == infer[lot.receiver]]
@@ -143,7 +144,7 @@ def _shares(
 
 
 def _level(ranks: list[int], total: float, loads: list[float]) -> list[tuple[int, float]]:
-    """`total` poured onto ranks, sorted by load, so that those that get some become level."""
+    """Pours `total` onto ranks, sorted by load, so that those that get some become level."""
     poured = 0.0
     wet = len(ranks)
     for at in range(1, len(ranks)):
@@ -156,8 +157,8 @@ def _level(ranks: list[int], total: float, loads: list[float]) -> list[tuple[int
 
 
 def split(spans: Sequence[Span], edges: Sequence[float]) -> list[list[Span]]:
-    """The spans, one after the other, cut at these bytes from their begin, each rounded to a whole
-    unit. There is one more list than edges."""
+    """Cuts consecutive spans at `edges`, in bytes from their begin, rounded to whole units. Returns
+    one more list than there are edges."""
     begins = [0.0, *accumulate(span.nbytes for span in spans)]
     found: list[list[Span]] = []
     at, first = 0, spans[0].first
@@ -180,7 +181,7 @@ def split(spans: Sequence[Span], edges: Sequence[float]) -> list[list[Span]]:
 
 
 def loads_of(senders: Ints, nbytes: Ints, ranks: int) -> Ints:
-    """Bytes of each rank."""
+    """Returns the bytes of each rank."""
     loads = np.zeros(ranks, np.int64)
     np.add.at(loads, senders, nbytes)
     return loads

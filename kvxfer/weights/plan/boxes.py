@@ -19,7 +19,7 @@ Ints: TypeAlias = NDArray[np.int64]
 
 
 class Pattern(NamedTuple):
-    """What the ranks of a side have of a parameter."""
+    """The boxes that the ranks of a side have of a parameter."""
 
     boxes: Ints
     """`[boxes, dimensions, 2]`, each once, within the trained shape."""
@@ -30,7 +30,7 @@ class Pattern(NamedTuple):
 
 
 def pattern_of(side: Side, parameters: Parameters, coordinates: Mapping[str, int]) -> Pattern:
-    """Of a parameter whose owners have these coordinates along the axes of `owner`."""
+    """Returns the pattern of parameters with these coordinates along the axes of `owner`."""
     if parameters.parts:
         ranks = [rank for part in parameters.parts for rank in part.ranks]
         boxes = np.array(
@@ -54,7 +54,7 @@ def pattern_of(side: Side, parameters: Parameters, coordinates: Mapping[str, int
 
 
 def _of_mesh(side: Side, parameters: Parameters, at: Mapping[str, int]) -> tuple[list[int], Ints]:
-    """The ranks at these coordinates, and the box of each."""
+    """Returns the ranks at these coordinates, and the box of each."""
     axes = list(side.mesh)
     place: Any = tuple(at.get(axis, slice(None)) for axis in axes)
     numbers = np.arange(side.ranks).reshape(tuple(side.mesh.values()))[place].reshape(-1)
@@ -73,7 +73,7 @@ def _of_mesh(side: Side, parameters: Parameters, at: Mapping[str, int]) -> tuple
 
 
 def disjoint(pattern: Pattern) -> Pattern:
-    """The same with boxes that do not overlap: those that do are cut along each other's edges."""
+    """Returns the pattern with overlapping boxes cut along each other's edges."""
     boxes = pattern.boxes
     if not _overlap(boxes):
         return pattern
@@ -91,7 +91,7 @@ def disjoint(pattern: Pattern) -> Pattern:
 
 
 def _overlap(boxes: Ints) -> bool:
-    """Boxes overlap where more elements are counted than their cells cover: told by pairs."""
+    """Returns whether any two boxes overlap."""
     for at, box in enumerate(boxes):
         later = boxes[at + 1 :]
         if (
@@ -104,7 +104,7 @@ def _overlap(boxes: Ints) -> bool:
 
 
 def meetings(held: Ints, wanted: Ints) -> tuple[Ints, Ints, Ints]:
-    """Where boxes meet: indices into `held` and `wanted`, and what both have."""
+    """Returns where boxes meet: indices into `held` and `wanted`, and the common boxes."""
     first = np.maximum(held[:, None, :, 0], wanted[None, :, :, 0])
     end = np.minimum(held[:, None, :, 1], wanted[None, :, :, 1])
     which = np.nonzero((first < end).all(axis=2))
@@ -112,11 +112,11 @@ def meetings(held: Ints, wanted: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def volumes(boxes: Ints) -> Ints:
-    """Elements of each box."""
+    """Returns the number of elements of each box."""
     found: Ints = np.prod(boxes[..., 1] - boxes[..., 0], axis=-1, dtype=np.int64)
     return found
 
 
 def said(box: Ints) -> str:
-    """As Python slices it."""
+    """Writes a box as a Python slice."""
     return "[" + ", ".join(f"{first}:{end}" for first, end in box.tolist()) + "]"

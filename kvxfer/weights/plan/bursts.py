@@ -1,8 +1,9 @@
-"""When each operation goes, and over which NICs.
+"""The order of operations, and the NICs that they use.
 
-The operations of a receiver are spread evenly over its time, sender by sender, and receivers begin
-at different senders. So at any time a receiver takes from all of its senders, and a sender serves
-all of its receivers. A *burst* is as many of them as a receiver has bytes in flight.
+A receiver's operations from each sender are spread evenly over its time, and receivers begin at
+different senders. At any time a receiver therefore takes from all of its senders, and a sender
+serves all of its receivers. A *burst* is a run of a receiver's operations with at most
+`burst_bytes`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kvxfer.weights.plan.operations import Operations
 
 
 def in_order(operations: Operations, senders: int, receivers: int) -> Ints:
-    """The operations by receiver, and of each in the order in which they are begun."""
+    """Returns the operations, sorted by receiver and then by the order in which they begin."""
     sender, receiver = operations.sender, operations.receiver
     pair = sender * receivers + receiver
     by_pair = np.argsort(pair, kind="stable")
@@ -30,7 +31,7 @@ def in_order(operations: Operations, senders: int, receivers: int) -> Ints:
 
 
 def by_sender(operations: Operations, order: Ints, bursts: Ints) -> Ints:
-    """The operations by sender, and of each burst by burst, in the order of their receivers."""
+    """Returns the operations, sorted by sender, burst, and position in the receiver's order."""
     receivers = operations.receiver[order]
     turn = np.empty_like(order)
     turn[order] = np.arange(len(order)) - np.searchsorted(receivers, receivers)
@@ -38,7 +39,7 @@ def by_sender(operations: Operations, order: Ints, bursts: Ints) -> Ints:
 
 
 def bursts_of(operations: Operations, order: Ints, burst_bytes: int) -> Ints:
-    """The burst of each operation: of each burst a receiver gets at most `burst_bytes`."""
+    """Returns the burst of each operation. A receiver gets at most `burst_bytes` in a burst."""
     bursts = np.zeros(len(order), np.int64)
     current, burst, taken = -1, 0, 0
     rows = zip(
@@ -58,7 +59,7 @@ def bursts_of(operations: Operations, order: Ints, burst_bytes: int) -> Ints:
 
 
 def nics_of(ranks: Ints, nbytes: Ints, order: Ints, nics: int) -> Ints:
-    """The NIC of its rank that each operation goes over: the one with the fewest bytes so far."""
+    """Returns each operation's NIC: the one of its rank with the fewest bytes so far."""
     chosen = np.zeros(len(order), np.int64)
     if nics == 1:
         return chosen

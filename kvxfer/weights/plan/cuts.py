@@ -1,4 +1,4 @@
-"""How a large box is cut into slices of about one size."""
+"""The cut of a large box into slices of about equal size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvxfer.weights.plan.boxes import Ints
 
 
 class Cut(NamedTuple):
-    """A box in a grid of slices, numbered with the last dimension fastest."""
+    """A box cut into a grid of slices, numbered with the last dimension fastest."""
 
     lengths: tuple[int, ...]
     counts: tuple[int, ...]
@@ -22,7 +22,7 @@ class Cut(NamedTuple):
         return math.prod(self.counts)
 
     def box(self, number: int, of: Ints) -> Ints:
-        """Slice `number` of the box `of`, which has these lengths."""
+        """Returns slice `number` of the box `of`, which has these lengths."""
         found = np.empty_like(of)
         for dimension in reversed(range(len(self.counts))):
             count, length = self.counts[dimension], self.lengths[dimension]
@@ -32,7 +32,7 @@ class Cut(NamedTuple):
         return found
 
     def elements(self) -> Ints:
-        """Of each slice."""
+        """Returns the number of elements of each slice."""
         found = np.ones(1, np.int64)
         for count, length in zip(self.counts, self.lengths, strict=True):
             edges = length * np.arange(count + 1) // count
@@ -41,8 +41,8 @@ class Cut(NamedTuple):
 
 
 def cut(lengths: tuple[int, ...], most: int) -> Cut:
-    """Slices of at most `most` elements, cut along the outermost dimensions alone, where memory is
-    contiguous; as equal as whole rows allow."""
+    """Cuts a box into slices of at most `most` elements, as equal as whole rows allow. It cuts only
+    the outermost dimensions, so that the memory of a slice is contiguous."""
     counts = []
     inner = math.prod(lengths)
     for length in lengths:

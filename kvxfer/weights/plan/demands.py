@@ -1,8 +1,8 @@
-"""What each inference rank wants, and which training ranks have it.
+"""The boxes that inference ranks want, and the training ranks that hold them.
 
 Parameters that the same ranks keep in the same way on both sides are one *class*, planned once. A
-*demand* is a box that one inference rank wants of every parameter of a class, and that the same
-training ranks hold.
+*demand* is a box that one inference rank wants of every parameter of a class, and that is held by
+the same training ranks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class ParameterClass(NamedTuple):
     """Parameters that are planned as one."""
 
     names: tuple[str, ...]
-    """At inference."""
+    """The names at inference."""
     sources: tuple[str, ...]
-    """At training: other names where these are tied."""
+    """The names at training, which differ if parameters are tied."""
     item_bytes: int
     held: Pattern
     wanted: Pattern
@@ -44,26 +44,27 @@ class ParameterClass(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Demands:
-    """All of them, one per row of the arrays."""
+    """All demands, one per row of the arrays."""
 
     classes: tuple[ParameterClass, ...]
     of_class: Ints
     holders: Ints
-    """Index into `holder_sets`."""
+    """Indices into `holder_sets`."""
     holder_sets: tuple[tuple[int, ...], ...]
     receiver: Ints
     box: tuple[Ints, ...]
-    """`[dimensions, 2]`, of the whole parameter."""
+    """Boxes `[dimensions, 2]` of the whole parameter."""
     nbytes: Ints
-    """Of the box, in one parameter."""
+    """Bytes of the box in one parameter."""
     padding_bytes: int
-    """Wanted, but padding: not sent."""
+    """Bytes that are wanted, but are padding and not sent."""
     unwanted: tuple[str, ...]
-    """Held, but wanted by no rank, in order."""
+    """Names that are held, but wanted by no rank, in the order of the map."""
 
 
 def demands_of(weights: WeightMap) -> Demands:
-    """Raises InvalidArgument that names the parameter that cannot be mapped, and why."""
+    """Derives the demands. Raises InvalidArgument that names the parameter that cannot be mapped,
+    and why."""
     classes, unwanted = _classes(weights)
     sets: dict[tuple[int, ...], int] = {}
     of_class: list[int] = []
@@ -116,7 +117,7 @@ def _classes(weights: WeightMap) -> tuple[tuple[ParameterClass, ...], tuple[str,
     for number, parameters in enumerate(infer.parameters):
         for name, owners in zip(parameters.names(), _owners(infer, parameters), strict=True):
             source = train.tied.get(name, name)
-            if name in infer.tied:  # it comes with the one that it is tied to
+            if name in infer.tied:  # sent as the one that it is tied to
                 continue
             if source not in held:
                 raise InvalidArgument(
@@ -153,7 +154,7 @@ def _classes(weights: WeightMap) -> tuple[tuple[ParameterClass, ...], tuple[str,
 
 
 def _owners(side: Side, parameters: Parameters) -> list[_Owners]:
-    """For each name in order which coordinate has it, along the axes of each `owner` as one."""
+    """Returns the owners of each name, in order: a coordinate along the axes of each `owner`."""
     found: list[_Owners] = [()]
     for index, (first, end) in parameters.each.items():
         count = end - first
@@ -162,7 +163,7 @@ def _owners(side: Side, parameters: Parameters) -> list[_Owners]:
         else:
             size = math.prod(side.mesh[axis] for axis in parameters.owner[index])
             found = [(*each, at * size // count) for each in found for at in range(count)]
-    return found * (1 + len(parameters.alike))  # which have no indices
+    return found * (1 + len(parameters.alike))  # names of `alike` have no indices
 
 
 def _pattern(side: Side, parameters: Parameters, owners: _Owners) -> Pattern:
@@ -189,26 +190,29 @@ def _require_same(name: str, ours: Parameters, theirs: Parameters) -> None:
 
 
 def _require_ties(weights: WeightMap, held: Mapping[str, object]) -> None:
-    """One storage at inference cannot take two of training."""
+    """Raises InvalidArgument if one storage at inference would take two of training."""
     train, infer = weights.train, weights.infer
     for name, whole in infer.tied.items():
         if (name in held or name in train.tied) and (
             train.tied.get(name, name) != train.tied.get(whole, whole)
         ):
             raise InvalidArgument(
-                f"{name} is tied to {whole} at inference, and a parameter apart at training; tie "
-                "them at training, or at neither side"
+                f"{name} is tied to {whole} at inference, and a separate parameter at training; "
+                "tie them at training, or at neither side"
             )
 
 
 def _require_all_held(each: ParameterClass, wanted: Ints, met: Ints) -> None:
-    """The boxes of holders do not overlap, so what they have of a box adds up to it."""
+    """Raises InvalidArgument if part of a wanted box is not held.
+
+    The boxes of holders do not overlap, so the parts that they hold of a box add up to it.
+    """
     found = np.bincount(wanted, weights=volumes(met), minlength=len(each.wanted.boxes))
     missing = np.flatnonzero(found.astype(np.int64) != volumes(each.wanted.boxes))
     if len(missing):
         first = missing[0]
         raise InvalidArgument(
             f"inference rank {each.wanted.ranks[first][0]} wants "
-            f"{said(each.wanted.boxes[first])} of {each.names[0]}, and no training rank holds some "
-            "of that; let the parts of train.parameters cover it"
+            f"{said(each.wanted.boxes[first])} of {each.names[0]}, and part of that is held by no "
+            "training rank; make train.parameters cover it"
         )

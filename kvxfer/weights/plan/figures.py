@@ -1,4 +1,4 @@
-"""What a schedule amounts to: bytes, writes, and how evenly they are spread."""
+"""The figures of a schedule: bytes, writes, and how evenly they are spread."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ class Spread(msgspec.Struct, frozen=True):
 
     @property
     def balance(self) -> float:
-        """The largest over the mean; 1 where there are no bytes."""
+        """The largest divided by the mean; 1 if there are no bytes."""
         return self.most / self.mean if self.mean else 1.0
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Of one schedule."""
+    """The figures of one schedule."""
 
     parameters: int
-    """Sent, each counted once."""
+    """Parameters that are sent, each counted once."""
     unwanted: int
     """Parameters that training holds, and that no inference rank wants."""
     nbytes: int
-    """On the wire, replicas at inference included."""
+    """Bytes on the wire, replicas at inference included."""
     padding_bytes: int
-    """Of inference ranks, but padding: not sent."""
+    """Bytes of padding at inference ranks, which are not sent."""
     writes: int
     largest_write: int
-    """Bytes."""
+    """Bytes of the largest write."""
     gathered: int
     """Writes that have several pieces."""
     pieces: int
@@ -47,7 +47,7 @@ class Figures(msgspec.Struct, frozen=True):
     receiver_nics: Spread
 
     def seconds(self, gbps: float) -> float:
-        """That the busiest NIC takes for its bytes, at so many 10^9 bit/s."""
+        """Returns the seconds that the busiest NIC needs for its bytes, at `gbps` 10^9 bit/s."""
         return max(self.sender_nics.most, self.receiver_nics.most) * 8 / (gbps * 1e9)
 
 
@@ -61,7 +61,7 @@ def figures_of(
     train_ranks: int,
     infer_ranks: int,
 ) -> Figures:
-    """`sender_nics` and `receiver_nics` are the bytes of each."""
+    """Computes the figures; `sender_nics` and `receiver_nics` are the bytes of each NIC."""
     pieces = operations.piece_end - operations.piece_first
     of_write = _sums(pieces, operations.first_piece)
     return Figures(
@@ -82,11 +82,11 @@ def figures_of(
 
 
 def spread(loads: Ints) -> Spread:
-    """Of the bytes of each rank or NIC."""
+    """Returns the spread of the bytes of each rank or NIC."""
     return Spread(int(loads.min()), float(loads.mean()), int(loads.max()))
 
 
 def _sums(values: Ints, first: Ints) -> Ints:
-    """Of each range of `values` that `first` begins."""
+    """Returns the sum of each range `first[i]:first[i + 1]` of `values`."""
     total = values.cumsum()
     return (total[first[1:] - 1] - total[first[:-1]] + values[first[:-1]]) if len(values) else total

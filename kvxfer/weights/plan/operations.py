@@ -21,30 +21,31 @@ from kvxfer.weights.plan.demands import Demands
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """One per row; its pieces are `piece_demand[first_piece[i]:first_piece[i + 1]]` and so on."""
+    """The operations, one per row. The pieces of row i have the rows
+    `first_piece[i]:first_piece[i + 1]` of the arrays `piece_…`."""
 
     sender: Ints
     receiver: Ints
     nbytes: Ints
     first_piece: Ints
-    """One more than there are operations."""
+    """One more entry than there are operations."""
     piece_demand: Ints
     piece_first: Ints
     """The first unit."""
     piece_end: Ints
     cuts: tuple[Cut, ...]
-    """Of each demand."""
+    """The cut of each demand."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Units:
-    """How each demand is cut."""
+    """The units into which each demand is cut."""
 
     cuts: tuple[Cut, ...]
     slices: Ints
     units: Ints
     largest: Ints
-    """Bytes of the largest unit; of all units where they are not slices."""
+    """Bytes of the largest unit."""
     mean: list[float]
 
 
@@ -56,14 +57,17 @@ def operations_of(
     gather_bytes: int,
     near: tuple[Near, ...] = (),
 ) -> Operations:
-    """Slices have at most `slice_bytes`; what is smaller than `gather_bytes` is gathered into
-    operations of at most `slice_bytes`. `ranks` is the number of training ranks."""
+    """Chooses a sender for each demand, and makes operations.
+
+    Slices have at most `slice_bytes`. Units smaller than `gather_bytes` are gathered into
+    operations of at most `slice_bytes`. `ranks` is the number of training ranks.
+    """
     units = _units(demands, slice_bytes)
     demand, sender, first, end = _dealt(demands, units, ranks, gather_bytes, near)
     small = units.largest[demand] < gather_bytes
     large = _singles(demand[~small], sender[~small], first[~small], end[~small])
     large_bytes = _bytes_of(demands, units, large[0], large[2])
-    # Sorted, so that what goes from one rank to another is together.
+    # Sorted, so that the spans of one pair of ranks are adjacent.
     rows = np.flatnonzero(small)
     rows = rows[
         np.lexsort((first[rows], demand[rows], demands.receiver[demand[rows]], sender[rows]))
@@ -128,7 +132,7 @@ def _units(demands: Demands, slice_bytes: int) -> _Units:
 def _dealt(
     demands: Demands, units: _Units, ranks: int, gather_bytes: int, near: tuple[Near, ...]
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """Demand, sender and range of units of each share."""
+    """Returns demand, sender and range of units of each share."""
     sole = np.array([len(each) == 1 for each in demands.holder_sets], bool)[demands.holders]
     firsts = np.array([each[0] for each in demands.holder_sets], np.int64)
     alone = np.flatnonzero(sole)
@@ -138,7 +142,7 @@ def _dealt(
     small = units.largest < gather_bytes
     lots: dict[tuple[int, int, int], list[Span]] = {}
     for at in np.flatnonzero(~sole).tolist():
-        # Small ones of the same holders and receiver are dealt out together; others each alone.
+        # Small demands with the same holders and receiver form one lot; any other is a lot alone.
         key = (int(demands.holders[at]), int(demands.receiver[at]), -1 if small[at] else at)
         lots.setdefault(key, []).append(Span(at, 0, int(units.units[at]), units.mean[at]))
     shared = deal(
@@ -160,7 +164,7 @@ def _dealt(
 
 
 def _singles(demand: Ints, sender: Ints, first: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
-    """Demand, sender and number of every unit of these ranges."""
+    """Returns demand, sender and number of every unit of these ranges."""
     counts = end - first
     begins = np.repeat(np.cumsum(counts) - counts, counts)
     unit = np.arange(len(begins)) - begins + np.repeat(first, counts)
@@ -168,7 +172,7 @@ def _singles(demand: Ints, sender: Ints, first: Ints, end: Ints) -> tuple[Ints, 
 
 
 def _bytes_of(demands: Demands, units: _Units, demand: Ints, unit: Ints) -> Ints:
-    """Of each of these units."""
+    """Returns the bytes of each of these units."""
     nbytes = demands.nbytes[demand]
     sliced = np.flatnonzero(units.slices[demand] > 1)
     tables: dict[Cut, Ints] = {}
@@ -184,8 +188,8 @@ def _bytes_of(demands: Demands, units: _Units, demand: Ints, unit: Ints) -> Ints
 def _gathered(
     spans: Iterable[tuple[int, int, Span]], most: int
 ) -> Iterable[tuple[int, int, list[Span]]]:
-    """Sender, receiver and spans of each operation: those of a pair together, about `most` bytes
-    at once. A unit more may be in it, as spans are cut between units."""
+    """Yields sender, receiver and spans of each operation: about `most` bytes of one pair. It may
+    have a unit more, as spans are cut between units."""
     for (sender, receiver), of_pair in groupby(spans, key=lambda each: each[:2]):
         together = [span for _, _, span in of_pair]
         total = sum(span.nbytes for span in together)

@@ -1,4 +1,4 @@
-"""The writes of one weight update, from a weight map: a pure function, the same on every rank."""
+"""The writes of one weight update: a pure function of the weight map, equal on every rank."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class Piece(msgspec.Struct, frozen=True):
     """A box of a parameter; lengths and offsets are elements along each dimension."""
 
     parameter: str
-    """Its name at inference."""
+    """The name at inference."""
     source: str
-    """Its name at training, which is another one where parameters are tied."""
+    """The name at training, which differs if parameters are tied."""
     offset: tuple[int, ...]
-    """In the whole parameter."""
+    """The offset in the whole parameter."""
     shape: tuple[int, ...]
     source_offset: tuple[int, ...]
-    """In the box that the sender has."""
+    """The offset in the box that the sender has."""
     target_offset: tuple[int, ...]
-    """In the box that the receiver wants."""
+    """The offset in the box that the receiver wants."""
 
 
 class Write(msgspec.Struct, frozen=True):
-    """What goes from one training rank to one inference rank at once."""
+    """The pieces that one training rank writes to one inference rank at once."""
 
     sender: int
     receiver: int
     burst: int
-    """It begins when its receiver has all bytes of the burst before."""
+    """The number of its burst; a sender writes to a receiver burst by burst."""
     sender_nic: int
     receiver_nic: int
     nbytes: int
@@ -49,7 +49,7 @@ class Write(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """All writes of an update. Equal maps and settings give equal schedules. Made by
+    """The writes of an update. Equal maps and settings give equal schedules. Made by
     plan_weights()."""
 
     weights: WeightMap
@@ -59,17 +59,17 @@ class Schedule:
     sender_nic: Ints
     receiver_nic: Ints
     order: Ints
-    """The operations by sender, in the order in which it begins them."""
+    """The operations, sorted by sender and then by the order in which it begins them."""
     figures: Figures
 
     def writes_of(self, sender: int) -> Iterator[Write]:
-        """Of one training rank, burst by burst, in the order in which it begins them."""
+        """Yields the writes of one training rank, in the order in which it begins them."""
         ordered = self.operations.sender[self.order]
         first, end = np.searchsorted(ordered, [sender, sender + 1]).tolist()
         return self._writes(self.order[first:end])
 
     def writes_to(self, receiver: int) -> Iterator[Write]:
-        """To one inference rank, sender by sender."""
+        """Yields the writes to one inference rank, sender by sender."""
         return self._writes(self.order[self.operations.receiver[self.order] == receiver])
 
     def _writes(self, rows: Ints) -> Iterator[Write]:
@@ -109,9 +109,9 @@ def plan_weights(
     settings: ScheduleSettings | None = None,
     stage: Callable[[str], None] = lambda _: None,
 ) -> Schedule:
-    """Every wanted element comes from exactly one training rank that holds it. `stage` is told what
-    is done next.
+    """Plans an update: every wanted element comes from exactly one training rank that holds it.
 
+    stage: called with a description of each stage before it begins.
     Raises InvalidArgument that names the parameter that cannot be mapped, and why.
     """
     settings = settings or ScheduleSettings()

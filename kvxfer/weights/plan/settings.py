@@ -1,4 +1,4 @@
-"""How a weight update is cut into writes."""
+"""The sizes by which a weight update is cut into writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _Size = Annotated[int, Meta(ge=1, le=1 << 40)]
 
 @dataclass(frozen=True, slots=True)
 class ScheduleSettings:
-    """How a weight update is cut. Raises InvalidArgument that names the member and its bounds."""
+    """The sizes by which a weight update is cut into writes. Raises InvalidArgument that names the
+    member and its bounds."""
 
     slice_bytes: Annotated[int, Meta(ge=16, le=1 << 40)] = 64 << 20
     """Most bytes of one write; larger pieces are cut."""

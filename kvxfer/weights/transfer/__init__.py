@@ -1,1 +1,1 @@
-"""Weight updates carried out: senders, receivers, and the coordinator that they vote to."""
+"""The execution of weight updates: senders, receivers, and the coordinator that counts votes."""

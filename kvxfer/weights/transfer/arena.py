@@ -1,4 +1,4 @@
-"""Where an inference rank stages what it wants: one region, a place for each of its boxes."""
+"""The arena of an inference rank: one memory region with a place for each of its boxes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ ALIGNMENT: Final = 256
 
 
 class Place(NamedTuple):
-    """Where a box is in an arena. Its elements are contiguous, the last dimension fastest."""
+    """The place of a box in an arena. Its elements are contiguous, the last dimension fastest."""
 
     holding: Holding
     """The box: its parameter, dtype and shape."""
     offset: int
-    """Bytes from the begin of the arena."""
+    """The offset from the begin of the arena, in bytes."""
     nbytes: int
 
     @property
@@ -26,16 +26,16 @@ class Place(NamedTuple):
 
 
 class Arena(NamedTuple):
-    """Where an inference rank stages what it wants (`WeightReceiver.arena`). Equal holdings have
-    equal arenas, so senders know them without being told."""
+    """The places in which an inference rank stages its boxes (`WeightReceiver.arena`). Equal
+    holdings have equal arenas, so senders can compute them."""
 
     places: dict[str, Place]
-    """By the names of parameters. What is tied to another one has no place."""
+    """The places by parameter name. A parameter that is tied to another one has none."""
     nbytes: int
 
 
 def arena_of(holdings: Holdings) -> Arena:
-    """By the names of the parameters; what is tied to another one has no place."""
+    """Lays out boxes in the order of their names. A parameter tied to another one gets no place."""
     places: dict[str, Place] = {}
     at = 0
     for holding in sorted(holdings.parameters, key=lambda each: each.name):

@@ -1,4 +1,4 @@
-"""What leads a training job's weight updates: it knows the members, has them plan, and begins."""
+"""The coordinator of a training job: knows the members, makes them plan, and runs updates."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ if TYPE_CHECKING:
 
 _NO_PLAN: Final = -1
 _MORE_TRIES: Final = 1
-"""Of an update in waves that has failed between two of them."""
+"""Further tries of an update that has failed after some instances applied a wave."""
 
 
 class WeightCoordinator:
-    """One for a training job, on an engine that is used for nothing else. Event loop only.
+    """The coordinator of one training job, on an engine used for nothing else. Event loop only.
 
-    An update begins when all training ranks have said that they are ready, and takes all instances
-    that are connected then with all of their ranks.
+    An update begins when all training ranks have sent READY. It includes the instances whose ranks
+    are all connected then.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class WeightCoordinator:
         settings: UpdateSettings | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """trainers: training ranks of the job. receivers: addresses of inference ranks to dial;
-        others dial this engine. registrar: where updates are announced and decided."""
+        """trainers: the number of training ranks. receivers: addresses of inference ranks to dial;
+        others dial this engine. registrar: announces updates and records decisions."""
         if isinstance(receivers, str):
             raise InvalidArgument(f"receivers is {receivers!r}; pass a list of addresses")
         self._engine = engine
@@ -103,7 +103,7 @@ class WeightCoordinator:
         self._read = False
         """Whether the memory of training ranks may have changed since they pushed."""
         self._dialed: dict[str, KvxferError | None] = dict.fromkeys(receivers)
-        """How the last attempt at each receiver's address ended."""
+        """The error, or None, of the last attempt to connect to each receiver's address."""
         for address in receivers:
             told = partial(self._tried, address)
             self._links.spawn(self._links.keep_connected(address, self._invite, told))
@@ -116,9 +116,9 @@ class WeightCoordinator:
         await self._links.close()
 
     async def joined(self, instances: int, timeout: float) -> None:
-        """Returns when all training ranks and so many instances are connected. Raises
+        """Waits until all training ranks and `instances` instances are connected. Raises
         DeadlineExceeded that names the missing ones, with the last error of connecting as its
-        cause, and at once such an error that another attempt does not change."""
+        cause. Raises an error of connecting at once if another attempt would not change it."""
         try:
             async with asyncio.timeout(timeout):
                 while self._members.missing_trainers() or len(self._members.instances) < instances:
@@ -134,7 +134,7 @@ class WeightCoordinator:
             ) from (failed[-1] if failed else None)
 
     def _absences(self) -> Iterator[str]:
-        """What is missing, and what is known of it."""
+        """Yields what is missing, with the reason if known."""
         for rank in self._members.missing_trainers():
             yield f"training rank {rank} has not joined"
         yield from self._members.incomplete()
@@ -168,7 +168,7 @@ class WeightCoordinator:
 
     @property
     def _round(self) -> Round | None:
-        """What is waited for."""
+        """The round whose answers are awaited."""
         return self._planning if self._execution is None else self._execution.round
 
     def _invite(self, peer: Peer) -> None:
@@ -182,7 +182,7 @@ class WeightCoordinator:
             )
         before = self._members.add(peer, joined)
         if before is not None and self._round is not None:
-            self._round.lose(before, PeerLost("it has connected anew"))
+            self._round.lose(before, PeerLost("it has connected again"))
         if isinstance(joined, JoinInference):
             self._served = max(self._served, joined.serves)
         else:
@@ -238,8 +238,8 @@ class WeightCoordinator:
     async def _carried_out(self, version: int, pushes: dict[int, Ready]) -> UpdateReport:
         report = await self._update(version, pushes)
         for _ in range(_MORE_TRIES):
-            # Instances that have some waves are out of service, so those that are left try again
-            # at once, if what the training ranks have may still be read.
+            # Instances that have only some waves are out of service until a whole update. Try again
+            # at once, if the memory of the training ranks may still be read.
             if not report.out_of_service or self._read or self._readiness.pushes() != pushes:
                 break
             logger.warning("update %s is tried again: %s", report.update_id, report.error)
@@ -264,7 +264,7 @@ class WeightCoordinator:
             names = list(self._members.instances)
             async with self._registrar.announce(update_id, version, names) as announced:
                 if self._planned_at != self._members.generation:
-                    raise WeightUpdateAborted("a member was lost or came before the update began")
+                    raise WeightUpdateAborted("a member was lost or joined before the update began")
                 self._execution = Execution(
                     self._links,
                     self._members,
@@ -275,8 +275,9 @@ class WeightCoordinator:
                     self._clock,
                 )
                 report = await self._execution.run(report, announced)
-                # Where no instance is known to serve it, the leaders may have agreed on an abort:
-                # they were not told. Those that serve it say so when they join.
+                # If no instance is known to serve the version, COMMIT may have reached no leader,
+                # and the leaders may have agreed to abort. Those that serve it say so when they
+                # join.
                 if any(each.state == "committed" for each in report.instances):
                     self._served = version
                 await announced.ended(report)
@@ -301,7 +302,7 @@ class WeightCoordinator:
             self._planning = self._execution = None
 
     async def _unpin_left(self) -> None:
-        """Ranks that keep an update pinned refuse the next one."""
+        """Unpins an update that ranks may still have pinned: they would refuse the next one."""
         left, path = self._left_pinned, self._control_path
         if left is not None and path is not None:
             try:
@@ -335,7 +336,7 @@ class WeightCoordinator:
         except InvalidArgument as error:  # the members' holdings are its arguments
             raise WeightsMismatch(str(error)) from error
         if generation != self._members.generation:
-            raise WeightUpdateAborted("a member was lost or came while the update was planned")
+            raise WeightUpdateAborted("a member was lost or joined while the update was planned")
         self._planning = Round(plan_id, self._members.taking_part)
         for number, sender in enumerate(self._members.training):
             self._links.send(sender.peer, replace(plan, number=number))

@@ -1,10 +1,11 @@
-"""How an instance that has voted for an update finds out how it ended, without its coordinator.
+"""Termination without the coordinator: an instance that voted for an update learns its outcome.
 
 The coordinator of a two-phase commit may be lost after the votes. Then the leaders ask each other
 (the cooperative termination of Bernstein, Hadzilacos and Goodman, Concurrency Control and Recovery
 in Database Systems, 1987, 7.4). If none of those that answer has committed, and none has a
-coordinator that still may, the update is aborted. A leader behind a network partition that no one
-else reaches, and that did commit, then serves another version, and says so.
+coordinator that still may, the update is aborted. A leader that did commit, but that a network
+partition separates from all others, then serves another version, and reports
+that version.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _DOUBT_SECONDS: Final = 60.0
 
 
 class Outcomes:
-    """How the last updates ended here, and what other leaders tell. Loop only."""
+    """The outcomes of the last updates here, and the answers of other leaders. Event loop only."""
 
     def __init__(self) -> None:
         self._ends: OrderedDict[str, End] = OrderedDict()
@@ -50,7 +51,7 @@ class Outcomes:
             waiting.set_result(message)
 
     async def ask(self, links: Links, address: str, update_id: str) -> str:
-        """What the leader at an address says; "gone" where it does not answer."""
+        """Asks the leader at an address for the outcome; "gone" if it does not answer."""
         try:
             async with asyncio.timeout(2 * _ASK_SECONDS):
                 peer = await links.engine.connect(address, timeout=_ASK_SECONDS)
@@ -63,12 +64,12 @@ class Outcomes:
                 finally:
                     self._asked.pop(key, None)
         except (KvxferError, TimeoutError) as error:
-            logger.warning("the leader at %s does not say how it ended: %s", address, error)
+            logger.warning("the leader at %s does not report the outcome: %s", address, error)
             return "gone"
 
 
 async def resolve(links: Links, outcomes: Outcomes, update_id: str, others: list[str]) -> End:
-    """Asks until it is clear; "aborted" after a minute, whatever the others wait for."""
+    """Asks until the outcome is clear; "aborted" after a minute, even if others still wait."""
     try:
         async with asyncio.timeout(_DOUBT_SECONDS):
             while True:
@@ -85,14 +86,14 @@ async def resolve(links: Links, outcomes: Outcomes, update_id: str, others: list
 
 
 async def recorded(decided: Callable[[str], Awaitable[End | None]], update_id: str) -> End | None:
-    """What is recorded of the update; None where nothing answers for a minute."""
+    """Returns the recorded decision; None if it is unknown, or no answer comes for a minute."""
     try:
         async with asyncio.timeout(_DOUBT_SECONDS):
             while True:
                 try:
                     return await decided(update_id)
                 except KvxferError as error:
-                    logger.warning("how update %s ended is not known: %s", update_id, error)
+                    logger.warning("the outcome of update %s is unknown: %s", update_id, error)
                 await asyncio.sleep(_ASK_SECONDS)
     except TimeoutError:
         return None

@@ -1,4 +1,4 @@
-"""How the parts of an update end: one error for all of them, and none before it has ended."""
+"""The end of an update's concurrent parts: waits for all of them, and raises one error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def first_error(failed: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first of kvxfer's own; the others follow from it."""
+    """Returns the first of kvxfer's errors: the others follow from it."""
     leaves = list(_leaves(failed))
     return next((each for each in leaves if isinstance(each, KvxferError)), leaves[0])
 
@@ -28,13 +28,13 @@ def _leaves(failed: BaseExceptionGroup[BaseException]) -> Generator[BaseExceptio
 
 
 def loss_of(peer: Peer, who: str) -> EngineError:
-    """Why a peer is lost, with its name."""
+    """Returns the error of a lost peer, with the name `who`."""
     error = peer.error or PeerLost("the connection ended")
     return type(error)(f"{who} was lost: {error}")
 
 
 async def until_ended(*works: Awaitable[Any]) -> None:
-    """Returns when all have ended, well or not, however often this task is cancelled meanwhile."""
+    """Waits until all have succeeded or failed, even if this task is cancelled meanwhile."""
     whole = asyncio.gather(*works, return_exceptions=True)
     cancelled = False
     while not whole.done():
@@ -48,7 +48,7 @@ async def until_ended(*works: Awaitable[Any]) -> None:
 
 @contextlib.contextmanager
 def told_of_loss(peer: Peer, future: asyncio.Future[Any], who: str) -> Generator[None, None, None]:
-    """Ends the future with the loss of a peer, if that comes first."""
+    """Fails the future with the loss of a peer, if that comes first."""
 
     def lost(peer: Peer) -> None:
         if not future.done():

@@ -24,24 +24,25 @@ from kvxfer.weights.transfer.settings import UpdateSettings
 
 
 class ControlPath(Protocol):
-    """How inference engines commit that are not told by message: all ranks of an instance at one
-    point between two steps. Called in this order; any of them may raise."""
+    """The control path of inference engines that do not commit by message. It applies an update at
+    all ranks of an instance, at one point between two steps. pin() comes first; each method may
+    raise."""
 
     async def pin(self, update_id: str, version: int) -> None:
-        """Has every rank pin the update."""
+        """Makes every rank pin the update."""
 
     async def commit(self, update_id: str, version: int) -> None:
-        """Has every rank apply what it has pinned."""
+        """Makes every rank apply what it has pinned."""
 
     async def unpin(self, update_id: str) -> None:
-        """Has every rank drop it, after a pin() that failed."""
+        """Makes every rank drop what it has pinned: after an abort, or a call that failed."""
 
 
 class Execution:
-    """Of an update whose plan all members have made. Event loop only.
+    """The execution of an update whose plan all members have made. Event loop only.
 
-    An instance that does not apply a wave leaves the update, and the others go on. What fails while
-    a wave is staged ends the update for all.
+    An instance that does not apply a wave leaves the update, and the others continue. A failure
+    while a wave is staged ends the update for all.
     """
 
     def __init__(
@@ -67,11 +68,11 @@ class Execution:
         self.round = Round("", ())
         self.wave_id = ""
         self.decided = False
-        """Whether nothing aborts it any more."""
+        """Whether the update is committed, and can no longer be aborted."""
         self.left_pinned: str | None = None
-        """What the control path could not be told the end of."""
+        """The update that ranks may still have pinned, as a call of the control path failed."""
         self.read = False
-        """Whether training ranks have been told to send their last wave: then their memory may
+        """Whether training ranks have the order to send their last wave: then their memory may
         change."""
 
     @property
@@ -79,7 +80,8 @@ class Execution:
         return {instance_id: ranks[0] for instance_id, ranks in self._going.items()}
 
     async def run(self, report: UpdateReport, announced: Announced) -> UpdateReport:
-        """Raises what aborts it; nothing does any more once it is decided."""
+        """Stages, decides and applies the update. Raises the cause of an abort, but none after the
+        decision."""
         stage_seconds = 0.0
         for wave in range(report.waves):
             last = wave + 1 == report.waves
@@ -106,7 +108,7 @@ class Execution:
         )
 
     def instances(self, version: int) -> tuple[InstanceReport, ...]:
-        """How each instance that took part has ended."""
+        """Returns the outcome at each instance that took part."""
         reports = []
         for instance_id, ranks in self._instances.items():
             answer = self._answers[instance_id]
@@ -127,7 +129,7 @@ class Execution:
         return [rank for ranks in self._going.values() for rank in ranks]
 
     def _leave_out_lost(self) -> None:
-        """Instances with a rank that was lost since it applied a wave."""
+        """Removes instances with a rank that was lost since it applied a wave."""
         for ranks in list(self._going.values()):
             for rank in ranks:
                 if not rank.peer.alive:
@@ -141,7 +143,7 @@ class Execution:
         del self._going[instance_id]
         logger.error("%r leaves the update: %s", instance_id, answer.error)
         if not self._going:
-            raise WeightUpdateAborted(f"no instance is left in it: {answer.error}")
+            raise WeightUpdateAborted(f"no instance is left in the update: {answer.error}")
 
     async def _stage(self, wave_id: str, wave: int, report: UpdateReport) -> None:
         settings = self._settings
@@ -189,7 +191,7 @@ class Execution:
         self._digests = {name: f"{each % (1 << 64):016x}" for name, each in sums.items()}
 
     def _by_control_path(self) -> list[InferenceRank]:
-        """The ranks of instances that are not committed by message."""
+        """Returns the ranks of instances that do not commit by message."""
         return [
             rank
             for ranks in self._going.values()
@@ -215,10 +217,10 @@ class Execution:
             raise WeightUpdateAborted(f"not all ranks pinned it: {error}") from error
 
     async def _decide(self, update_id: str, announced: Announced) -> None:
-        """Raises what aborts the update, and then no rank has it pinned."""
+        """Gets the decision. On an abort, unpins the update and raises the cause."""
         try:
             if not await announced.decide():
-                raise WeightUpdateAborted("it was recorded that the update is aborted")
+                raise WeightUpdateAborted("the recorded decision is to abort the update")
         except Exception:
             if self._by_control_path():
                 await self._unpin(update_id)
@@ -227,7 +229,7 @@ class Execution:
 
     async def _unpin(self, update_id: str) -> None:
         path = self._control_path
-        assert path is not None  # noqa: S101 (by it they were pinned)
+        assert path is not None  # noqa: S101 (it pinned them)
         try:
             async with asyncio.timeout(self._settings.commit_seconds):
                 await path.unpin(update_id)
@@ -236,7 +238,7 @@ class Execution:
             logger.warning("update %s was not unpinned: %s", update_id, error)
 
     async def _apply(self, wave_id: str, report: UpdateReport, last: bool) -> None:
-        """Notes which members serve the update, and which have to leave it."""
+        """Applies a wave; records which instances serve the update, and which have to leave it."""
         for leader in self.leaders.values():
             if report.waves > 1:
                 self._members.note(leader.joined.instance_id, Standing("partial"))

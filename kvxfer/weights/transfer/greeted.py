@@ -1,4 +1,4 @@
-"""The training ranks that have connected to an inference rank, by what a plan calls them."""
+"""The training ranks that have connected to an inference rank, by plan and number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Greeted:
-    """The training ranks that have said HELLO, by plan and number."""
+    """The training ranks that have sent HELLO, by plan and number."""
 
     def __init__(self) -> None:
         self._peers: dict[tuple[str, int], Peer] = {}

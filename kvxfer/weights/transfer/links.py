@@ -25,13 +25,13 @@ logger = logging.getLogger("kvxfer.weights")
 
 JOIN_SECONDS: Final = 60.0
 LASTING: Final = (AuthenticationFailed, InvalidArgument, PeerRestarted, ProtocolError)
-"""Errors of connecting that another attempt does not change."""
+"""Errors of connecting that another attempt would not change."""
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 1.0
 
 
 class Links:
-    """The handler of an engine that is used for weight updates alone. Event loop only."""
+    """The handler of an engine that is used only for weight updates. Event loop only."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Links:
         engine.handler = self
 
     def send(self, peer: Peer | None, message: Message) -> bool:
-        """Whether the peer is there to take it; if not, its loss is told in any case."""
+        """Sends a message. Returns False without a live peer; `on_lost` reports a loss anyway."""
         if peer is None or not peer.alive:
             return False
         try:
@@ -60,7 +60,7 @@ class Links:
         return True
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs it until it ends, or close()."""
+        """Runs a coroutine as a task, which close() cancels."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -72,7 +72,7 @@ class Links:
             logger.error("a task of a weight update failed", exc_info=error)
 
     async def close(self) -> None:
-        """Cancels what was spawned, and waits for it."""
+        """Cancels all spawned tasks, and waits for them."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -81,8 +81,8 @@ class Links:
             self.engine.handler = None
 
     async def join(self, coordinator: str, greet: Callable[[Peer], None], timeout: float) -> None:
-        """keep_connected() in a task; returns once it has greeted for the first time. Raises
-        DeadlineExceeded, and at once an error that LASTING has; then it dials no more."""
+        """Starts keep_connected() as a task, and waits for its first greeting. Raises
+        DeadlineExceeded, and LASTING errors at once; the task then ends."""
         heard: asyncio.Queue[KvxferError | None] = asyncio.Queue()
         last: KvxferError | None = None
         dialing = self.spawn(self.keep_connected(coordinator, greet, heard.put_nowait))
@@ -108,8 +108,8 @@ class Links:
         greet: Callable[[Peer], None],
         tried: Callable[[KvxferError | None], None] = lambda _: None,
     ) -> None:
-        """Dials until it is cancelled, and again whenever the peer is lost; greets it each time.
-        `tried` is told how each attempt ended: None where the peer was greeted."""
+        """Dials the address until cancelled, again after each loss, and greets the peer each time.
+        `tried` gets the error of each attempt; None if the peer was greeted."""
         pause = _FIRST_PAUSE
         said = ""
         while True:

@@ -1,4 +1,4 @@
-"""What one member does of a plan. Every member makes the plan by itself, of the same holdings."""
+"""The part of a plan that concerns one member. Each member computes it from the same holdings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Bursts = tuple[tuple[Stretch, ...], ...]
 
 
 def waves_in(plan: Plan) -> Iterator[Plan]:
-    """The plan of each wave: that of its parameters alone."""
+    """Yields the plan of each wave, with its parameters alone."""
     if not plan.waves:
         yield plan
         return
@@ -49,12 +49,12 @@ def _only(holdings: Holdings, names: set[str], tied: set[str]) -> Holdings:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """Raises WeightsMismatch and InvalidArgument that name what does not fit."""
+    """Computes the schedule. Raises WeightsMismatch and InvalidArgument that name what is wrong."""
     return plan_weights(map_of(plan.train, plan.infer), plan.settings)
 
 
 def sent_by(schedule: Schedule, plan: Plan, sender: int) -> dict[int, Bursts]:
-    """By number of the receiver: what a training rank writes, in the order in which it does."""
+    """Returns the bursts that a training rank writes, in order, by number of the receiver."""
     held = {each.name: each for each in plan.train[sender].parameters}
     arenas = {}
     found: dict[int, dict[int, list[Stretch]]] = defaultdict(lambda: defaultdict(list))
@@ -66,7 +66,7 @@ def sent_by(schedule: Schedule, plan: Plan, sender: int) -> dict[int, Bursts]:
 
 
 def sent_to(schedule: Schedule, plan: Plan, receiver: int) -> dict[int, tuple[Stretch, ...]]:
-    """By number of the sender: what it writes to an inference rank."""
+    """Returns the stretches that an inference rank gets, by number of the sender."""
     arena = arena_of(plan.infer[receiver])
     found: dict[int, list[Stretch]] = defaultdict(list)
     held: dict[int, dict[str, Holding]] = {}
@@ -79,15 +79,15 @@ def sent_to(schedule: Schedule, plan: Plan, receiver: int) -> dict[int, tuple[St
 
 
 class Incoming(NamedTuple):
-    """What a wave has for one inference rank."""
+    """The part of a wave that goes to one inference rank."""
 
     arena: Arena
     expected: dict[int, tuple[Stretch, ...]]
-    """By number of the training rank."""
+    """The stretches of each training rank, by its number."""
 
 
 def incoming(plan: Plan) -> list[Incoming]:
-    """Of each wave, for the inference rank that the plan was sent to."""
+    """Returns what each wave has for the inference rank that the plan was sent to."""
     return [
         Incoming(arena_of(wave.infer[plan.number]), sent_to(schedule_of(wave), wave, plan.number))
         for wave in waves_in(plan)

@@ -38,16 +38,16 @@ Member = TrainingRank | InferenceRank
 
 
 class Standing(NamedTuple):
-    """Of an instance between two updates."""
+    """The state of an instance between two updates."""
 
     state: Literal["aborted", "failed", "lost", "partial", "committed"]
-    """In the report of an update that it does not apply."""
+    """The state in the report of an update that it does not apply."""
     version: int | None = None
-    """That it serves."""
+    """The version that it serves; None if unknown or out of service."""
 
 
 class Members:
-    """Those that are connected. `generation` rises whenever they change. Event loop only."""
+    """The connected members. `generation` rises whenever they change. Event loop only."""
 
     def __init__(self, trainers: int) -> None:
         self._trainers = trainers
@@ -58,7 +58,7 @@ class Members:
         self._changed = asyncio.Event()
 
     def add(self, peer: Peer, joined: JoinTraining | JoinInference) -> Member | None:
-        """The earlier one of the same rank, which it takes the place of."""
+        """Adds a member, and returns the earlier one of the same rank, which it replaces."""
         before: Member | None
         if isinstance(joined, JoinTraining):
             before = self._training.get(joined.rank)
@@ -75,15 +75,15 @@ class Members:
         return before
 
     def note(self, instance_id: str, standing: Standing) -> None:
-        """How an update has left an instance."""
+        """Records the standing in which an update has left an instance."""
         self._standing[instance_id] = standing
 
     def standing(self, instance_id: str) -> Standing:
-        """Of an instance that is here with all of its ranks."""
+        """Returns the standing of an instance whose ranks are all connected."""
         return self._standing[instance_id]
 
     def remove(self, peer: Peer) -> Member | None:
-        """The member that the peer was."""
+        """Removes and returns the member of a peer; None if it has none."""
         found = self.of(peer)
         if isinstance(found, TrainingRank):
             del self._training[found.joined.rank]
@@ -100,29 +100,29 @@ class Members:
         return next((each for each in self if each.peer is peer), None)
 
     def __iter__(self) -> Iterator[Member]:
-        """All that are connected, also those of instances that lack a rank."""
+        """Yields all connected members, also those of instances that lack a rank."""
         yield from self.training
         for ranks in self._inference.values():
             yield from list(ranks.values())
 
     @property
     def taking_part(self) -> list[Member]:
-        """In an update that begins now."""
+        """The members of an update that begins now."""
         return [*self.training, *self.inference]
 
     @property
     def training(self) -> list[TrainingRank]:
-        """By rank."""
+        """The training ranks, in order."""
         return [self._training[rank] for rank in sorted(self._training)]
 
     @property
     def inference(self) -> list[InferenceRank]:
-        """Of whole instances, by instance and rank."""
+        """The inference ranks of complete instances, by instance and rank."""
         return [rank for ranks in self.instances.values() for rank in ranks]
 
     @property
     def instances(self) -> dict[str, list[InferenceRank]]:
-        """Those with all of their ranks."""
+        """The instances whose ranks are all connected."""
         found = {}
         for instance_id, ranks in sorted(self._inference.items()):
             of_instance = [ranks[rank] for rank in sorted(ranks)]
@@ -134,8 +134,8 @@ class Members:
         return [rank for rank in range(self._trainers) if rank not in self._training]
 
     def plan(self, plan_id: str, settings: UpdateSettings) -> Plan:
-        """Of those that are here; `number` is still to be set. Raises WeightsMismatch that names a
-        rank which cannot take updates of this mode."""
+        """Returns the plan of the connected members; `number` is still to be set. Raises
+        WeightsMismatch that names a rank that cannot take updates of this mode."""
         waves: tuple[tuple[str, ...], ...] = ()
         if settings.mode == "wave":
             waves = waves_of([_bounded(each) for each in self.inference])
@@ -156,15 +156,15 @@ class Members:
         )
 
     def incomplete(self) -> Iterator[str]:
-        """The instances that lack ranks, and which."""
+        """Yields which ranks each incomplete instance lacks."""
         for instance_id, ranks in sorted(self._inference.items()):
             of = next(iter(ranks.values())).joined.ranks
             lacking = ", ".join(str(rank) for rank in range(of) if rank not in ranks)
             if lacking:
-                yield f"{instance_id!r} lacks of its {of} ranks {lacking}"
+                yield f"{instance_id!r} has {of} ranks, and lacks {lacking}"
 
     async def change(self) -> None:
-        """Returns when the members have changed, or after stir()."""
+        """Waits until the members change, or for stir()."""
         await self._changed.wait()
 
     def stir(self) -> None:
@@ -185,7 +185,7 @@ def _bounded(rank: InferenceRank) -> Bounded:
         why = "without arena_bytes"
     if rank.joined.arena_bytes is None or why:
         raise WeightsMismatch(
-            f'{rank.name} takes updates {why}, and so whole ones alone; use the mode "atomic"'
+            f'{rank.name} takes updates {why}, so it takes only whole ones; use the mode "atomic"'
         )
     return Bounded(rank.name, rank.joined.holdings, rank.joined.arena_bytes)
 
@@ -195,5 +195,5 @@ def _require_whole(rank: InferenceRank) -> None:
     if bound is not None and bound < wanted:
         raise WeightsMismatch(
             f"{rank.name} stages {wanted} bytes for a whole update, and its arena_bytes are "
-            f'{bound}; use the mode "wave", or give it as many'
+            f'{bound}; use the mode "wave", or raise arena_bytes'
         )

@@ -1,7 +1,7 @@
-"""What the members of a weight update say to each other: frozen typed values as tagged msgpack.
+"""The messages between members of a weight update: frozen typed values as tagged msgpack.
 
 The engine keeps the order of messages of one peer. Writes are not ordered with messages: SENT
-carries the total, and the count decides.
+carries the number of immediates, and the receiver waits until it has counted them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=1e6)]
 
 
 class Said(msgspec.Struct, frozen=True):
-    """An error, as it is told."""
+    """An error in a message."""
 
     code: str
     text: str
@@ -40,12 +40,12 @@ class Said(msgspec.Struct, frozen=True):
     def error(self) -> KvxferError:
         try:
             return by_code(self.code)(self.text)
-        except TypeError:  # one that is made of more than a text
+        except TypeError:  # an error that takes more than a text
             return KvxferError(f"{self.text} ({self.code})")
 
 
 def said(error: BaseException) -> Said:
-    """What is told of an error, also of one that is not kvxfer's."""
+    """Returns the message form of an error, also of one that is not kvxfer's."""
     if isinstance(error, KvxferError):
         return Said(error.code, str(error))
     return Said(KvxferError.code, f"{type(error).__name__}: {error}")
@@ -69,12 +69,12 @@ class JoinTraining(msgspec.Struct, frozen=True, tag="join-training"):
 
 
 class JoinInference(msgspec.Struct, frozen=True, tag="join-inference"):
-    """inference rank → coordinator: its instance, its place in it, and where it is written to.
+    """inference rank → coordinator: its instance, its rank there, and the address to write to.
 
-    `by_message`: its leader commits when it is told to. Otherwise the inference engine's control
-    path does. `serves`: the version that it serves, or did before it went out of service as it has
-    some waves of an update (`partial`). `arena_bytes`: that it stages at once, where it takes
-    updates in waves.
+    `by_message`: at rank 0, whether the instance commits on COMMIT; otherwise the inference
+    engine's control path commits. `serves`: the version that it serves, or served before
+    it went out of service with some waves of an update (`partial`). `arena_bytes`: the most bytes
+    that it stages at once; None if it takes no waves.
     """
 
     instance_id: str
@@ -90,7 +90,7 @@ class JoinInference(msgspec.Struct, frozen=True, tag="join-inference"):
 
 
 def rank_name(instance_id: str, rank: int) -> str:
-    """What errors call an inference rank."""
+    """Returns the name of an inference rank in errors."""
     return f"rank {rank} of {instance_id!r}"
 
 
@@ -107,36 +107,37 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, tag="plan"):
-    """coordinator → member: all that the plan is a function of. `train` and `infer` are the
-    holdings of all ranks, in order; `targets` are the inference ranks."""
+    """coordinator → member: the inputs of the plan. `train` and `infer` are the holdings of all
+    ranks, in order; `targets` are the inference ranks."""
 
     plan_id: str
     number: int
-    """Of the member, on its side."""
+    """The number of the member on its side."""
     train: tuple[Holdings, ...]
     infer: tuple[Holdings, ...]
     targets: tuple[Target, ...]
     settings: ScheduleSettings
     waves: tuple[tuple[str, ...], ...] = ()
-    """The parameters of each wave, at inference; () for a single one that has all."""
+    """The parameters of each wave, at inference; () for a single wave with all."""
 
 
 class Planned(msgspec.Struct, frozen=True, tag="planned"):
-    """member → coordinator: its plan is made, and a training rank is connected to all that it
-    writes to; or not, and why."""
+    """member → coordinator: it has made the plan, and a training rank is connected to all that it
+    writes to; or why that failed."""
 
     plan_id: str
     failed: Said | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """training rank → inference rank: by this connection I write what the plan says of `number`."""
+    """training rank → inference rank: this connection is for the writes of rank `number` of the
+    plan."""
 
     plan_id: str
     number: int
 
 
-# --- one update. Each of its waves has an id: the last one that of the update.
+# --- one update. Each of its waves has an id; the last one has that of the update.
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -155,8 +156,8 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """coordinator → inference rank: receive. `leaders`: whom to ask where the coordinator is lost
-    after this rank has staged."""
+    """coordinator → inference rank: receive the update or wave. `leaders`: the addresses to ask for
+    the outcome if the coordinator is lost after this rank has staged."""
 
     update_id: UpdateId
     plan_id: str
@@ -195,7 +196,7 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
 
 
 class Sent(msgspec.Struct, frozen=True, tag="sent"):
-    """training rank → inference rank: all is written; so many immediates, and the digest."""
+    """training rank → inference rank: all is written; the number of immediates, and the digest."""
 
     update_id: UpdateId
     immediates: int
@@ -209,35 +210,36 @@ class Read(msgspec.Struct, frozen=True, tag="read"):
 
 
 class Vote(msgspec.Struct, frozen=True, tag="vote"):
-    """inference rank → coordinator: everything is here, and right; the vote for this update."""
+    """inference rank → coordinator: the vote for this update: everything has arrived, and is
+    right."""
 
     update_id: UpdateId
     digest: str | None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """member → coordinator: the vote against it."""
+    """member → coordinator: the vote against the update, which failed at this member."""
 
     update_id: UpdateId
     why: Said
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):
-    """coordinator → leader: apply it to the instance."""
+    """coordinator → leader: apply the update to the instance."""
 
     update_id: UpdateId
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """coordinator → member: nothing of it is applied."""
+    """coordinator → member: drop the update or wave."""
 
     update_id: UpdateId
     why: Said
 
 
 class Applied(msgspec.Struct, frozen=True, tag="applied"):
-    """inference rank → coordinator: it serves the update now; or it failed while it applied it, and
-    its instance has left service."""
+    """inference rank → coordinator: it serves the update now, or has applied the wave; or that
+    failed, and its instance has left service."""
 
     update_id: UpdateId
     pause_seconds: float | None = None
@@ -245,28 +247,29 @@ class Applied(msgspec.Struct, frozen=True, tag="applied"):
 
 
 class Settled(msgspec.Struct, frozen=True, tag="settled"):
-    """coordinator → training rank: how it ended."""
+    """coordinator → training rank: the outcome of its push."""
 
     serial: int
     report: UpdateReport
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """leader → leader: my coordinator is lost; how did it end?"""
+    """leader → leader: my coordinator is lost; how did the update end?"""
 
     update_id: UpdateId
 
 
 class Tell(msgspec.Struct, frozen=True, tag="tell"):
-    """leader → leader. "waiting": staged, and its coordinator is there. "doubt": staged, and its
-    coordinator is lost, too. "aborted" also where it had not staged; it will not any more."""
+    """leader → leader: the answer to Ask. "waiting": staged, and its coordinator is connected.
+    "doubt": staged, and its coordinator is lost, too. "aborted": also if it had not staged the
+    update, which it then refuses."""
 
     update_id: UpdateId
     state: Literal["committed", "aborted", "waiting", "doubt"]
 
 
 class _Fragment(msgspec.Struct, frozen=True, tag="fragment"):
-    """Of a message that is longer than the engine's."""
+    """A part of a message that is longer than those of the engine."""
 
     at: Annotated[int, Meta(ge=0, lt=_MOST_FRAGMENTS)]
     of: Annotated[int, Meta(ge=1, le=_MOST_FRAGMENTS)]
@@ -274,7 +277,7 @@ class _Fragment(msgspec.Struct, frozen=True, tag="fragment"):
 
 
 class _Compressed(msgspec.Struct, frozen=True, tag="compressed"):
-    """Holdings repeat themselves."""
+    """A compressed message: holdings are repetitive."""
 
     data: bytes
 
@@ -310,7 +313,7 @@ _DECODER: Final[msgspec.msgpack.Decoder[Message | _Fragment | _Compressed]] = (
 
 
 def encode(message: Message) -> Iterator[bytes]:
-    """The message, as one message of the engine or several."""
+    """Yields the message as one or several messages of the engine."""
     data = _ENCODER.encode(message)
     if len(data) >= _COMPRESSED_FROM:
         data = _ENCODER.encode(_Compressed(zlib.compress(data, 1)))
@@ -323,14 +326,14 @@ def encode(message: Message) -> Iterator[bytes]:
 
 
 class Inbox:
-    """Of one peer: puts its fragments together."""
+    """The incoming messages of one peer; joins fragments."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
 
     def take(self, data: bytes, name: str) -> Message | None:
-        """The message that is complete with this, if one is; `name` is the peer. Raises
-        ProtocolError."""
+        """Takes a message of the engine from the peer `name`. Returns the message that it
+        completes, if any. Raises ProtocolError."""
         try:
             message = _DECODER.decode(data)
             if isinstance(message, _Fragment):

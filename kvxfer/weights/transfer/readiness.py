@@ -1,4 +1,4 @@
-"""Which training ranks have pushed, or cannot, and wait for the others."""
+"""The training ranks that have pushed, or cannot, and the wait for all of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvxfer.weights.transfer.messages import Ready, Said, Withdraw
 
 
 class Readiness:
-    """Of the training ranks among these members. Event loop only."""
+    """The readiness of the training ranks among these members. Event loop only."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
         self._ready: dict[int, Ready] = {}
-        """By training rank: what it has said of its push."""
+        """The READY of each training rank's push, by rank."""
         self._lost: dict[int, EngineError] = {}
-        """By training rank: those that have not joined again."""
+        """The losses of training ranks that have not joined again, by rank."""
         self._changed = asyncio.Event()
 
     def joined(self, rank: int) -> None:
@@ -28,7 +28,7 @@ class Readiness:
         self._changed.set()
 
     def withdraw(self, member: TrainingRank, withdraw: Withdraw) -> bool:
-        """Whether that push was waited for, or carried out."""
+        """Removes a push; returns False if it was neither awaited nor carried out."""
         ready = self._ready.get(member.joined.rank)
         if ready is None or ready.serial != withdraw.serial:
             return False
@@ -37,31 +37,31 @@ class Readiness:
         return True
 
     def lose(self, member: TrainingRank, error: EngineError) -> None:
-        if member.joined.rank in self._refusals():  # it may have ended for that
+        if member.joined.rank in self._refusals():  # a rank that refuses may end for that
             return
         self._ready.pop(member.joined.rank, None)
         self._lost[member.joined.rank] = type(error)(f"{member.name} was lost: {error}")
         self._changed.set()
 
     def pushes(self) -> dict[int, Ready]:
-        """By training rank: those that are waited for, or carried out."""
+        """Returns the pushes that are awaited or carried out, by training rank."""
         return dict(self._ready)
 
     def settle(self, pushes: dict[int, Ready]) -> None:
-        """These have ended. A rank that has withdrawn may be ready again."""
+        """Removes these pushes, which have ended. A newer push of a rank stays."""
         self._ready = {
             rank: each for rank, each in self._ready.items() if each is not pushes.get(rank)
         }
 
     async def first(self) -> None:
-        """A first training rank is ready."""
+        """Waits until a first training rank is ready."""
         while not self._ready:
             self._changed.clear()
             await self._changed.wait()
 
     async def all(self, seconds: float) -> int:
-        """The version that all training ranks have. Raises the loss of one, DeadlineExceeded, and
-        WeightsMismatch where they have different ones, or one cannot send it."""
+        """Waits for all training ranks, and returns the version that they push. Raises the loss of
+        one, DeadlineExceeded, and WeightsMismatch if their versions differ or one cannot send."""
         try:
             async with asyncio.timeout(seconds):
                 while missing := self.missing():
@@ -79,7 +79,8 @@ class Readiness:
         return versions[0]
 
     def missing(self) -> list[int]:
-        """Those that have not pushed. Raises the loss of one."""
+        """Returns the ranks that have not pushed. Raises the loss of one, and WeightUpdateAborted
+        if no push is left."""
         known = {each.joined.rank for each in self._members.training if each.peer.alive}
         missing = set(self._members.missing_trainers()) | (known - set(self._ready))
         for error in self._lost.values():
@@ -89,6 +90,6 @@ class Readiness:
         return sorted(missing - self._refusals().keys())
 
     def _refusals(self) -> dict[int, Said]:
-        """By training rank."""
+        """Returns the reasons of the ranks that cannot push, by training rank."""
         answers = sorted(self._ready.items())
         return {rank: each.refused for rank, each in answers if each.refused is not None}

@@ -1,4 +1,4 @@
-"""An inference rank's end of weight updates: it stages the next weights beside those it serves."""
+"""The inference side of weight updates: stages the next weights beside those that are served."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class _Update:
-    """The one that a receiver takes."""
+    """The update, or the wave of one, that a receiver takes."""
 
     def __init__(self, prepare: Prepare) -> None:
         self.prepare = prepare
@@ -64,13 +64,13 @@ class _Update:
 
 
 class WeightReceiver:
-    """One inference rank: one engine that is used for nothing else, and an arena.
+    """The receiver of one inference rank: an engine used for nothing else, and an arena.
 
-    Everything but `version` and `digest` belongs to the event loop. To apply a staged update, the
-    inference engine pins it on all ranks of the instance (`pin()`), copies it out of `memory` on
-    all of them between two steps, and says so (`applied()`). At the leader, `commit` is between
-    its pin and its `applied()`. If a rank fails in between, call `broken()` and end the instance:
-    it has half of the update.
+    Event loop only, except `version` and `digest`. To apply a staged update, the inference engine
+    pins it on all ranks of the instance (`pin()`), copies it out of `memory` on all of them between
+    two steps, and reports that (`applied()`). At a leader with `commit`, the receiver calls pin()
+    before it, and applied() after it. If a rank fails in between, call `broken()` and end the
+    instance: it has only a part of the update.
 
         staged = receiver.pin(update_id)
         for name, (holding, offset, nbytes) in receiver.arena.places.items():
@@ -79,15 +79,15 @@ class WeightReceiver:
             parameters[name].copy_(box.view(dtype).view(holding.shape))
         receiver.applied(staged)
 
-    An update may come in waves; each is staged, pinned and applied like that. Between the first one
-    and the last one, the instance serves no request.
+    An update may come in waves; each is staged, pinned and applied like that. From the first wave
+    to the last, the instance serves no request.
 
     Attributes:
-        memory: the arena, a `kvxfer.Memory`: in host memory, and a writable buffer, or on `gpu`.
+        memory: the arena, a `kvxfer.Memory`: on `gpu`, or in host memory and a writable buffer.
             Training ranks write it while an update is staged. From pin() to applied() it does not
             change: read it then.
-        arena: where the box of each parameter is in `memory`. A box is contiguous, in the dtype
-            and shape of its Holding. In waves, it has the parameters of the wave alone.
+        arena: the place of each parameter's box in `memory`. A box is contiguous, in the dtype and
+            shape of its Holding. In waves, `arena` has only the parameters of the current wave.
         holdings: what this rank wants.
     """
 
@@ -105,18 +105,18 @@ class WeightReceiver:
         arena_bytes: int | None = None,
         gpu: int | None = None,
     ) -> None:
-        """holdings: what this rank wants. ranks: of the instance; rank 0 is its leader.
+        """holdings: what this rank wants. ranks: those of the instance; rank 0 is its leader.
 
-        commit: of the leader, where updates are committed by message and not by the inference
-        engine's control path: applies the update to the whole instance, and returns its pause in
-        seconds or None. What it raises takes the instance out of service. It runs on the event loop
-        of `engine`, where nothing else runs until it awaits: copy in a thread
-        (`asyncio.to_thread`).
-        decided: of the leader, asks where decisions are recorded how an update ended; if nothing is
-        recorded, this records that it is aborted. None where the update is not known there: then
-        the other leaders are asked.
-        version: that is served now. gpu: whose memory the arena is. arena_bytes: at most so many
-        are staged; this rank takes updates in waves. Without it, it stages whole ones alone.
+        commit: for the leader, if updates are committed by message and not by the inference
+        engine's control path. Applies the update to the whole instance, and returns its pause in
+        seconds, or None. If it raises, the instance leaves service. It runs on the event loop of
+        `engine`, which it blocks until it awaits: copy in a thread (`asyncio.to_thread`).
+        decided: for the leader, returns the recorded decision on an update. If none is recorded, it
+        records an abort. None if the update is unknown there. Unless the decision is to commit, the
+        other leaders are asked, too.
+        version: the one that is served now. gpu: the GPU that has the arena; None for host memory.
+        arena_bytes: the most bytes that are staged at once; this rank then takes updates in waves.
+        Without it, it takes only whole updates.
         """
         if not 0 <= rank < ranks:
             raise InvalidArgument(f"rank {rank} of {ranks}: ranks count from 0")
@@ -141,20 +141,21 @@ class WeightReceiver:
         self._senders = Greeted()
         self._update: _Update | None = None
         self._receiving: asyncio.Task[None] | None = None
-        """Of the last update, also where it was dropped: until it ends its writes may land."""
+        """The task of the last update, even of one that was dropped: its writes may land until it
+        ends."""
         self._outcomes = Outcomes()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        """Gives the arena back. An update that is not applied by then is dropped."""
+        """Frees the arena. Drops an update that is not applied yet."""
         await self._links.close()
         await in_own_thread(self.memory.close)
 
     async def join(self, coordinator: str, timeout: float = JOIN_SECONDS) -> None:
-        """Dials a coordinator, and again whenever it is lost. Not needed by a rank that the
-        coordinator dials.
+        """Dials a coordinator, and again after each loss. Not needed if the coordinator dials this
+        rank.
 
         Raises DeadlineExceeded, with the last error of connecting as its cause, and at once an
         error that another attempt would not change, such as AuthenticationFailed.
@@ -162,39 +163,41 @@ class WeightReceiver:
         await self._links.join(coordinator, self._join, timeout)
 
     def dial(self, coordinator: str) -> None:
-        """Dials a coordinator until this is closed, whatever fails: it need not be there yet."""
+        """Dials a coordinator until this is closed, whatever fails; it need not run yet."""
         self._links.spawn(self._links.keep_connected(coordinator, self._join))
 
     @property
     def version(self) -> int:
-        """That is served, or was before this rank went out of service. Any thread."""
+        """The version that is served, or was before this rank went out of service. Any thread."""
         return self._service.version
 
     @property
     def digest(self) -> str | None:
-        """Of what is served, where an update has brought it."""
+        """The digest of what is served; None if no update has brought it. Any thread."""
         return self._service.digest
 
     @property
     def error(self) -> KvxferError | None:
-        """Why the instance is out of service for good; None where it is not."""
+        """The reason why the instance is out of service for good; None if it is not."""
         return self._service.error
 
     @property
     def partial(self) -> str | None:
-        """Why it is out of service until a whole update reaches it: it has some waves of one."""
+        """The reason why it is out of service until its next whole update: it has only some waves
+        of one. None otherwise."""
         return self._service.partial
 
     @property
     def idle(self) -> bool:
-        """Whether no update is on its way, staged or about to be applied."""
+        """True if no update is arriving, staged or being applied."""
         return self._update is None
 
     # --- for the inference engine
 
     def pin(self, update_id: str) -> Staged:
-        """From now on this rank keeps the update, whatever happens, until `applied()` or `unpin()`.
-        Raises NotStaged where it has not the whole of this update: then no rank may apply it."""
+        """Keeps the update from now on, whatever happens, until `applied()`, `broken()` or
+        `unpin()`. Raises NotStaged if this rank has not staged the update: then no rank may apply
+        it."""
         update = self._update
         if update is None or update.prepare.update_id != update_id or update.staged is None:
             what = "none" if update is None else f"{update.prepare.update_id} ({update.state})"
@@ -206,13 +209,14 @@ class WeightReceiver:
         return update.staged
 
     def unpin(self, update_id: str) -> None:
-        """Not to be applied after all; drops it."""
+        """Drops an update that is not to be applied after all."""
         update = self._update
         if update is not None and update.prepare.update_id == update_id:
             self._drop(Said(WeightUpdateAborted.code, "it was given up before it was applied"))
 
     def applied(self, staged: Staged, pause_seconds: float | None = None) -> None:
-        """This rank serves it from its next step on; or has this wave of it."""
+        """Reports that this rank has applied the update, or the wave: it serves an update from its
+        next step on."""
         plan_id = "" if self._update is None else self._update.prepare.plan_id
         self._service.applied(staged, plan_id)
         self._update = None
@@ -220,11 +224,11 @@ class WeightReceiver:
         self._links.send(self._coordinator, Applied(staged.update_id, pause_seconds))
 
     def broken(self, staged: Staged, error: BaseException) -> None:
-        """It failed while it was applied: the instance has to leave service. If it was a wave, the
-        next update may bring it back."""
+        """Reports a failure to apply: the instance has to leave service. If a wave failed, the next
+        update may bring the instance back."""
         self._service.failed(staged, error)
         self._update = None
-        self._outcomes.add(staged.update_id, "committed")  # so it was decided
+        self._outcomes.add(staged.update_id, "committed")  # applied only after the decision
         self._links.send(self._coordinator, Applied(staged.update_id, failed=said(error)))
 
     # --- messages
@@ -374,7 +378,7 @@ class WeightReceiver:
             self._drop(message.why)
 
     def _drop(self, why: Said) -> None:
-        """What is staged, or on its way. No write of it lands once the task has ended."""
+        """Drops the update that is staged or arriving. Its writes may land until its task ends."""
         update, self._update = self._update, None
         if update is None:
             return
@@ -384,7 +388,7 @@ class WeightReceiver:
         logger.info("%s drops update %s: %s", self._name, update.prepare.update_id, why.text)
 
     async def _commit_told(self, update_id: str) -> None:
-        """Of a leader whose updates are committed by message."""
+        """Applies a committed update, at a leader that commits by message."""
         assert self._commit is not None  # noqa: S101 (JoinInference said so)
         coordinator = self._coordinator
         try:
@@ -418,9 +422,10 @@ class WeightReceiver:
             self._lost_after_staging(update)
 
     def _lost_after_staging(self, update: _Update) -> None:
-        """Where the inference engine's control path commits, that decides, and the update stays."""
+        """Handles a loss of the coordinator after staging. If the inference engine's control path
+        commits, that decides, and the update stays staged."""
         if not update.prepare.last:
-            # No one brings the waves that follow: what this rank has applied, it has.
+            # The waves that follow will not come. Those that this rank has applied stay applied.
             self._drop(Said(WeightUpdateAborted.code, "the coordinator was lost between waves"))
         elif self._commit is not None and (update.doubt is None or update.doubt.done()):
             update.doubt = self._links.spawn(self._in_doubt(update))
@@ -442,15 +447,15 @@ class WeightReceiver:
             self._drop(Said(WeightUpdateAborted.code, "its coordinator was lost before it decided"))
 
     def _told(self, update_id: str) -> Literal["committed", "aborted", "waiting", "doubt"]:
-        """What another leader hears, that has lost the coordinator."""
+        """Returns the answer to another leader, which has lost the coordinator."""
         update = self._update
         if update is not None and update.prepare.update_id == update_id:
             if update.state == "pinned":
-                # By a control path ranks pin before it is decided.
+                # Ranks with a control path pin before the decision.
                 return "waiting" if self._commit is None else "committed"
             if update.state == "staged":
                 return "doubt" if self._coordinator is None else "waiting"
-            # The asker had staged, so nothing keeps this rank from giving up: it has not voted.
+            # No update is committed without this rank's vote, so it may drop the update.
             self._drop(Said(WeightUpdateAborted.code, "another instance lost the coordinator"))
             if self._coordinator is not None:
                 why = Said(WeightUpdateAborted.code, "an instance has lost the coordinator")

@@ -1,4 +1,4 @@
-"""One update on its way into the arena of one inference rank."""
+"""The arrival of one update in the arena of one inference rank."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _MODULUS = 1 << 64
 
 
 class Senders(Protocol):
-    """The training ranks that have said HELLO."""
+    """The training ranks that have sent HELLO."""
 
     async def get(self, plan_id: str, number: int) -> Peer:
-        """The connection of one; waits for it."""
+        """Waits for the connection of a training rank, and returns it."""
 
 
 class Receiving:
-    """Grants the arena to the senders of a plan, and waits until all of it is there. Loop only."""
+    """The receipt of one update: grants the arena to the senders of a plan, and awaits their
+    writes. Event loop only."""
 
     def __init__(
         self,
@@ -49,14 +50,14 @@ class Receiving:
         self._senders = senders
         self._send = send
         self._sent: dict[int, asyncio.Future[Sent]] = {}
-        """By id of the peer."""
+        """The awaited SENT of each sender, by id of the peer."""
         self._counters: list[Counter] = []
 
     async def run(self) -> int | None:
-        """The digest of all that has arrived; None where digests are off.
+        """Waits for all bytes, and returns their digest; None without digests.
 
         Raises the loss of a sender, DeadlineExceeded, DigestMismatch. However it ends, no write of
-        any sender lands in the arena any more.
+        any sender lands in the arena afterwards.
         """
         update = f"update {self._prepare.update_id}"
         try:
@@ -75,7 +76,7 @@ class Receiving:
         return sum(part.result() for part in parts) % _MODULUS
 
     def take(self, peer: Peer, message: Sent) -> None:
-        """A sender says that it has written everything."""
+        """Takes the message of a sender that it has written everything."""
         future = self._sent.get(peer.id)
         if future is None:
             raise ProtocolError(f"{peer.name!r} says that it has written without a grant")
@@ -83,7 +84,7 @@ class Receiving:
             future.set_result(message)
 
     async def _from(self, number: int) -> int:
-        """The digest of what one training rank writes."""
+        """Waits for what one training rank writes, and returns its digest."""
         peer = await self._senders.get(self._prepare.plan_id, number)
         sent = self._sent[peer.id] = asyncio.get_running_loop().create_future()
         counter = self._engine.counter(peer)
@@ -100,7 +101,7 @@ class Receiving:
         reading = asyncio.ensure_future(
             asyncio.to_thread(target_digest, self._expected[number], self._arena)
         )
-        await until_ended(reading)  # it reads the arena, which may be given back after this
+        await until_ended(reading)  # the thread reads the arena, which may be freed after this
         found = reading.result()
         if found != message.digest:
             there = "none" if message.digest is None else f"{message.digest:016x}"
@@ -113,7 +114,7 @@ class Receiving:
         return found
 
     async def _counted(self, counter: Counter, total: int, peer: Peer, who: str) -> None:
-        """The loss of the peer ends the wait."""
+        """Waits for `total` immediates. Raises the loss of the peer."""
 
         def lost(_: Peer) -> None:
             counter.release()

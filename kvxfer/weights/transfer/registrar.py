@@ -1,4 +1,4 @@
-"""Where updates are announced and decisions recorded, such as a control plane."""
+"""The place where updates are announced and decisions recorded, such as a control plane."""
 
 from __future__ import annotations
 
@@ -11,38 +11,37 @@ from kvxfer.weights.report import UpdateReport
 
 
 class DecisionUnknown(WeightUpdateError):
-    """Whether the decision was recorded is not known: no member may be told either."""
+    """A decision that may or may not have been recorded: members may not be told any."""
 
     code = "decision-unknown"
 
 
 class Announced(Protocol):
-    """One update. Only decide() and ended() may take time, and they have deadlines."""
+    """An announced update. Only decide() and ended() may take time, and they have deadlines."""
 
     def staged(self, instance_id: str, digest: str | None) -> None:
-        """All ranks of an instance have it."""
+        """Reports that all ranks of an instance have staged it."""
 
     async def decide(self) -> bool:
-        """Whether it is to be committed: false where an abort was recorded first. Raises
+        """Records the decision to commit; returns False if an abort was recorded first. Raises
         DecisionUnknown."""
 
     async def ended(self, report: UpdateReport) -> None:
-        """All have answered."""
+        """Reports the outcome, once all have answered."""
 
 
 class Registrar(Protocol):
-    """What is told of updates and records their decisions; kvxfer.client.ControlPlaneRegistrar is
-    one."""
+    """A recorder of updates and their decisions, such as kvxfer.client.ControlPlaneRegistrar."""
 
     def announce(
         self, update_id: str, version: int, instances: Sequence[str]
     ) -> contextlib.AbstractAsyncContextManager[Announced]:
-        """An update begins; it ends with the context, aborted where that raises. Raises what
-        refuses it."""
+        """Announces an update, which ends with the context; it is aborted if the body raises.
+        Raises the error of a registrar that refuses it."""
 
 
 class NoRegistrar:
-    """The coordinator alone decides. An Announced, too."""
+    """A Registrar that records nothing, and its Announced: the coordinator alone decides."""
 
     @contextlib.asynccontextmanager
     async def announce(self, *_: object) -> AsyncIterator[Announced]:

@@ -1,4 +1,4 @@
-"""What the coordinator waits for from the members of one update."""
+"""The answers that the coordinator awaits from the members of a plan or a wave."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Answering: TypeAlias = Planned | Vote | Failed | Applied | Read
 
 
 class Answer(NamedTuple):
-    """Of an instance that was to apply an update."""
+    """The outcome at an instance that had to apply an update."""
 
     state: Literal["committed", "failed", "lost", "partial"]
     pause_seconds: float | None = None
@@ -24,7 +24,7 @@ class Answer(NamedTuple):
 
 
 class Round:
-    """The answers of the members, which are those of its begin. Event loop only."""
+    """The answers of the members with which the round began. Event loop only."""
 
     def __init__(self, about: str, members: Sequence[Member]) -> None:
         """about: the id of the plan or the wave; answers about another one do not count."""
@@ -32,7 +32,7 @@ class Round:
         self._members = {each.peer.id: each for each in members}
         self._said: dict[tuple[int, type], Any] = {}
         self._lost: dict[int, KvxferError] = {}
-        """By id of the peer."""
+        """The losses of members, by id of the peer."""
         self._error: KvxferError | None = None
         self._changed = asyncio.Event()
 
@@ -54,7 +54,7 @@ class Round:
             self.fail(loss)
 
     def fail(self, error: KvxferError) -> None:
-        """The first one counts."""
+        """Fails the round; only the first error counts."""
         self._error = self._error or error
         self._change()
 
@@ -68,8 +68,9 @@ class Round:
     async def all(
         self, kind: type[T], members: Sequence[Member], seconds: float, what: str
     ) -> list[tuple[Member, T]]:
-        """What each of them says of this kind. Raises the failure or loss of any member, and
-        DeadlineExceeded that names those which have not answered."""
+        """Waits until each of these members has sent a message of this kind, and returns them.
+        Raises the failure or loss of any member, and DeadlineExceeded that names those that have
+        not answered."""
         try:
             async with asyncio.timeout(seconds):
                 while True:
@@ -83,7 +84,7 @@ class Round:
             raise DeadlineExceeded(f"{names} had not {what} after {seconds:g} s") from None
 
     async def applied(self, ranks: Sequence[InferenceRank], seconds: float) -> Answer:
-        """How the ranks of an instance have applied the update."""
+        """Waits until the ranks of an instance have applied the update, or fail, or are lost."""
         try:
             async with asyncio.timeout(seconds):
                 while True:
@@ -113,7 +114,7 @@ class Round:
             raise self._error
 
     def _change(self) -> None:
-        """Several may wait at once."""
+        """Wakes all waiters."""
         self._changed.set()
         self._changed = asyncio.Event()
 

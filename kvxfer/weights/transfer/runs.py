@@ -1,7 +1,7 @@
-"""What one training rank writes to one inference rank, as runs of bytes.
+"""The runs of bytes that one training rank writes to one inference rank.
 
 A *run* is contiguous in the sender's box and in the receiver's. Both sides derive the same runs
-from the plan: the sender writes them, and the digest is of them.
+from the plan: the sender writes them, and the digest covers them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MODULUS = 1 << 64
 
 
 class Region(Protocol):
-    """What a digest asks of a MemoryRegion."""
+    """The method of a MemoryRegion that a digest needs."""
 
     def checksum(
         self,
@@ -33,15 +33,15 @@ class Region(Protocol):
 
 
 class Stretch(NamedTuple):
-    """Runs of one parameter that have one length, in bytes."""
+    """Runs of one parameter that all have the same length, in bytes."""
 
     source: str
     """The parameter's name at training."""
     length: int
     source_offsets: _Ints
-    """In the sender's box."""
+    """Byte offsets in the sender's box."""
     target_offsets: _Ints
-    """In the arena."""
+    """Byte offsets in the arena."""
 
     @property
     def nbytes(self) -> int:
@@ -49,7 +49,7 @@ class Stretch(NamedTuple):
 
 
 def stretches_of(write: Write, held: Mapping[str, Holding], arena: Arena) -> Iterator[Stretch]:
-    """Of one write; `held` has the boxes of its sender, `arena` is its receiver's."""
+    """Yields the stretches of a write; `held` has its sender's boxes, `arena` is its receiver's."""
     for piece in write.pieces:
         place = arena.places[piece.parameter]
         yield _stretch(piece, held[piece.source], place.holding, place.offset)
@@ -60,7 +60,7 @@ def _stretch(piece: Piece, held: Holding, wanted: Holding, begin: int) -> Stretc
     inner = len(piece.shape) - 1
     while inner > 0 and piece.shape[inner] == held.shape[inner] == wanted.shape[inner]:
         inner -= 1
-    # Along `inner` and what follows it, the bytes are contiguous on both sides.
+    # The bytes are contiguous on both sides from dimension `inner` on.
     length = item
     for size in piece.shape[inner:]:
         length *= size
@@ -74,8 +74,8 @@ def _stretch(piece: Piece, held: Holding, wanted: Holding, begin: int) -> Stretc
 
 
 def _offsets(first: tuple[int, ...], box: tuple[int, ...], outer: tuple[int, ...]) -> _Ints:
-    """In elements, of each run: of the begin of a piece at `first` of a box, and along the outer
-    dimensions of the piece, the last of them fastest."""
+    """Returns the offset of each run, in elements, of a piece that begins at `first` of a box.
+    There is a run for each element along the outer dimensions, the last of them fastest."""
     strides = [1] * len(box)
     for dimension in reversed(range(len(box) - 1)):
         strides[dimension] = strides[dimension + 1] * box[dimension + 1]
@@ -87,8 +87,8 @@ def _offsets(first: tuple[int, ...], box: tuple[int, ...], outer: tuple[int, ...
 
 
 def source_digest(stretches: Iterable[Stretch], regions: Mapping[str, Region]) -> int:
-    """The sum of XXH3 over the runs, each seeded with its place in the arena, of what is sent.
-    Blocks; any thread."""
+    """Returns the digest of what is sent: the sum of XXH3 over the runs, each seeded with its
+    offset in the arena, modulo 2**64. Blocks; any thread."""
     return (
         sum(
             regions[each.source].checksum(each.source_offsets, each.target_offsets, each.length)
@@ -99,7 +99,7 @@ def source_digest(stretches: Iterable[Stretch], regions: Mapping[str, Region]) -
 
 
 def target_digest(stretches: Iterable[Stretch], arena: Region) -> int:
-    """The same of what has arrived."""
+    """Returns the same digest of what has arrived. Blocks; any thread."""
     return (
         sum(
             arena.checksum(each.target_offsets, each.target_offsets, each.length)

@@ -1,4 +1,4 @@
-"""A training rank's end of weight updates: it writes what its memory has, when it is told to."""
+"""The training side of weight updates: writes from its memory on the coordinator's order."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class Pushed(NamedTuple):
     """A push of one rank."""
 
     read: asyncio.Future[None]
-    """Once this rank's memory is not read any more, however the update ends."""
+    """A future that ends once this rank's memory is no longer read, however the update ends."""
     report: asyncio.Future[UpdateReport]
-    """Once all instances have answered that they serve it; an error where nothing is applied, with
-    the whole `report`, or the loss of the coordinator."""
+    """The report, once all instances have answered; an error with the whole `report`, if no
+    instance serves the version; or the loss of the coordinator."""
 
 
 class _Push:
@@ -69,12 +69,12 @@ class _Push:
         self.update_id = ""
         self.sending: Sending | None = None
         self.task: asyncio.Task[None] | None = None
-        # A caller may look at `read` alone.
+        # A caller may never look at `report`: its error counts as retrieved.
         self.pushed.report.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
 class WeightSender:
-    """One training rank: one engine that is used for nothing else. Event loop only."""
+    """The sender of one training rank, on an engine used for nothing else. Event loop only."""
 
     def __init__(self, engine: Engine, holdings: Holdings, rank: int) -> None:
         """holdings: what this rank has, whether it sends it or not."""
@@ -87,7 +87,7 @@ class WeightSender:
         self._plan_id = ""
         self._receivers: dict[int, Receiver] = {}
         self._waves: list[dict[int, Writes]] = []
-        """What this rank writes in each wave, by number of the receiver."""
+        """The writes of this rank in each wave, by number of the receiver."""
         self._early: dict[str, list[tuple[Peer, Grant]]] = {}
         self._push: _Push | None = None
         self._serial = 0
@@ -96,7 +96,7 @@ class WeightSender:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        """No memory is read any more afterwards."""
+        """Stops the push that is under way. No memory is read afterwards."""
         push, self._push = self._push, None
         if push is not None:
             await self._stop(push, PeerLost("this training rank was closed"))
@@ -106,16 +106,19 @@ class WeightSender:
         self._regions.clear()
 
     async def join(self, coordinator: str, timeout: float = JOIN_SECONDS) -> None:
-        """Dials a coordinator, and again whenever it is lost. Raises DeadlineExceeded."""
+        """Dials a coordinator, and again after each loss. Raises DeadlineExceeded, and at once an
+        error of connecting that another attempt would not change."""
         await self._links.join(coordinator, self._join, timeout)
 
     def push(self, version: int, tensors: Mapping[str, Any]) -> Pushed:
-        """The memory of these tensors has the version, and may be read until `read` has ended.
+        """Pushes the version that the memory of these tensors has. The memory may be read until
+        `read` has ended.
 
-        tensors: by the names of the holdings, contiguous, the boxes that these describe. Memory
-        that is where it was in the push before is not registered again.
-        Raises InvalidArgument where another push is under way, and for a tensor that is missing or
-        is no such box; then the pushes of all other ranks fail with that reason.
+        tensors: the boxes of the holdings, by name, contiguous. Memory at the same address as in
+        the previous push is not registered again.
+        Raises InvalidArgument if another push is under way. Raises it also for a tensor that is
+        missing or is not the box of its holding; the pushes of all other ranks then fail with that
+        reason.
         """
         if self._push is not None:
             raise InvalidArgument(
@@ -133,13 +136,13 @@ class WeightSender:
         return self._push.pushed
 
     def refuse(self, version: int, error: BaseException) -> None:
-        """This rank cannot push the version: the pushes of all other ranks fail with this error,
-        and wait no longer."""
+        """Reports that this rank cannot push the version. The pushes of all other ranks fail with
+        this error; none of them waits for this rank."""
         self._serial += 1
         self._links.send(self._coordinator, Ready(version, self._serial, said(error)))
 
     async def withdraw(self, error: KvxferError) -> None:
-        """Ends the push that is under way, for a caller that waits no longer."""
+        """Withdraws the push that is under way; its report fails with this error."""
         push = self._push
         if push is not None:
             self._links.send(self._coordinator, Withdraw(push.serial))
@@ -184,7 +187,7 @@ class WeightSender:
             case Push():
                 self._begin(peer, message)
             case Abort():
-                # SETTLED follows, and says why; or another try.
+                # SETTLED follows with the reason, or another try follows.
                 push = self._push
                 if push is not None and push.update_id == message.update_id and push.task:
                     push.task.cancel()
@@ -211,7 +214,7 @@ class WeightSender:
         self._links.send(coordinator, Planned(plan.plan_id))
 
     async def _connected(self, plan: Plan, numbers: set[int]) -> dict[int, Receiver]:
-        """To inference ranks of the plan."""
+        """Connects to inference ranks of the plan."""
 
         async def meet(number: int) -> tuple[int, Receiver]:
             hello = Hello(plan.plan_id, plan.number)
@@ -229,7 +232,7 @@ class WeightSender:
         return peer
 
     async def _writes(self, message: Push) -> list[tuple[Receiver, Writes]]:
-        """Of a wave. Dials receivers whose connection was lost since the plan was made."""
+        """Returns the writes of a wave. Dials receivers that were lost since the plan was made."""
         found = []
         for number, writes in self._waves[message.wave].items():
             if number not in message.receivers:
@@ -275,7 +278,7 @@ class WeightSender:
         before: asyncio.Task[None] | None,
     ) -> None:
         try:
-            if before is not None:  # the wave before: all have it, or it is cancelled
+            if before is not None:  # the wave before: written, or cancelled
                 await until_ended(before)
             sending = Sending(self._links, message, await self._writes(message), self._regions)
             for peer, grant in self._early.pop(message.update_id, []):
@@ -285,7 +288,7 @@ class WeightSender:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            # The memory may be read once more, for another try. SETTLED ends that.
+            # Another try may read the memory again, until SETTLED.
             self._links.send(coordinator, Failed(message.update_id, said(error)))
             return
         if message.last and not push.pushed.read.done():
@@ -297,13 +300,13 @@ class WeightSender:
         if push is None or push.serial != message.serial:
             return
         if report.state == "aborted":
-            what = "and the version before is served on"
+            what = "and instances keep serving the version before"
             if report.out_of_service:
                 names = ", ".join(map(repr, report.out_of_service))
                 what = f"and {names} is out of service until the next one"
             text = f"the update to version {push.version} was {{}}, {what}: {report.error}"
             error: WeightUpdateError = WeightUpdateAborted(text.format("aborted"))
-            if report.code in (WeightsMismatch.code, OldVersion.code):  # it would be again
+            if report.code in (WeightsMismatch.code, OldVersion.code):  # a retry is refused
                 error = WeightsMismatch(text.format("refused"))
             error.report = report
             self._end(error)
@@ -315,7 +318,7 @@ class WeightSender:
             push.pushed.report.set_result(report)
 
     def _end(self, error: KvxferError) -> None:
-        """Of the push that is under way, before it is committed."""
+        """Ends the push that is under way with an error, before it is committed."""
         push, self._push = self._push, None
         if push is not None:
             self._links.spawn(self._stop(push, error))
@@ -334,14 +337,14 @@ class WeightSender:
         self._end(type(error)(f"the coordinator of weight updates was lost: {error}"))
 
     async def _await_coordinator(self, push: _Push) -> None:
-        """A push waits so long for a coordinator that is not there."""
+        """Ends the push if no coordinator is connected for _AWAY_SECONDS."""
         await asyncio.sleep(_AWAY_SECONDS)
         if self._push is push and self._coordinator is None:
             self._end(PeerLost(f"no coordinator of weight updates for {_AWAY_SECONDS:g} s"))
 
 
 async def _stopped(push: _Push) -> None:
-    """Once this returns, its memory is not read any more."""
+    """Stops a push. Its memory is no longer read once this returns."""
     try:
         if push.task is not None:
             push.task.cancel()
@@ -352,7 +355,7 @@ async def _stopped(push: _Push) -> None:
 
 
 def _sent(plan: Plan) -> list[dict[int, Writes]]:
-    """Of each wave, by number of the receiver."""
+    """Returns the writes of each wave, by number of the receiver."""
     return [
         {
             number: Writes(bursts, batches_of(bursts))
@@ -363,7 +366,7 @@ def _sent(plan: Plan) -> list[dict[int, Writes]]:
 
 
 def _require_box(holding: Holding, tensor: Any) -> None:
-    """Raises InvalidArgument for a tensor of torch that is another box than the holding's."""
+    """Raises InvalidArgument for a torch tensor that is not the box of the holding."""
     if not hasattr(tensor, "data_ptr"):
         return
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape) or (1,)
@@ -378,7 +381,7 @@ def _require_box(holding: Holding, tensor: Any) -> None:
 
 
 def _address_of(tensor: Any) -> int | None:
-    """Where a tensor of torch or an array of numpy begins; None for something else."""
+    """Returns the address of a torch tensor or a numpy array; None for something else."""
     if hasattr(tensor, "data_ptr"):
         return int(tensor.data_ptr())
     interface = getattr(tensor, "__array_interface__", None)

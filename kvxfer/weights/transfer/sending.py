@@ -1,4 +1,4 @@
-"""One update on its way out of the memory of one training rank."""
+"""The writes of one update out of the memory of one training rank."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 _Ints: TypeAlias = NDArray[np.int64]
 
 _MOST_RUNS: Final = 1 << 16
-"""Of one operation."""
+"""The most runs of one operation."""
 _PAGES: Final = 16
-"""Runs of one stretch from which they are an operation of pages: a run of a list costs 30 times the
-time to submit."""
+"""The fewest runs of a stretch that are sent as an operation of pages. Submitting a run in a list
+takes 30 times as long."""
 _OPERATIONS: Final = 16
-"""Under way to one receiver."""
+"""The most operations that are under way to one receiver."""
 _AGAIN_SECONDS: Final = 0.005
 
 
 class Runs(NamedTuple):
-    """Of several parameters or lengths: one operation."""
+    """Runs of several parameters or lengths, as one operation."""
 
     sources: Sequence[str]
     """The parameter of each run, at training."""
@@ -43,7 +43,7 @@ class Runs(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Runs of one parameter and one length: one operation."""
+    """Runs of one parameter and one length, as one operation."""
 
     source: str
     source_offsets: _Ints
@@ -55,7 +55,7 @@ Batch: TypeAlias = Runs | Pages
 
 
 def batches_of(bursts: Bursts) -> tuple[Batch, ...]:
-    """In the order in which they are submitted; made once for a plan."""
+    """Returns batches in the order in which they are submitted; called once for a plan."""
     return tuple(batch for burst in bursts for batch in _batches(burst))
 
 
@@ -98,18 +98,19 @@ class Receiver(NamedTuple):
     peer: Peer
     target: Target
     hello: Hello
-    """That tells it which rank of the plan this one is."""
+    """The message that tells it which rank of the plan this one is."""
 
 
 class Writes(NamedTuple):
-    """What a training rank writes to one inference rank, in one wave."""
+    """The bytes that a training rank writes to one inference rank in one wave."""
 
     bursts: Bursts
     batches: tuple[Batch, ...]
 
 
 class Sending:
-    """Writes to each receiver once it has granted its arena. Loop only."""
+    """The writes of one update: to each receiver once that has granted its arena. Event loop
+    only."""
 
     def __init__(
         self,
@@ -128,14 +129,14 @@ class Sending:
         }
 
     def granted(self, peer: Peer, grant: Grant) -> None:
-        """An inference rank lets this one write."""
+        """Takes the permission of an inference rank to write."""
         future = self._grants.get(peer.id)
         if future is not None and not future.done():
             future.set_result(grant)
 
     async def run(self) -> None:
-        """Returns when all receivers have everything. Raises the loss of one, DeadlineExceeded, and
-        what the engine raises. However it ends, memory of this rank is not read any more."""
+        """Writes everything to all receivers. Raises the loss of one, DeadlineExceeded, and what
+        the engine raises. However it ends, memory of this rank is no longer read."""
         try:
             async with asyncio.timeout(self._push.seconds), asyncio.TaskGroup() as group:
                 for receiver, writes in self._receivers:
@@ -165,13 +166,13 @@ class Sending:
                 raise loss_of(peer, who) from None
             raise
         finally:
-            if digest is not None:  # it reads this rank's memory
+            if digest is not None:  # the thread reads this rank's memory
                 await until_ended(digest)
         found = None if digest is None else digest.result()
         self._links.send(peer, Sent(self._push.update_id, immediates, found))
 
     async def _write(self, peer: Peer, writes: Writes, grant: Grant) -> int:
-        """Immediates that the receiver counts in all."""
+        """Writes all batches, and returns the number of immediates that the receiver counts."""
         under_way: deque[Operation] = deque()
         immediates = 0
         try:

@@ -1,4 +1,4 @@
-"""What an inference rank serves, or why it is out of service."""
+"""The version that an inference rank serves, or the reason why it is out of service."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class _Progress(NamedTuple):
 
 
 class Service:
-    """Of one rank. Event loop only, but for `version` and `digest`."""
+    """The service state of one rank. Event loop only, except `version` and `digest`."""
 
     def __init__(self, version: int) -> None:
         self.version = version
         self.digest: str | None = None
         self.error: KvxferError | None = None
-        """Why it is out of service for good."""
+        """The reason why it is out of service for good."""
         self.partial: str | None = None
-        """Why it is out of service until an update reaches it whole."""
+        """The reason why it is out of service until its next whole update."""
         self._progress: _Progress | None = None
 
     def begin(self, prepare: Prepare) -> bool:
-        """Whether a wave may be staged: the first one may, and any that follows the last applied
-        one."""
+        """Begins a wave. Returns whether it may be staged: the first may, and the one after the
+        last that was applied."""
         if prepare.wave == 0:
             self._progress = None
             return True
@@ -42,7 +42,7 @@ class Service:
         return known is not None and known[:3] == (prepare.plan_id, prepare.weights, prepare.wave)
 
     def staged(self, prepare: Prepare, digest: int | None) -> Staged:
-        """The wave that has arrived; `digest` is of this one alone."""
+        """Returns the wave that has arrived, as staged; `digest` is that of this wave alone."""
         if digest is not None and self._progress is not None:
             digest = (digest + self._progress.digest) % _MODULUS
         return Staged(
@@ -65,7 +65,7 @@ class Service:
         self._progress = _Progress(plan_id, staged.version, done, digest)
 
     def failed(self, staged: Staged, error: BaseException) -> None:
-        """While it was applied. An update in waves may bring the rank back, as it writes all."""
+        """Records a failure to apply. If it was a wave, the next update may bring the rank back."""
         why = said(error)
         self._progress = None
         if staged.waves == 1:

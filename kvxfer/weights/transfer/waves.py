@@ -1,4 +1,4 @@
-"""How an update is cut into waves, so that each fits the arenas of all inference ranks."""
+"""The cut of an update into waves that each fit the arenas of all inference ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBER: Final = re.compile(r"(\d+)")
 
 
 class Bounded(NamedTuple):
-    """An inference rank, and the bytes that it stages at once."""
+    """An inference rank, and the most bytes that it stages at once."""
 
     name: str
     holdings: Holdings
@@ -26,17 +26,18 @@ class Bounded(NamedTuple):
 
 
 def waves_of(ranks: Sequence[Bounded]) -> tuple[tuple[str, ...], ...]:
-    """The names of each wave, at inference.
+    """Returns the parameters of each wave, as named at inference.
 
-    In the order of their names; numbers count as such. A layer is in one wave if any arena can take
-    it, otherwise in as few as can. Raises WeightsMismatch that names a parameter that is too large.
+    They are in the order of their names, in which numbers compare as numbers. A layer is in one
+    wave if every arena can take it, and otherwise spread over several. Raises WeightsMismatch that
+    names a parameter that is too large.
     """
     bounds = np.array([each.arena_bytes for each in ranks], np.int64)
     waves: list[list[str]] = []
     taken = np.zeros_like(bounds)
     for layer in _layers(_sizes(ranks)):
         whole = sum(layer.values(), np.zeros_like(bounds))
-        # A layer that no wave can take is spread over several.
+        # A layer that does not fit one wave is spread over several.
         parts = [layer] if (whole <= bounds).all() else [{name: layer[name]} for name in layer]
         for part in parts:
             size = sum(part.values(), np.zeros_like(bounds))
@@ -51,7 +52,7 @@ def waves_of(ranks: Sequence[Bounded]) -> tuple[tuple[str, ...], ...]:
 
 
 def _sizes(ranks: Sequence[Bounded]) -> dict[str, Ints]:
-    """By parameter: the bytes that it takes in each rank's arena."""
+    """Returns the bytes that each parameter takes in each rank's arena."""
     sizes: dict[str, Ints] = {}
     for rank, each in enumerate(ranks):
         for name, place in arena_of(each.holdings).places.items():
@@ -77,5 +78,5 @@ def _too_large(name: str, size: Ints, ranks: Sequence[Bounded]) -> WeightsMismat
     at = int(np.argmax(size - np.array([each.arena_bytes for each in ranks])))
     return WeightsMismatch(
         f"{name} takes {size[at]} bytes at {ranks[at].name}, whose arena_bytes are "
-        f"{ranks[at].arena_bytes}; a wave has whole parameters, so give it at least as many"
+        f"{ranks[at].arena_bytes}; a wave has whole parameters, so raise arena_bytes"
     )

@@ -1,5 +1,5 @@
--- ARGV: [5] id of the transfer, [6] its block table as msgpack. The log says only that there is
--- one: it is as large as the prompt is long, and one replica asks for it.
+-- ARGV: [5] id of the transfer, [6] its block table as msgpack. The log only says that there is a
+-- table: it grows with the prompt, and only one replica asks for it.
 local id, packed = ARGV[5], ARGV[6]
 
 if not transfer_of(id) then

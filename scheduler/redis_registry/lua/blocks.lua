@@ -1,5 +1,6 @@
--- ARGV: [5] id, [6] epoch, [7] 1 where all that was there before goes, [8] hashes that come, [9]
--- that go, six bytes each, [10] how many are kept, [11] secret. Returns how many there are.
+-- ARGV: [5] id, [6] epoch, [7] 1 to first remove all earlier hashes, [8] hashes to add, [9] hashes
+-- to remove, six bytes each, [10] the most hashes that are kept, [11] secret. Returns the number of
+-- hashes.
 local id, epoch, reset, added, removed = ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9]
 local SIZE = 6
 
@@ -8,7 +9,7 @@ if refused then
   return refused
 end
 
--- The first byte says which of the 16 parts a hash is in; the part has the rest.
+-- The first byte of a hash says which of the 16 parts it is in; the part has the rest.
 local function by_part(packed)
   local parts = {}
   for at = 1, #packed, SIZE do
@@ -65,7 +66,7 @@ local held = publish(reset ~= '1')
 if held > tonumber(ARGV[10]) then
   held = publish(false)
 end
--- A replica of an older version reads of added, removed and reset, eight bytes a hash.
+-- A replica of an older version reads added, removed and reset, with eight bytes for each hash.
 append('kind', 'blocks', 'instance', id, 'added', '', 'removed', '', 'reset', '', 'come', added,
        'go', removed, 'anew', reset)
 return {'ok', int(held)}

@@ -1,8 +1,7 @@
--- ARGV: [5] id, [6] epoch, [7] state or empty, [8] msgpack of the load or empty, [9] msgpack of
--- what it sends to whom or empty, [10] secret. Returns the lease.
+-- ARGV: [5] id, [6] epoch, [7] state or empty, [8] msgpack of the load or empty, [9] msgpack of its
+-- traffic or empty, [10] secret. Returns the lease.
 --
--- What it sends goes into no record: it is as long as the fleet is large, and only an overview
--- asks for it.
+-- The traffic goes into no record: it grows with the fleet, and only an overview asks for it.
 local id, epoch, wanted, load, sent = ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9]
 
 local member, refused = living(id, epoch, ARGV[10])

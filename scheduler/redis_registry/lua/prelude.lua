@@ -1,29 +1,29 @@
--- What every step shares; it is put before each of the other scripts.
+-- The code that all steps share; it is put before each of the other scripts.
 --
--- KEYS[1] is what every key begins with: one hash tag, one pattern of an ACL. ARGV: [1] the time in microseconds, empty for that of this server,
--- [2] how many bytes of the log are kept, [3] how many changes, [4] the lease in microseconds; a
--- step's own arguments follow.
+-- KEYS[1] is the prefix of every key: one hash tag, one pattern of an ACL. ARGV: [1] the time in
+-- microseconds, empty for the time of this server, [2] how many bytes of the log are kept, [3] how
+-- many changes, [4] the lease in microseconds; a step's own arguments follow.
 --
--- instances   hash     id -> msgpack of the member: epoch, state, role, incarnation, secret (SHA-256),
---                      load, reserved, times
--- specs       hash     id -> what the worker registered, as JSON
--- blocks      hash     id and : and a hexadecimal digit -> the hashes of the blocks it has cached that
---                      begin with this digit of 11: the other ten digits of each, five bytes
--- sent        hash     id -> msgpack of what it sends to whom, where it sends something
+-- instances   hash     id -> msgpack of the member: epoch, state, role, incarnation, secret
+--                      (SHA-256), load, reserved, times
+-- specs       hash     id -> the spec that the worker registered, as JSON
+-- blocks      hash     id and : and a hexadecimal digit -> the hashes of the blocks it has cached
+--                      that begin with this digit of 11: the other ten digits of each, five bytes
+-- sent        hash     id -> msgpack of its traffic, if it sends any
 -- transfers   hash     id -> msgpack of the transfer
--- asked       hash     id of a transfer -> the replica that was asked for it, empty where several were
+-- asked       hash     id of a transfer -> the replica that was asked for it, empty for several
 -- tables      hash     id of a transfer -> msgpack of its block table
 -- held:ID     set      the transfers of one instance
 -- updates     hash     id -> msgpack of the weight update
 -- lapses      hash     id of an update under way -> msgpack of what it becomes when its lease ends
 -- updating    hash     model -> id of its update under way
 -- ended       sorted   ids of updates that have ended, by the time
--- expiries    sorted   'i' and an instance's id, 't' and a transfer's, or 'w' and a weight update's,
---                      by the time it runs out
+-- expiries    sorted   'i' and an instance's id, 't' and a transfer's, or 'w' and a weight
+--                      update's, by the time it expires
 -- counts      hash     what happened since the registry began
--- zones       hash     id -> its zone, where it has one
--- seen        string   when the last step was taken, within 0.1 s
--- unwell      string   when steps were taken again after a silence, until leases are spared for it
+-- zones       hash     id -> its zone, if it has one
+-- seen        string   the time of the last step, within 0.1 s
+-- unwell      string   the time of the step that ended a silence, until leases are spared for it
 -- sequence    string   the id of the log's last record
 -- changed     string   the id of the last change
 -- log         stream   every step, for the replicas; a record names the one before it
@@ -52,7 +52,7 @@ local PART_BYTES = LOG_BYTES / 16
 local LEASE = tonumber(ARGV[4])
 local SILENCE = 1000000 -- every replica takes a step twice a second
 local PORTION = 100 -- removals by one step
-local MASS = 10 -- leases that end at once, at least
+local MASS = 10 -- fewer late leases than these are not spared
 local ORDER = {joining = 1, ready = 2, draining = 3}
 
 local now = tonumber(ARGV[1])
@@ -65,11 +65,11 @@ local function int(number)
   return string.format('%.0f', number)
 end
 
--- Ids are at least the time, so they ascend also where this server lost its memory, or its last
--- steps to a fail-over.
+-- Ids are at least the time, so they ascend even if this server lost its memory, or its last steps
+-- in a fail-over.
 local sequence = tonumber(redis.call('GET', SEQUENCE) or '0')
 
--- The oldest parts go. What a record takes is known to this server alone, up to twice its bytes.
+-- Drops the oldest parts. Only this server knows what a record takes, up to twice its bytes.
 local function end_part()
   redis.call('SET', PART, 0)
   redis.call('RPUSH', PARTS, int(sequence))
@@ -102,7 +102,7 @@ local function read_member(id)
   return packed and cmsgpack.unpack(packed)
 end
 
--- Whether more may have run out than was ended. Then each step looks at what it comes upon.
+-- True if more may have expired than was ended. Each step then checks what it comes upon.
 local backlog = false
 
 local function ran_out(kind, id)
@@ -114,8 +114,8 @@ local function save(id, member)
   redis.call('HSET', INSTANCES, id, cmsgpack.pack(member))
 end
 
--- What a worker is told of its lease: epoch, state, role, reserved transfers and blocks, and the
--- microseconds that it may still take where it is drained.
+-- The lease as a worker gets it: epoch, state, role, reserved transfers and blocks, and the
+-- microseconds that are left to it if it drains.
 local function lease_of(member)
   local left = ''
   if member.drain_deadline then
@@ -134,7 +134,7 @@ local function change(cause, id, member)
     'after', before, 'cause', cause, 'instance', id, 'member', packed, 'spec', spec)
 end
 
--- One side where one instance serves the request alone.
+-- The sides of a transfer: one if one instance serves the request alone.
 local function sides_of(transfer)
   if transfer.prefill.instance_id == transfer.decode.instance_id then
     return {{party = transfer.prefill, blocks = transfer.prefill_blocks, decodes = true}}
@@ -165,7 +165,7 @@ local function end_transfer(id, reason)
   append('kind', 'end', 'transfer', id, 'reason', reason)
 end
 
--- The fields of `blocks` that are an instance's.
+-- The fields of an instance in `blocks`.
 local function parts_of(id)
   local fields = {}
   for part = 0, 15 do
@@ -194,7 +194,7 @@ local function expire(id)
   redis.call('HINCRBY', COUNTS, 'leases_expired', 1)
 end
 
--- The member of an instance that lives.
+-- The member of a live instance.
 local function member_of(id)
   if ran_out('i', id) then
     expire(id)
@@ -203,8 +203,8 @@ local function member_of(id)
   return read_member(id)
 end
 
--- The member of an instance that lives under an epoch, for a caller that showed a secret (prelude of
--- registry.py); else nothing and why not. ANY asks for no secret.
+-- The member of an instance that lives under an epoch, for a caller that showed a secret
+-- (scheduler/registry.py); else nil and the refusal. ANY asks for no secret.
 local ANY = '-'
 
 local function refused_secret(id, member, shown)
@@ -222,7 +222,7 @@ local function living(id, epoch, shown)
   return member, refused_secret(id, member, shown)
 end
 
--- A transfer that is open, as msgpack.
+-- The open transfer as msgpack.
 local function transfer_of(id)
   local packed = redis.call('HGET', TRANSFERS, id)
   if packed and ran_out('t', id) then
@@ -239,8 +239,8 @@ local function transfer_of(id)
   return packed
 end
 
--- What an update is from now on. `lapsed` is what it becomes when its lease ends, empty where it has
--- ended. The record itself is made by the replica that takes the step.
+-- Writes the record of an update. `lapsed` is its record after its lease ends, empty if it has
+-- ended. The replica that takes the step makes the records.
 local function put_update(packed, lapsed, lease)
   local update = cmsgpack.unpack(packed)
   local id = update.update_id
@@ -267,7 +267,7 @@ local function drop_update(id)
   append('kind', 'no-update', 'update', id)
 end
 
--- Moves the deadlines of `entries`; ZADD takes so many at once.
+-- Moves the deadlines of `entries` by `time`, a bounded number with each ZADD.
 local function put_off(entries, time)
   for i = 1, #entries, 1000 do
     local moved = {}
@@ -279,8 +279,8 @@ local function put_off(entries, time)
   end
 end
 
--- Shortly after a silence most of the fleet, or of a zone, may be late because of what silenced
--- this registry: late is a worker that missed a heartbeat. Then these get one more lease, once
+-- Shortly after a silence, most of the fleet or of a zone may be late because of what caused it. A
+-- worker is late if it missed a heartbeat. The late ones then get one more lease, once
 -- (lease_guard.py). Returns whether any did.
 local function spare()
   local unwell = tonumber(redis.call('GET', UNWELL) or '0')

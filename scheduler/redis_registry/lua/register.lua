@@ -1,5 +1,5 @@
 -- ARGV: [5] id, [6] state, [7] incarnation, [8] blocks, [9] HTTP address, [10] role, [11] spec as
--- JSON, [12] zone or empty, [13] secret or empty. Returns the lease, or who holds the id.
+-- JSON, [12] zone or empty, [13] secret or empty. Returns the lease, or the holder of the id.
 local id, state, incarnation, zone = ARGV[5], ARGV[6], ARGV[7], ARGV[12]
 
 local holder = member_of(id)
@@ -28,7 +28,7 @@ local member = {
   reserved = {transfers = 0, blocks = 0},
 }
 save(id, member)
--- A replica of an older version, which took out the one before, leaves its blocks.
+-- A replica of an older version removes the earlier registration but leaves its blocks.
 redis.call('HDEL', BLOCKS, unpack(parts_of(id)))
 redis.call('ZADD', EXPIRIES, int(now + LEASE), 'i' .. id)
 redis.call('HINCRBY', COUNTS, 'registrations', 1)

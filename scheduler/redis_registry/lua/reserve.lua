@@ -1,5 +1,5 @@
--- ARGV: [5] transfer as msgpack, [6] microseconds until it runs out, [7] the replica that asks.
--- Returns the transfer that is open under this id already, or nothing.
+-- ARGV: [5] transfer as msgpack, [6] microseconds until it expires, [7] the replica that asks.
+-- Returns the transfer that is already open under this id, or nothing.
 local transfer, lasts = cmsgpack.unpack(ARGV[5]), tonumber(ARGV[6])
 local id, sides = transfer.transfer_id, sides_of(transfer)
 
@@ -21,7 +21,7 @@ for _, side in ipairs(sides) do
   end
   if backlog and side.blocks > member.num_blocks - member.reserved.blocks then
     for _, held in ipairs(redis.call('SMEMBERS', HELD .. name)) do
-      transfer_of(held) -- ends it where it has run out
+      transfer_of(held) -- ends it if it has expired
     end
     member = member_of(name)
   end

@@ -1,3 +1,3 @@
--- Ends a portion of what has run out, which the prelude did. Returns the id of the log's last
--- record, and whether more may have run out.
+-- The prelude has ended a portion of what has expired. Returns the id of the log's last record, and
+-- 'more' if more may have expired.
 return {'ok', int(sequence), backlog and 'more' or ''}

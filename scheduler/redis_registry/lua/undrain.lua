@@ -1,4 +1,4 @@
--- ARGV: [5] id. Returns the member and its spec. It is joining until its worker says otherwise.
+-- ARGV: [5] id. Returns the member and its spec. It is joining until its worker reports otherwise.
 local id = ARGV[5]
 
 local member = member_of(id)

@@ -1,6 +1,6 @@
--- ARGV: [5] the update as the caller read it, empty where it is new, [6] the update now, [7] what it
--- becomes when its lease ends, empty where it has ended, [8] lease in microseconds, [9] how many
--- that have ended are kept. Takes it only where it still is as it was read.
+-- ARGV: [5] the update as the caller read it, empty if it is new, [6] the update now, [7] the
+-- update after its lease ends, empty if it has ended, [8] lease in microseconds, [9] how many
+-- updates that have ended are kept. Writes the update only if it still is as it was read.
 local was, packed, lapsed, lease = ARGV[5], ARGV[6], ARGV[7], tonumber(ARGV[8])
 
 local update = cmsgpack.unpack(packed)

@@ -1,4 +1,4 @@
-"""SGLang's pools in memory of a GPU: `python -m tests.connectors.sglang.gpu_pools KIND`."""
+"""SGLang's pools in GPU memory: `python -m tests.connectors.sglang.gpu_pools KIND`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOM = Room(4711, prompt_digest([1, 2, 3]))
 
 
 def main(kind: str) -> None:
-    """Pages and state of the GPU arrive in those of the other side, metadata in its host memory."""
+    """Moves pages and state between pools of GPUs, and metadata to the other side's host memory."""
     rng = random.Random(1)
     hybrid = HYBRIDS[kind]
     sizes = buffer_sizes(hybrid.states, hybrid.kv_page_bytes)

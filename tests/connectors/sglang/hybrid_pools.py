@@ -1,5 +1,5 @@
-"""Pools as SGLang 0.5.23 makes them of models that keep state, and what it hands over with a prompt
-of five pages. Sizes are small, shapes are those of the classes named."""
+"""Pools as SGLang 0.5.23 makes them for models that keep state, and the state that it hands over
+with a prompt of five pages. Sizes are small; shapes are those of the classes named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from tests.connectors.sglang.instances import LAYERS, PAGE_BYTES, PAGE_SIZE, State
 
 PAGES_OF_PROMPT = ([3, 9, 1, 4, 7], [8, 2, 5, 0, 11])
-"""Of prefill and of decode."""
+"""The prompt's pages, at prefill and at decode."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Hybrid:
 
 
 def row(index: int) -> list[Any]:
-    """How the row of a request comes from HybridReqToTokenPool: of the mapping's dtype, in a list,
+    """Returns a request's row as HybridReqToTokenPool gives it: of the mapping's dtype, in a list,
     without a dimension."""
     return [np.array(index, dtype=np.int32)]
 
@@ -48,7 +48,7 @@ SPARSE = Hybrid(
     (656 * PAGE_SIZE,) * LAYERS,
     mla=True,
 )
-# SWAKVPool of two MHATokenToKVPoolMXFP8: scales of K and V have the pages of what they scale.
+# SWAKVPool of two MHATokenToKVPoolMXFP8: the scales of K and V are in pages like K and V.
 SCALED = Hybrid(
     (
         State("swa", 6, (256,) * 4),
@@ -86,7 +86,7 @@ HYBRIDS = {
 
 
 def expected(hybrid: Hybrid) -> list[dict[int, int]]:
-    """For each buffer, which item of prefill arrives in which of decode; the others stay."""
+    """Maps items of decode to items of prefill, for each buffer; other items do not change."""
     pages = dict(zip(*reversed(PAGES_OF_PROMPT), strict=True))
     found = [pages] * len(hybrid.kv_page_bytes)
     for state, source, target in zip(hybrid.states, hybrid.source, hybrid.target, strict=True):

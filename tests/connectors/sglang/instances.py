@@ -1,4 +1,4 @@
-"""A prefill and a decode instance as SGLang has them, with real engines and no SGLang."""
+"""A prefill and a decode instance as SGLang has them, with real engines and without SGLang."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROWS, ROW_BYTES = 4, (64, 128)
 
 @dataclass(frozen=True)
 class State:
-    """One of SGLang's StateTypes: buffers of so many items, each of so many bytes."""
+    """One of SGLang's StateTypes: the items of its buffers, and the bytes of an item in each."""
 
     kind: str
     items: int
@@ -41,14 +41,14 @@ class State:
 def buffer_sizes(
     states: Sequence[State] = (), kv_page_bytes: Sequence[int] = (PAGE_BYTES,) * 2 * LAYERS
 ) -> list[tuple[int, int]]:
-    """Items and bytes of an item of each buffer."""
+    """Returns the items, and the bytes of an item, of each buffer."""
     sizes = [(PAGES, size) for size in kv_page_bytes]
     return sizes + [(state.items, size) for state in states for size in state.item_bytes]
 
 
 @dataclass
 class Instance:
-    """One side: its pool, its metadata rows, and what moves them."""
+    """One side: its pool, its metadata rows, and the agent that moves them."""
 
     agent: Agent
     pool: list[np.ndarray[Any, np.dtype[np.uint8]]]
@@ -97,8 +97,9 @@ def instance(
     checksums: bool = False,
     kv_args: Any = None,
 ) -> Iterator[Instance]:
-    """`places`: where the pool's buffers lie, first those of the KV cache, then those of the
-    states, instead of in its own host memory. `kv_args`: SGLang's of a pool of SGLang's."""
+    """An instance. `places` are the addresses of its buffers, first of the KV cache, then of
+    states; without them, the buffers are in host memory. `kv_args` are SGLang's, of one of its
+    pools."""
     settings = BackendSettings(
         cluster_key=KEY,
         lease_seconds=lease_seconds,
@@ -170,7 +171,7 @@ def two(
     kv_args: Sequence[Any] = (None, None),
     **of_both: Any,
 ) -> Iterator[Two]:
-    """`of_both`: arguments of instance()."""
+    """Two connected instances; `of_both` are arguments of instance() for both."""
     with (
         instance("prefill", places=places[0], kv_args=kv_args[0], **of_both) as prefill,
         instance("decode", places=places[1], kv_args=kv_args[1], **of_both) as decode,

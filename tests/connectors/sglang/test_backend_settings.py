@@ -22,7 +22,7 @@ def test_without_variables_there_are_defaults() -> None:
     assert "0123456789abcdef" not in repr(settings)
 
 
-def test_what_is_set_is_used(tmp_path: Path) -> None:
+def test_variables_that_are_set_are_used(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("another key of 16 bytes\n")
     (tmp_path / "tickets").write_text("a-ticket-key-of-more-than-16-bytes\n")
     settings = BackendSettings.read(
@@ -66,10 +66,10 @@ def test_what_is_set_is_used(tmp_path: Path) -> None:
         ("KVXFER_CHECKSUMS", "yes"),
     ],
 )
-def test_a_value_that_cannot_be_meant_is_named(name: str, value: str) -> None:
+def test_the_error_names_a_variable_with_an_invalid_value(name: str, value: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^{name} is .*{value}"):
         BackendSettings.read({name: value})
 
 
-def test_ports_of_a_kubernetes_service_are_not_taken_for_the_engines() -> None:
+def test_the_port_of_a_kubernetes_service_is_not_taken_for_the_engines() -> None:
     assert BackendSettings.read({"KVXFER_PORT": "tcp://10.96.0.9:8000"}).options == {}

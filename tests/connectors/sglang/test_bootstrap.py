@@ -1,4 +1,4 @@
-"""Which servers are accepted as prefill instances, and for how long."""
+"""Servers that are accepted as prefill instances, and until when."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_decode_learns_what_prefill_has_registered(server: BootstrapServer) -> N
     assert ask(server) == about(epoch=2)
 
 
-def test_nobody_is_there_before_prefill_has_registered(server: BootstrapServer) -> None:
+def test_decode_gets_an_error_before_prefill_has_registered(server: BootstrapServer) -> None:
     assert httpx2.get(url(server, "/health")).text == "ok"
     with pytest.raises(ConnectFailed, match=r"answers 503: the prefill instance still starts"):
         ask(server)
@@ -67,7 +67,7 @@ def test_nobody_is_there_before_prefill_has_registered(server: BootstrapServer) 
     ],
     ids=["another cluster's", "an earlier epoch's", "a ticket", "nonsense", "nothing"],
 )
-def test_what_the_cluster_does_not_say_of_itself_now_is_refused(
+def test_a_token_that_is_not_a_current_introduction_is_refused(
     server: BootstrapServer, token: str
 ) -> None:
     register(url(server), about(), SETTINGS)
@@ -75,18 +75,18 @@ def test_what_the_cluster_does_not_say_of_itself_now_is_refused(
     assert ask(server) == about()
 
 
-def test_prefill_is_told_that_it_is_refused(server: BootstrapServer) -> None:
+def test_a_refused_prefill_gets_an_error(server: BootstrapServer) -> None:
     register(url(server), about(epoch=2), SETTINGS)
     with pytest.raises(Forbidden, match=r"epoch 1 of 'prefill' is over"):
         register(url(server), about(epoch=1), SETTINGS)
 
 
-def test_too_much_is_not_read(server: BootstrapServer) -> None:
+def test_a_body_that_is_too_large_is_refused(server: BootstrapServer) -> None:
     assert httpx2.put(url(server, "/route"), content="x" * 5000).status_code == 400
     assert httpx2.get(url(server, "/other")).status_code == 404
 
 
-def test_decode_believes_no_server_of_another_cluster() -> None:
+def test_decode_refuses_a_server_of_another_cluster() -> None:
     theirs = BackendSettings(cluster_key=b"the key of another cluster")
     server = BootstrapServer("127.0.0.1", 0, theirs)
     try:
@@ -97,7 +97,7 @@ def test_decode_believes_no_server_of_another_cluster() -> None:
         server.close()
 
 
-def test_a_problem_is_kept_for_those_who_asked_before_it() -> None:
+def test_an_error_is_shared_by_all_who_asked_before_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
     clock = VirtualClock()

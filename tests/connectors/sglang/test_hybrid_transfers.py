@@ -1,4 +1,4 @@
-"""Models that keep state beside their KV cache, or layers of different sizes: byte by byte."""
+"""Transfers of models with state beside their KV cache, or with layers of different sizes."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_pages_and_state_arrive_chunk_by_chunk(
         assert (sides.decode.rows[0][3] == sides.prefill.rows[0][1]).all()
 
 
-def test_state_goes_with_the_last_chunk_alone() -> None:
-    """Before, SGLang still computes with it."""
+def test_state_is_sent_only_with_the_last_chunk() -> None:
+    """SGLang computes with the state until then."""
     with both(MAMBA) as sides:
         sender, receiver = begin(sides, MAMBA)
         sender.send(OURS, 1)
@@ -169,7 +169,9 @@ def test_a_window_that_prefill_does_not_have_is_refused_by_name() -> None:
         ([[6]], "item 6 of SGLang's swa buffers, which have 6"),
     ],
 )
-def test_what_the_pool_does_not_have_fails_by_name(states: list[list[int]], says: str) -> None:
+def test_the_error_names_items_that_the_pool_does_not_have(
+    states: list[list[int]], says: str
+) -> None:
     with both(SLIDING) as sides:
         receiver = sides.incoming()
         receiver.receive(ROOM, THEIRS, 3, states)

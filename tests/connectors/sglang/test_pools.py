@@ -1,4 +1,4 @@
-"""What of SGLang's KV pools and metadata can be mapped, and what is refused."""
+"""The mapping of SGLang's KV pools and metadata, and the pools that are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvxfer.layout import KvLayout
 
 
 def pool(sizes: list[int], states: dict[str, list[int]] | None = None, **other: Any) -> Any:
-    """Buffers of `sizes` bytes for a page, each of 10 pages, and states of 7 items."""
+    """Returns buffers of 10 pages, with `sizes` bytes for a page, and states of 7 items."""
     states = states or {}
     pool = {
         "page_size": 16,
@@ -57,7 +57,7 @@ def test_k_and_v_of_different_sizes_are_a_plane_each() -> None:
     assert {layer.parts for layer in made.of_layers} == {("KV",)}
 
 
-def test_state_has_groups_whose_ids_are_apart() -> None:
+def test_state_has_groups_with_separate_ids() -> None:
     parts = components_of(pool([64] * 2, {"swa": [32] * 2, "mamba": [7, 9]}), mla=False)
     made = layout_of(parts, 16)
     assert made.layer_groups == (0, 1, 2, 2)
@@ -72,7 +72,7 @@ def test_buffers_without_bytes_are_left_out() -> None:
     assert parts[1].place == 1
 
 
-def test_what_both_sides_need_alike_is_said_in_short() -> None:
+def test_what_has_to_be_equal_on_both_sides_has_a_short_description() -> None:
     assert describe(components_of(pool([64] * 4), mla=False)) == ""
     assert describe(components_of(pool([64, 32]), mla=False)) == "kv 1x64 1x32"
     mamba = components_of(pool([64] * 4, {"mamba": [8, 8, 9]}), mla=False)
@@ -97,7 +97,7 @@ def test_other_pools_are_refused(bad: Any, says: str) -> None:
         layout(bad)
 
 
-def test_a_row_of_metadata_goes_from_one_place_to_another() -> None:
+def test_a_row_of_metadata_moves_from_one_index_to_another() -> None:
     ours = [np.arange(12, dtype=np.uint8).reshape(3, 4), np.ones((3, 2), np.uint8)]
     theirs = [np.zeros((5, 4), np.uint8), np.zeros((5, 2), np.uint8)]
     source = Metadata([a.ctypes.data for a in ours], [4, 2])

@@ -1,4 +1,4 @@
-"""A room whose request has ended without an offer is remembered for a lease, and no longer."""
+"""Rooms whose request has ended without an offer are remembered for a lease, and no longer."""
 
 from __future__ import annotations
 

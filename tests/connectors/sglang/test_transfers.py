@@ -69,7 +69,7 @@ def test_pages_and_metadata_arrive_chunk_by_chunk(both: Two, decode_first: bool)
         assert not theirs[:3].any()
 
 
-def test_a_room_gives_nobody_the_cache_of_another_prompt(both: Two) -> None:
+def test_a_room_never_gives_the_cache_of_another_prompt(both: Two) -> None:
     sender, receiver, thief = both.prefill.outgoing(), both.incoming(), both.incoming()
     sender.begin(ROOM, 2)
     thief.receive(SAME_NUMBER, [0, 1], 0)
@@ -95,7 +95,7 @@ def test_a_thief_that_comes_first_is_refused_when_the_request_comes(both: Two) -
     assert sender.progress is Progress.BOOTSTRAPPING
 
 
-def test_a_room_is_good_once(both: Two) -> None:
+def test_a_room_can_be_used_once(both: Two) -> None:
     sender, receiver = both.prefill.outgoing(), both.incoming()
     sender.begin(ROOM, 1)
     receiver.receive(ROOM, [2], 0)
@@ -120,7 +120,7 @@ def test_two_requests_of_prefill_cannot_wait_in_one_room(both: Two) -> None:
 
 
 @pytest.mark.parametrize("sent", [0, 1])
-def test_decode_hears_at_once_that_prefill_was_aborted(both: Two, sent: int) -> None:
+def test_decode_fails_at_once_when_prefill_is_aborted(both: Two, sent: int) -> None:
     sender, receiver = both.prefill.outgoing(), both.incoming()
     sender.begin(ROOM, 2)
     receiver.receive(ROOM, [2, 3], 0)
@@ -143,7 +143,7 @@ def test_an_offer_for_a_request_that_was_aborted_is_refused(both: Two) -> None:
     assert "aborted on prefill" in str(receiver.error)
 
 
-def test_prefill_hears_at_once_that_decode_was_aborted(both: Two) -> None:
+def test_prefill_fails_at_once_when_decode_is_aborted(both: Two) -> None:
     sender, receiver = both.prefill.outgoing(), both.incoming()
     sender.begin(ROOM, 2)
     receiver.receive(ROOM, [2, 3], 0)
@@ -159,7 +159,7 @@ def test_prefill_hears_at_once_that_decode_was_aborted(both: Two) -> None:
         assert (before == after).all()
 
 
-def test_what_was_not_begun_is_aborted_at_once(both: Two) -> None:
+def test_a_request_that_was_not_begun_is_aborted_at_once(both: Two) -> None:
     sender, receiver = both.prefill.outgoing(), both.incoming()
     sender.abort("left")
     receiver.abort("left")
@@ -176,11 +176,12 @@ def test_each_side_waits_for_the_other_for_its_lease_only() -> None:
         late = both.incoming()
         late.receive(Room(1, ROOM.prompt), [2], 0)
         ended(late)
-        # The ticket is good for as long as the lease: prefill says so, or decode is first.
+        # The ticket is valid for the lease: either prefill reports it expired, or decode's lease
+        # ends.
         assert isinstance(late.error, LeaseExpired | TicketExpired)
 
 
-def test_a_lost_prefill_is_named_and_found_again_when_it_is_back(both: Two) -> None:
+def test_a_lost_prefill_is_named_and_found_again_after_its_restart(both: Two) -> None:
     sender, receiver = both.prefill.outgoing(), both.incoming()
     sender.begin(ROOM, 2)
     receiver.receive(ROOM, [2, 3], 0)
@@ -249,7 +250,7 @@ def _signed(both: Two, about: Instance, **other: str) -> str:
 
 
 class SglangApi(BaseHTTPRequestHandler):
-    """As far as a connector asks it."""
+    """SGLang's HTTP API, as far as a connector uses it."""
 
     answers: dict[str, Any]
 
@@ -274,7 +275,7 @@ def api() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_the_fleet_has_the_load_that_sglang_tells(
+def test_the_fleet_has_the_load_that_sglang_reports(
     role: Role, api: tuple[str, dict[str, Any]]
 ) -> None:
     url, answers = api

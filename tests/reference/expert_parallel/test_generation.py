@@ -1,4 +1,4 @@
-"""A model whose experts are spread over processes generates what it generates in one."""
+"""A model whose experts are spread over processes generates the same tokens as in one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.reference.tiny import TINY_EXPERTS
 SEED = 3
 MAX_TOKENS = 16
 VICTIM = 2
-# The last rank has none: it computes for the others.
+# The last rank has no prompts and computes for the others.
 PROMPTS = [
     [tuple(b"each rank answers its own"), tuple(b"one after another")],
     [tuple(b"x"), tuple(b"attention is everywhere")],
@@ -37,7 +37,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def dense() -> list[list[list[int]]]:
-    """What one process generates."""
+    """The tokens that one process generates."""
     experts = DenseExperts(TINY_EXPERTS, SEED)
     model = LlamaModel(TINY_EXPERTS, seeded_weights(TINY_EXPERTS, SEED), experts=experts)
     runner = ModelRunner(model, ByteTokenizer(), PagedKvCache(TINY_EXPERTS, 16, 16))
@@ -74,7 +74,8 @@ def test_the_tokens_of_each_rank_are_those_of_the_dense_form(
 
 
 def ends_within_a_step(plan: Plan, rank: int, connection: Connection) -> None:
-    """The victim has taken the tokens of a step, and others miss what its experts make of them."""
+    """Kills the victim when it has taken the tokens of a step, so that others miss its experts'
+    answers."""
     if rank == VICTIM:
         calls, compute = itertools.count(), TokenExperts.__call__
 
@@ -88,7 +89,7 @@ def ends_within_a_step(plan: Plan, rank: int, connection: Connection) -> None:
 
 
 def kill_in_mid_generation(ranks: ExpertRanks) -> None:
-    """After a few tokens of the victim, while all ranks have some left."""
+    """Kills the victim after a few of its tokens, while all ranks have tokens left to generate."""
     heard = 0
     for rank in ranks.generated():
         heard += rank == VICTIM
@@ -99,7 +100,7 @@ def kill_in_mid_generation(ranks: ExpertRanks) -> None:
 
 @pytest.mark.realtime
 @pytest.mark.parametrize("fabric", ["local", "tcp"])
-def test_with_replicas_the_others_generate_the_same_when_a_rank_is_killed(
+def test_with_replicas_the_other_ranks_generate_the_same_when_a_rank_is_killed(
     fabric: str, dense: list[list[list[int]]]
 ) -> None:
     with ExpertRanks(plan(2, fabric)) as ranks:
@@ -130,7 +131,7 @@ def test_a_step_in_which_a_rank_is_lost_is_repeated(
 
 
 @pytest.mark.realtime
-def test_without_replicas_the_others_go_on_without_the_experts_of_a_killed_rank(
+def test_without_replicas_the_other_ranks_go_on_without_the_experts_of_a_killed_rank(
     dense: list[list[list[int]]],
 ) -> None:
     with ExpertRanks(plan(1)) as ranks:

@@ -29,9 +29,9 @@ PATIENT = GroupSettings(
 
 
 class Seeds:
-    """A staging that has every update "seed:version": seeded weights of that number. A rank that is
-    to fail has a file `pin-RANK`, `apply-RANK` or `freeze-RANK` in `folder`; what it was told is in
-    `told-RANK`."""
+    """A staging whose updates are "seed:version": seeded weights of that number. A rank fails or
+    freezes if `folder` has a file `pin-RANK`, `apply-RANK` or `freeze-RANK`; each writes the calls
+    that it gets to `told-RANK`."""
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype, folder: Path, shard: Shard) -> None:
         self._config, self._dtype, self._folder, self._shard = config, dtype, folder, shard
@@ -94,7 +94,7 @@ def group(
     settings: GroupSettings = PATIENT,
     staging: MakeStaging | None = None,
 ) -> TensorParallelModel:
-    """To be entered."""
+    """Returns a group that has yet to be entered."""
     return TensorParallelModel(
         config,
         functools.partial(seeded_weights, config, seed, dtype=dtype),
@@ -107,6 +107,6 @@ def group(
 
 
 def told(folder: Path, rank: int) -> list[str]:
-    """What the staging of a rank was told."""
+    """Returns the calls that the staging of a rank got."""
     path = folder / f"told-{rank}"
     return path.read_text().splitlines() if path.exists() else []

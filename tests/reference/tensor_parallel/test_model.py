@@ -1,6 +1,6 @@
-"""Ranks compute what one process computes, and an update of theirs is that of a fresh group.
+"""Ranks compute what one process computes, and an updated group equals a fresh one.
 
-Logits are compared in float64, where another order of summation shows in the last digits only:
+Logits are compared in float64, where another order of summation changes only the last digits:
 by 1e-9 of values around 1.
 """
 
@@ -41,7 +41,7 @@ CONFIGS = {
 
 
 def steps(model: Model, cache: object, tokens: int = 12) -> torch.Tensor:
-    """The logits of a prompt and of the tokens after it."""
+    """Returns the logits of a prompt and of the tokens after it."""
     logits = [model.prefill(torch.tensor(PROMPT), cache, BLOCKS)]  # type: ignore[arg-type]
     for at in range(tokens - 1):
         token = int(logits[-1].argmax())
@@ -55,7 +55,7 @@ def alone(config: LlamaConfig, seed: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("ranks", "variant"), [(1, "plain"), (2, "biased"), (4, "tied")])
-def test_logits_are_those_of_one_process_and_an_update_is_a_fresh_group(
+def test_logits_are_those_of_one_process_and_after_an_update_of_a_fresh_group(
     ranks: int, variant: str, tmp_path: Path
 ) -> None:
     config = CONFIGS[variant]
@@ -87,13 +87,14 @@ def pair(folder: Path) -> Iterator[TensorParallelModel]:
 
 
 def test_greedy_tokens_in_float32(pair: TensorParallelModel) -> None:
-    """Seeded weights give logits far enough apart for another order of summation."""
+    """The logits of seeded weights are so far apart that another order of summation changes
+    none."""
     runner = ModelRunner(pair, ByteTokenizer(), pair.cache)
     expected = alone(TINY, 1, torch.float32).argmax(1).tolist()
     assert runner.generate(PROMPT, 12) == expected
 
 
-def test_a_rank_that_has_not_staged_keeps_all_from_applying(
+def test_no_rank_applies_an_update_that_one_has_not_staged(
     pair: TensorParallelModel, folder: Path
 ) -> None:
     before = steps(pair, pair.cache)
@@ -109,7 +110,9 @@ def test_a_rank_that_has_not_staged_keeps_all_from_applying(
     assert torch.equal(steps(pair, pair.cache), before)
 
 
-def test_every_rank_says_that_it_serves_an_update(pair: TensorParallelModel, folder: Path) -> None:
+def test_every_rank_reports_that_it_serves_an_update(
+    pair: TensorParallelModel, folder: Path
+) -> None:
     staged = pair.pin("seed:1")
     pair.apply(staged)
     assert not any(line.startswith("applied") for line in told(folder, 0) + told(folder, 1))
@@ -150,7 +153,7 @@ def runs(process: int) -> bool:
 @pytest.mark.realtime
 @pytest.mark.parametrize("when", ["idle", "in a step"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_ends_the_others_by_name(
+def test_a_lost_rank_ends_the_others_and_is_named(
     when: str, how: signal.Signals, tmp_path: Path
 ) -> None:
     patience = 1.0
@@ -194,7 +197,7 @@ def test_ranks_end_with_rank_0(tmp_path: Path) -> None:
         wait_until(lambda: not any(runs(each) for each in ranks))
 
 
-def test_a_group_that_cannot_load_says_why(tmp_path: Path) -> None:
+def test_the_error_of_a_group_that_cannot_load_says_why(tmp_path: Path) -> None:
     bad = TensorParallelModel(
         TINY,
         _no_weights,

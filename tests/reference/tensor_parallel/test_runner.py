@@ -34,13 +34,13 @@ PROMPT = "what a request of one version gives"
 
 
 def expected(seed: int, tokens: int) -> list[int]:
-    """Of one process: greedy tokens of seeded weights are the same over two ranks."""
+    """Returns the greedy tokens of one process; two ranks with seeded weights give the same."""
     model = LlamaModel(TINY, seeded_weights(TINY, seed))
     return ModelRunner(model, ByteTokenizer(), PagedKvCache(TINY, 32, 4)).generate(PROMPT, tokens)
 
 
 class Held:
-    """The model of a group, whose steps after the first few of a request wait."""
+    """Holds the third step of a group's model until `goes_on` is set."""
 
     def __init__(self, model: TensorParallelModel, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps = 0
@@ -75,7 +75,8 @@ async def meeting(
     policy: Policy,
     **kwargs: int,
 ) -> tuple[asyncio.Task[Generated], float]:
-    """A request of 64 tokens, in whose fourth an update to the weights of seed 2 comes."""
+    """Starts a request of 64 tokens, and an update to the weights of seed 2 in its fourth token.
+    Returns the request's task, and the seconds that the update paused serving."""
     held = Held(model, monkeypatch)
     request = asyncio.create_task(runner.generate(PROMPT, 64, **kwargs))
     await eventually(lambda: held.steps == 3)
@@ -122,7 +123,7 @@ async def test_keep(
 
 
 async def test_requests_at_the_same_time_are_each_of_one_version(runner: GroupRunner) -> None:
-    """Whatever the moment: updates come while some run and more arrive."""
+    """Updates arrive at any moment, while some requests run and others arrive."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -145,7 +146,9 @@ async def test_requests_at_the_same_time_are_each_of_one_version(runner: GroupRu
     assert runner.weights_version == 3
 
 
-async def test_what_is_not_staged_changes_nothing(runner: GroupRunner, tmp_path: Path) -> None:
+async def test_an_update_that_is_not_staged_changes_nothing(
+    runner: GroupRunner, tmp_path: Path
+) -> None:
     (tmp_path / "pin-1").touch()
     with pytest.raises(NotStaged, match="rank 1"):
         await runner.update("seed:2")

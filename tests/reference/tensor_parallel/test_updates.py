@@ -59,7 +59,7 @@ class Training:
         return {name: box.contiguous() for name, box in boxes.items()}
 
     async def push(self, version: int) -> str:
-        """Pushes the weights of this seed; what became of the instance."""
+        """Pushes the weights of this seed; returns the state of the instance."""
         self.seed = version
         pushes = [rank.push(version) for rank in self.ranks]
         reports = [await asyncio.to_thread(push.result, 2 * PATIENCE) for push in pushes]

@@ -1,8 +1,8 @@
 """The scale subresource of the Kubernetes API, as an HTTP server of the tests.
 
-What the API server does is taken over where a client could notice: group, version, plural and name
+It does what the API server does, as far as a client could notice: group, version, plural and name
 choose the object, a PUT with another resourceVersion than the object's is a 409, a replica count of
-0 is left out, errors are Status objects, and a token is asked for.
+0 is left out, errors are Status objects, and a token is required.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class KubernetesApi:
         self.objects[group, version, "llm", plural, name] = {"replicas": replicas, "version": 1}
 
     def touch(self, name: str) -> None:
-        """The object changes in some other way, as its status does all the time."""
+        """Changes the object in some other way, as its status changes all the time."""
         self._find(name)["version"] += 1
 
     def replicas(self, name: str) -> int:

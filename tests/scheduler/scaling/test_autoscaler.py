@@ -38,7 +38,7 @@ POLICY = ScalingPolicy(
 
 
 class Workers(ScalingBackend):
-    """How many there are of each role, and the changes that were made."""
+    """A backend that keeps the count of each role and the changes that were made."""
 
     name = "counts"
 
@@ -104,7 +104,7 @@ async def test_dry_run_decides_and_applies_nothing(registry, clock):
     assert plan.at == clock.unix()
 
 
-async def test_plan_remembers_nothing(registry, clock):
+async def test_plan_changes_no_state(registry, clock):
     autoscaler = Autoscaler(registry, POLICY, clock=clock)
     for _ in range(3):
         assert (await autoscaler.plan()).observed_seconds == 0
@@ -133,7 +133,7 @@ async def test_leader_applies_its_decisions_to_kubernetes(registry, clock, api):
     await autoscaler.close()
 
 
-async def test_workers_are_taken_away_after_the_stable_time(registry, clock, workers):
+async def test_workers_are_removed_after_the_stable_time(registry, clock, workers):
     workers.counts[Role.DECODE] = 4
     autoscaler = Autoscaler(registry, POLICY, backend=workers, clock=clock)
     await autoscaler.round()
@@ -147,7 +147,7 @@ async def test_workers_are_taken_away_after_the_stable_time(registry, clock, wor
 
 
 @pytest.mark.native
-async def test_only_the_leader_applies_and_a_follower_takes_over_knowing_the_load(
+async def test_only_the_leader_applies_and_a_follower_takes_over_with_its_own_history(
     registry, clock, workers, redis
 ):
     workers.counts[Role.DECODE] = 3
@@ -168,7 +168,7 @@ async def test_only_the_leader_applies_and_a_follower_takes_over_knowing_the_loa
 @pytest.mark.native
 async def test_deposed_leader_in_the_middle_of_a_round_writes_nothing(registry, clock, api, redis):
     class Deposing(RedisLeader):
-        """Loses its lock between its campaign and its first write."""
+        """A leader that loses its lock between its campaign and its first write."""
 
         async def campaign(self) -> int | None:
             token = await super().campaign()
@@ -187,7 +187,7 @@ async def test_deposed_leader_in_the_middle_of_a_round_writes_nothing(registry, 
     await autoscaler.close()
 
 
-async def test_rounds_that_fail_are_told_once_and_tried_again(registry, clock, workers, caplog):
+async def test_failed_rounds_are_logged_once_and_retried(registry, clock, workers, caplog):
     workers.away = True
     autoscaler = Autoscaler(registry, POLICY, backend=workers, clock=clock)
     plans: list[float] = []
@@ -235,7 +235,7 @@ async def test_a_round_without_end_is_given_up_and_the_next_one_tried(
     await autoscaler.close()
 
 
-async def test_a_role_that_cannot_be_scaled_does_not_keep_the_other_one(registry, clock, workers):
+async def test_a_role_that_cannot_be_scaled_does_not_block_the_other_one(registry, clock, workers):
     workers.counts[Role.DECODE] = 8
     workers.read_only.add(Role.PREFILL)
     autoscaler = Autoscaler(registry, POLICY, backend=workers, clock=clock)
@@ -257,7 +257,7 @@ async def test_without_redis_nothing_is_applied(registry, clock, workers):
 
 
 @pytest.mark.realtime
-async def test_redis_that_is_killed_with_its_data_costs_the_lead_until_it_is_back(
+async def test_leader_whose_redis_is_killed_does_not_lead_until_redis_is_back(
     registry, clock, workers
 ):
     with RedisServer() as server:
@@ -276,7 +276,7 @@ async def test_redis_that_is_killed_with_its_data_costs_the_lead_until_it_is_bac
 
 
 @pytest.mark.realtime
-async def test_nothing_is_scaled_by_what_was_last_known_of_the_fleet(clock, workers):
+async def test_nothing_is_scaled_from_a_stale_view_of_the_fleet(clock, workers):
     with RedisServer() as server:
         registry = RedisRegistry(server.url, LeasePolicy(10_000), clock=clock, timeout=10)
         await registry.open()
@@ -285,10 +285,10 @@ async def test_nothing_is_scaled_by_what_was_last_known_of_the_fleet(clock, work
             await registry.heartbeat(name, lease.epoch, load=Load(running=7))
         autoscaler = Autoscaler(registry, POLICY, backend=workers, clock=clock)
         server.kill()
-        with pytest.raises(ControlPlaneUnavailable, match="the registry is away"):
+        with pytest.raises(ControlPlaneUnavailable, match="the registry is unavailable"):
             await autoscaler.round()
         assert workers.writes == []
-        assert (await autoscaler.plan()).prefill.wanted == 2, "the plan is of what was known"
+        assert (await autoscaler.plan()).prefill.wanted == 2, "the plan uses what was known"
         await autoscaler.close()
         await registry.close()
 

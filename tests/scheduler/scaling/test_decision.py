@@ -22,13 +22,13 @@ IDLE = RoleMeasurement(ready=1, blocks=100)
 
 
 def prefill(load: RoleMeasurement, *, policy: ScalingPolicy = POLICY) -> RoleDecision:
-    """The decision on prefill by a replica that has watched nothing yet."""
+    """Returns the decision on prefill by a replica without a history."""
     decision, _ = decide(Measurements(at=0, prefill=load, decode=IDLE), policy, ScalingState())
     return decision.prefill
 
 
 class Watch:
-    """Decisions one after the other, as the loop makes them, on one role."""
+    """A series of decisions on one role, as the loop makes them."""
 
     def __init__(self, policy: ScalingPolicy = POLICY) -> None:
         self.policy = policy
@@ -42,7 +42,7 @@ class Watch:
         return decision.prefill
 
     def settle(self, load: RoleMeasurement) -> None:
-        """The load is seen for as long as it takes to be believed."""
+        """Shows the load for the whole stable time."""
         self(load)
         self(load, after=self.policy.stable_down)
 
@@ -86,7 +86,7 @@ def test_latency_that_keeps_its_target_asks_for_nothing():
     assert "keeps its target of 0.5 s" in latency.because
 
 
-def test_rules_that_cannot_speak_say_why():
+def test_rules_without_a_measurement_say_why():
     silent = prefill(fleet(3)).silent
     assert silent == (
         "rate: no worker reports its token rate",
@@ -106,13 +106,13 @@ def test_without_a_ready_worker_the_count_stays():
     assert decision.silent == ("no prefill worker is ready, so nothing is measured",)
 
 
-def test_what_was_requested_counts_not_what_has_registered_so_far():
+def test_requested_workers_count_before_they_have_registered():
     load = replace(fleet(2, tokens_per_second=3200), joining=1, requested=5)
     assert prefill(load).current == 5
     assert prefill(load).wanted == 5, "two more are not asked for a second time"
 
 
-def test_workers_that_take_long_to_start_are_not_taken_away_while_a_queue_waits_for_them():
+def test_workers_that_start_slowly_are_kept_while_a_queue_waits_for_them():
     watch = Watch()
     starting = replace(fleet(1, waiting=400), requested=6)
     watch.settle(starting)
@@ -120,7 +120,7 @@ def test_workers_that_take_long_to_start_are_not_taken_away_while_a_queue_waits_
     assert (later.wanted, later.clips) == (6, ())
     assert "(not 100.0: 5 are still to come)" in later.because
     watch(replace(starting, waiting=0), after=10)
-    assert watch(replace(starting, waiting=0), after=300).wanted == 5, "with no queue they are"
+    assert watch(replace(starting, waiting=0), after=300).wanted == 5, "without a queue, one goes"
 
 
 def test_draining_workers_do_not_count():
@@ -191,7 +191,7 @@ def test_a_step_down_that_broke_the_latency_is_not_repeated_at_that_load():
     assert counts[-1] == 5, "not 4 again"
     held = watch(fleet(5, **load), after=10)
     assert held.clips[-1].bound is Bound.REGRET
-    assert watch(fleet(5, tokens_per_second=900), after=10).wanted == 4, "with less load it is"
+    assert watch(fleet(5, tokens_per_second=900), after=10).wanted == 4, "at a lower load it is"
 
 
 def test_a_step_up_for_more_load_is_no_regret():
@@ -212,7 +212,7 @@ def test_regret_ends_with_its_memory():
     assert watch(fleet(5, **load), after=1).wanted == 4
 
 
-def test_roles_are_decided_apart():
+def test_roles_are_decided_independently():
     look = Measurements(
         at=0, prefill=fleet(3, tokens_per_second=3900), decode=fleet(3, running=25, waiting=20)
     )

@@ -1,4 +1,4 @@
-"""What every decision keeps to, whatever is measured and whatever the policy."""
+"""Properties of every decision, with any measurements and any policy."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def loads(draw: st.DrawFn) -> RoleMeasurement:
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[Measurements]:
-    """Looks at a fleet, in order of time."""
+    """Draws measurements of a fleet, in order of time."""
     now = 0.0
     looks = []
     for _ in range(draw(st.integers(1, 12))):
@@ -113,7 +113,7 @@ def test_same_measurements_same_decision(looks, policy):
 
 
 def more(load: RoleMeasurement, extra: int, factor: float) -> RoleMeasurement:
-    """The same workers with no less of anything to do."""
+    """Returns the load of the same workers with at least as much to do."""
 
     def scaled(value: float | None) -> float | None:
         return None if value is None else value * factor
@@ -141,13 +141,13 @@ def test_more_load_never_wants_fewer_workers(looks, policy, extra, factor):
 
 
 @given(loads(), policies(), numbers(1, 60))
-def test_a_load_that_stays_moves_the_count_one_way_and_then_not_at_all(load, policy, interval):
-    """Whatever the count, the load is the same: what is measured does not depend on it."""
+def test_a_constant_load_moves_the_count_one_way_and_then_not_at_all(load, policy, interval):
+    """The measured load does not depend on the count."""
     load = replace(load, ready=max(load.ready, 1), joining=0, requested=None)
     state, counts = ScalingState(), [load.ready]
     for step in range(150):
         at = step * interval
-        # Occupancy is measured by parts of a pool that grows with the count.
+        # Occupancy is a part of a pool that grows with the count.
         now = replace(
             load,
             ready=counts[-1],
@@ -166,7 +166,7 @@ def test_a_load_that_stays_moves_the_count_one_way_and_then_not_at_all(load, pol
 @settings(max_examples=30)
 @given(numbers(0.5, 30), st.integers(200, 6000), st.integers(10, 600))
 def test_on_a_constant_load_the_whole_loop_comes_to_rest(rate, prompt, output):
-    """With workers that get slower as they get fewer: latency feeds back into the count."""
+    """Fewer workers are slower, so latency feeds back into the count."""
     policy = ScalingPolicy(
         stable_down=120,
         cooldown_down=30,

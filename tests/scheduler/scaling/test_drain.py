@@ -1,4 +1,4 @@
-"""Draining: the worker is told as often as it takes, and stopped only when it had its time."""
+"""Draining: the worker is told again if needed, and stopped only after its time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def is_draining(registry: EmbeddedRegistry) -> bool:
     return (await registry.instance("d")).state is InstanceState.DRAINING
 
 
-async def test_it_gives_the_worker_its_time_and_the_grace(registry, lease, clock, caplog):
+async def test_drain_gives_the_worker_its_time_and_the_grace(registry, lease, clock, caplog):
     task = asyncio.create_task(drain(registry, "d", seconds=60, grace=15, clock=clock))
     await passes(20)
     told = await registry.heartbeat("d", lease.epoch, load=Load(running=1))
@@ -55,11 +55,11 @@ async def test_worker_that_the_registry_forgot_is_told_again(registry, lease, cl
     await passes(0.2)
     assert await is_draining(registry)
     told = await registry.heartbeat("d", again.epoch)
-    assert told.drain_seconds == pytest.approx(60 - 40.2), "no more than it had"
+    assert told.drain_seconds == pytest.approx(60 - 40.2), "no more time than it had left"
     task.cancel()
 
 
-async def test_registry_that_is_away_is_asked_again(registry, lease, clock, monkeypatch):
+async def test_unavailable_registry_is_asked_again(registry, lease, clock, monkeypatch):
     away, asked = True, 0
     drained = registry.drain
 
@@ -67,7 +67,7 @@ async def test_registry_that_is_away_is_asked_again(registry, lease, clock, monk
         nonlocal asked
         if away:
             asked += 1
-            raise ControlPlaneUnavailable("Redis is away")
+            raise ControlPlaneUnavailable("Redis is unavailable")
         return await drained(instance_id, seconds=seconds)
 
     monkeypatch.setattr(registry, "drain", refuse)

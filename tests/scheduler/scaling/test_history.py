@@ -1,4 +1,4 @@
-"""What is kept of the autoscaler's decisions."""
+"""The history of the autoscaler's decisions."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def plan(at: float, prefill: RoleDecision, decode: RoleDecision) -> ScalePlan:
     )
 
 
-def test_nothing_is_told_before_the_first_round():
+def test_there_is_no_summary_before_the_first_round():
     assert ScalingHistory().summary(5) is None
 
 
-def test_the_last_decisions_and_those_that_wanted_something_else():
+def test_summary_has_the_last_decisions_and_those_that_changed_a_count():
     history = ScalingHistory()
     stays = decision(Role.DECODE, 1, 1)
     history.note(plan(100, decision(Role.PREFILL, 1, 2), stays))
@@ -48,7 +48,7 @@ def test_the_last_decisions_and_those_that_wanted_something_else():
     ]
 
 
-def test_what_is_only_repeated_takes_one_place_and_the_oldest_go():
+def test_repeated_decision_takes_one_place_and_the_oldest_are_dropped():
     history = ScalingHistory()
     same, stays = decision(Role.PREFILL, 1, 2), decision(Role.DECODE, 1, 1)
     for at in range(50):

@@ -27,7 +27,7 @@ CONFIG = KubernetesConfig(
 
 
 async def leads() -> None:
-    """A fence that stands open."""
+    """Permits every step."""
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ async def test_stateful_set(api):
     assert api.replicas("sts") == 4
 
 
-async def test_count_that_is_there_already_is_not_written(backend, api):
+async def test_unchanged_count_is_not_written(backend, api):
     await backend.scale(Role.PREFILL, 2, leads)
     assert api.writes == []
 

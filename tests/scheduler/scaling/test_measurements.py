@@ -1,4 +1,4 @@
-"""What the registry's numbers come to."""
+"""The measurements that follow from the registry's numbers."""
 
 from __future__ import annotations
 
@@ -95,6 +95,6 @@ def test_only_the_model_that_is_asked_for_counts():
     assert measure(fleet, at=0, model="qwen").prefill.ready == 1
 
 
-def test_what_was_requested_counts():
+def test_requested_workers_count():
     now = measure([instance("p0", "prefill")], at=0, requested={Role.PREFILL: 4})
     assert (now.prefill.current, now.decode.current) == (4, 0)

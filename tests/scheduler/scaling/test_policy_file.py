@@ -1,4 +1,4 @@
-"""The scaling file: what it may say, and one clear error for each value that cannot be meant."""
+"""The scaling file: what it may contain, and one clear error for each invalid value."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_bundled_policy_can_be_read():
         ([1], "the file is [1]: expected `object`, got `array`"),
     ],
 )
-def test_value_that_cannot_be_meant_is_one_clear_error(document, words):
+def test_invalid_value_is_one_clear_error(document, words):
     with pytest.raises(InvalidArgument) as refused:
         parse_scaling_file("scaling.yaml", document)
     assert str(refused.value).startswith("scaling.yaml: ")
@@ -126,8 +126,8 @@ def test_value_that_cannot_be_meant_is_one_clear_error(document, words):
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("s.yaml", "prefill: [", "is no YAML"),
-        ("s.toml", "prefill = [", "is no TOML"),
+        ("s.yaml", "prefill: [", "is not YAML"),
+        ("s.toml", "prefill = [", "is not TOML"),
         ("s.yaml", "\udce4", "cannot be read"),
     ],
 )
@@ -138,7 +138,7 @@ def test_file_that_cannot_be_read(tmp_path, name, text, words):
         read_scaling_file(file)
 
 
-def test_file_that_is_not_there(tmp_path):
+def test_missing_file_is_named(tmp_path):
     with pytest.raises(InvalidArgument, match=r"nowhere.yaml cannot be read"):
         read_scaling_file(tmp_path / "nowhere.yaml")
 

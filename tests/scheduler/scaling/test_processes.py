@@ -28,13 +28,13 @@ START_SECONDS = 90.0
 
 
 async def leads() -> None:
-    """A fence that stands open."""
+    """Permits every step."""
 
 
 async def until(
     control_plane: ControlPlaneClient, holds: Callable[[tuple[Instance, ...]], bool]
 ) -> tuple[Instance, ...]:
-    """The fleet once it is as wanted."""
+    """Waits until the fleet is as wanted, and returns it."""
 
     async def found() -> list[tuple[Instance, ...]]:
         fleet = await control_plane.instances()
@@ -48,8 +48,8 @@ async def until(
 async def backend_on(
     plane: RunningControlPlane, monkeypatch: pytest.MonkeyPatch, **config: float
 ) -> AsyncIterator[ProcessBackend]:
-    """The backend calls the registry on this loop, while the control plane has its own: an
-    embedded registry awaits nothing inside a step, and the tests call one at a time."""
+    """Yields a backend that calls the registry on this loop. The control plane's loop calls it too:
+    an embedded registry awaits nothing inside a step, and the tests make one call at a time."""
     monkeypatch.setenv("KVXFER_CLUSTER_KEY", CLUSTER_KEY.decode())
     backend = ProcessBackend(
         plane.registry, ProcessesConfig(arguments=ARGUMENTS, **config), control_plane=plane.url
@@ -66,11 +66,11 @@ async def test_workers_start_drain_and_stop(monkeypatch):
         async with backend_on(plane, monkeypatch) as backend, ControlPlaneClient(plane.url) as cp:
             await backend.scale(Role.PREFILL, 1, leads)
             await backend.scale(Role.DECODE, 2, leads)
-            assert await backend.requested(Role.DECODE) == 2, "asked for, not yet there"
+            assert await backend.requested(Role.DECODE) == 2, "requested, not yet registered"
             fleet = await until(cp, lambda f: [i.state for i in f] == [READY] * 3)
             assert sorted(i.role for i in fleet) == ["decode", "decode", "prefill"]
 
-            # A transfer that is open on one of the two decode workers.
+            # One of the two decode workers has an open transfer.
             opened = await cp.open_transfer()
             busy = opened.decode.instance_id
             await backend.scale(Role.DECODE, 1, leads)
@@ -79,7 +79,7 @@ async def test_workers_start_drain_and_stop(monkeypatch):
 
             await backend.scale(Role.DECODE, 0, leads)
             assert await backend.requested(Role.DECODE) == 0
-            for _ in range(3):  # its heartbeats say that it computes nothing, yet it is waited for
+            for _ in range(3):  # heartbeats report no request, but the transfer is open
                 beaten = (await cp.instance(busy)).heartbeat_at
                 await until(cp, lambda f, beaten=beaten: heartbeat_of(busy, f) > beaten)
             assert (await cp.instance(busy)).state is InstanceState.DRAINING
@@ -114,7 +114,7 @@ async def test_worker_that_does_not_drain_in_time_is_stopped(monkeypatch):
 
 
 @pytest.mark.realtime
-async def test_worker_that_dies_is_not_counted_and_comes_back_with_the_next_decision(monkeypatch):
+async def test_worker_that_dies_is_not_counted_and_the_next_decision_replaces_it(monkeypatch):
     with RunningControlPlane(lease_seconds=1) as plane:
         async with backend_on(plane, monkeypatch) as backend, ControlPlaneClient(plane.url) as cp:
             await backend.scale(Role.DECODE, 1, leads)
@@ -132,16 +132,16 @@ async def test_worker_that_dies_is_not_counted_and_comes_back_with_the_next_deci
 
 
 def pid_of(instance_id: str) -> int:
-    """The process that was started with this id."""
+    """Returns the id of the process that was started for the instance."""
     for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended
             if instance_id.encode() in file.read_bytes().split(b"\0"):
                 return int(file.parent.name)
     raise AssertionError(f"no process of {instance_id}")
 
 
 @pytest.mark.native
-async def test_worker_that_cannot_start_is_told_and_not_counted(monkeypatch, caplog):
+async def test_worker_that_cannot_start_is_logged_and_not_counted(monkeypatch, caplog):
     registry = EmbeddedRegistry()
     backend = ProcessBackend(
         registry,
@@ -170,7 +170,7 @@ async def test_deposed_leader_neither_starts_nor_stops():
     assert await backend.requested(Role.PREFILL) == 0
 
 
-def test_who_leaves_first():
+def test_the_least_busy_workers_leave_first():
     fleet = {
         "busy": instance("busy", "decode", load=Load(running=2)),
         "reserved": instance("reserved", "decode", reserved=Reserved(transfers=1)),

@@ -16,7 +16,7 @@ from kvxfer.scheduler.redis_registry.url import RedisUrl
 from kvxfer.scheduler.scaling import redis_leader
 from kvxfer.scheduler.scaling.redis_leader import RedisLeader
 from verify.polling import eventually
-from verify.redis_server import watched
+from verify.redis_failover import Watched
 
 pytestmark = pytest.mark.native
 
@@ -24,7 +24,7 @@ LOCK = "kvxfer:{scaling}:leader"
 
 
 async def expire(redis: Redis) -> None:
-    """The time of the lock is over, as if its holder had been frozen for so long."""
+    """Ends the time of the lock, as if its holder had been frozen that long."""
     assert await redis.pexpire(LOCK, 0)
 
 
@@ -117,7 +117,7 @@ async def test_deposed_leader_does_not_resign_for_its_successor(redis):
 @pytest.mark.realtime
 @pytest.mark.parametrize("term", [0.3, 60.0])
 async def test_over_a_fail_over_one_replica_acts_at_a_time_and_tokens_ascend(term):
-    """A term shorter than the fail-over ends with it, a longer one goes on at the new master."""
+    """A term shorter than the fail-over ends with it; a longer one continues at the new master."""
     acts: list[tuple[int, int]] = []
     refusals: set[str] = set()
 
@@ -133,8 +133,8 @@ async def test_over_a_fail_over_one_replica_acts_at_a_time_and_tokens_ascend(ter
 
         await eventually(act, 600)  # again and again, until it is cancelled
 
-    with watched() as servers:
-        clients = [RedisUrl.parse(servers.url).client(timeout=1) for _ in range(3)]
+    with Watched() as servers:
+        clients = [RedisUrl.parse(servers.url).client(timeout=1, prefix="kvxfer") for _ in range(3)]
         leaders = [RedisLeader(client, seconds=term) for client in clients]
         tasks = [asyncio.create_task(take_part(*each)) for each in enumerate(leaders)]
         try:
@@ -143,7 +143,7 @@ async def test_over_a_fail_over_one_replica_acts_at_a_time_and_tokens_ascend(ter
             with servers.master.client() as client:
                 assert client.wait(1, 15_000) == 1
             servers.master.kill()
-            with pytest.raises(NotLeader, match="cannot be found out"):
+            with pytest.raises(NotLeader, match="is unknown if token"):
                 await leaders[replica].confirm(first)
             before = len(acts)
             await eventually(lambda: len(acts) > before + 5)
@@ -151,7 +151,7 @@ async def test_over_a_fail_over_one_replica_acts_at_a_time_and_tokens_ascend(ter
             for task in tasks:
                 await end(task)
         latest, successor = acts[-1]
-        # What a new master would hold that never heard of the latest term.
+        # The keys of a new master that did not receive the latest term.
         with servers.standby.client() as client:
             assert client.info("replication")["role"] == "master"
             client.delete(LOCK, "kvxfer:{scaling}:token")
@@ -167,7 +167,7 @@ async def test_over_a_fail_over_one_replica_acts_at_a_time_and_tokens_ascend(ter
     assert "control-plane-unavailable" in refusals
     tokens = [token for token, _ in acts]
     assert tokens == sorted(tokens)
-    assert len(set(acts)) == len(set(tokens)), "a token is one replica's"
+    assert len(set(acts)) == len(set(tokens)), "each token has one replica"
     assert (latest > first) == (term < 10)
 
 
@@ -175,7 +175,7 @@ async def test_without_redis_nobody_leads():
     leader = RedisLeader(unanswered(1))
     with pytest.raises(ControlPlaneUnavailable, match="no leader until it does"):
         await leader.campaign()
-    with pytest.raises(NotLeader, match="cannot be found out"):
+    with pytest.raises(NotLeader, match="is unknown if token"):
         await leader.confirm(1)
 
 

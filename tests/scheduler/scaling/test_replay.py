@@ -1,7 +1,7 @@
-"""Bundled load traces through the decision: what is decided is pinned in tests/data/scaling.
+"""Bundled load traces through the decision: tests/data/scaling has the expected decisions.
 
-After a wanted change of rules or policy: `python -m tests.scheduler.scaling.test_replay` writes the
-tables again; the diff is the change.
+After an intended change of rules or policy, `python -m tests.scheduler.scaling.test_replay` writes
+the tables again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def run(name: str) -> Replay:
 
 
 def table(result: Replay) -> Iterator[str]:
-    """A line per change: second, role, counts, and which rule and bounds decided."""
+    """Yields a line per change: second, role, counts, and the rule and bounds that decided."""
     for step in result.steps:
         for role in (step.decision.prefill, step.decision.decode):
             if role.direction != "hold":
@@ -50,7 +50,7 @@ def test_decisions_of_the_bundled_traces(name):
         ("burst", 0.865, 0.835, 7.57, 8.04),
     ],
 )
-def test_what_the_bundled_traces_come_to(name, ttft, itl, prefill_hours, decode_hours):
+def test_results_of_the_bundled_traces(name, ttft, itl, prefill_hours, decode_hours):
     result = run(name)
     assert result.within_ttft == pytest.approx(ttft, abs=0.001)
     assert result.within_itl == pytest.approx(itl, abs=0.001)
@@ -62,7 +62,7 @@ def test_replays_are_the_same_each_time():
     assert asdict(run("step")) == asdict(run("step"))
 
 
-def test_workers_take_their_time_to_start_and_the_queue_grows_meanwhile():
+def test_the_queue_grows_while_workers_start():
     """One worker computes 1000 tokens/s; 3000 come in, so 2000 queue up each second."""
     policy = ScalingPolicy(
         interval=1,
@@ -74,13 +74,13 @@ def test_workers_take_their_time_to_start_and_the_queue_grows_meanwhile():
     result = replay(Trace("t", (0, 60), (load, load)), policy, model)
     assert result.steps[0].decision.prefill.wanted == 3
     before, after = result.steps[28], result.steps[31]
-    # The queue over what is computed, a prompt's own 0.1 s, and the M/D/1 wait at 95 %.
+    # The queue divided by the speed, a prompt's own 0.1 s, and the M/D/1 wait at 95 %.
     assert before.ttft == pytest.approx(58 + 0.1 + 2.1875, abs=0.01)
     assert after.ttft == pytest.approx(60 / 3 + 0.1 + 2.1875, abs=0.01)
     assert (result.within_ttft, result.requests) == (None, 1800)
 
 
-def test_what_does_not_fit_the_kv_cache_waits():
+def test_requests_that_do_not_fit_the_kv_cache_wait():
     """Ten blocks hold 160 tokens: two requests of 80."""
     model = WorkerModel(kv_blocks=10, itl_base=0.1, itl_per_request=0.05)
     policy = ScalingPolicy(

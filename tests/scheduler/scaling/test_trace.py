@@ -43,7 +43,7 @@ def test_a_file_is_read(tmp_path):
         ([HEADER, "0,1,2,3"], "has 1 rows; write at least two"),
     ],
 )
-def test_what_is_no_trace_is_refused_with_its_line(lines, words):
+def test_an_invalid_trace_is_refused_with_its_line(lines, words):
     with pytest.raises(InvalidArgument) as refused:
         parse_trace("load.csv", lines)
     assert str(refused.value).startswith("load.csv")

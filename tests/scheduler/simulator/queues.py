@@ -14,20 +14,20 @@ from kvxfer.scheduler.simulator.run import Simulation, simulate
 from kvxfer.scheduler.simulator.tally import Results
 from kvxfer.scheduler.simulator.workload import Arrivals, RecordedRequests
 
-# Long waits come in rows: 40,000 requests of one draw are up to 15 % from the mean of many draws.
+# Long waits come in series: 40,000 requests of one draw are up to 15 % off the mean of many draws.
 _SEED: Final = 4
 
 
 def erlang_c(servers: int, offered: float) -> float:
-    """The part of the arrivals that wait in an M/M/c queue with so many Erlangs."""
+    """Returns the share of arrivals that wait in an M/M/c queue at `offered` Erlangs."""
     terms = [offered**n / math.factorial(n) for n in range(servers)]
     last = offered**servers / math.factorial(servers) * servers / (servers - offered)
     return last / (sum(terms) + last)
 
 
 def waits_in_one_queue(workload: RecordedRequests, servers: int, per_token: float) -> list[float]:
-    """Each request's wait when the first request in the queue takes the first free server: Kiefer
-    and Wolfowitz's recursion."""
+    """Returns each request's wait when the first request in the queue takes the first free server:
+    Kiefer and Wolfowitz's recursion."""
     (arrivals,) = workload.between(0.0, workload.seconds)
     free = [0.0] * servers
     waits = []
@@ -38,15 +38,15 @@ def waits_in_one_queue(workload: RecordedRequests, servers: int, per_token: floa
     return waits
 
 
-# The mean wait, in service times, of arrivals that join the shorter of two M/M/1 queues which are
-# used to 80 %: from the stationary state of the Markov chain of both lengths, up to 60 each.
+# The mean wait, in service times, of arrivals that join the shorter of two M/M/1 queues at 80 % of
+# capacity: from the stationary state of the Markov chain of both lengths, up to 60 each.
 SHORTER_OF_TWO: Final = 1.956
 
 
 def requests(
     rate: float, count: int, *, prompt: float, output: float, fixed: bool = False
 ) -> RecordedRequests:
-    """Poisson arrivals with exponential lengths, or fixed ones."""
+    """Returns Poisson arrivals with exponential lengths, or fixed ones."""
     draw = np.random.default_rng(_SEED)
     at = np.cumsum(draw.exponential(1 / rate, count))
 
@@ -61,6 +61,6 @@ def requests(
 def simulated(
     workload: RecordedRequests, model: WorkerModel, *, prefill: int, decode: int
 ) -> Results:
-    """No heartbeat tells what the registry does not know by itself."""
+    """Simulates a fleet in which no heartbeat adds to what the registry knows."""
     simulation = Simulation(workload=workload, model=model, detail=10**9, heartbeat_seconds=1e9)
     return simulate(simulation, Policy("queue", prefill, decode))

@@ -8,7 +8,7 @@ from kvxfer.scheduler.scaling.worker_model import WorkerModel
 
 from .queues import SHORTER_OF_TWO, erlang_c, requests, simulated, waits_in_one_queue
 
-# No time but where a test asks for it: prefill, network and the step of a larger batch.
+# Prefill, network and the step of a larger batch take no time unless a test sets it.
 QUICK = {
     "prefill_tokens_per_second": 1e15,
     "itl_per_request": 1e-15,
@@ -19,8 +19,8 @@ QUICK = {
 
 @pytest.mark.parametrize(("servers", "used"), [(1, 0.5), (4, 0.7), (8, 0.7)])
 def test_a_decode_worker_with_c_slots_is_an_m_m_c_queue(servers, used):
-    """Erlang C. The waits of so many requests in a row are only on average those of the formula;
-    the same requests in one queue wait exactly as long."""
+    """Erlang C. The waits agree with the formula only on average, but exactly with those of the
+    same requests in one queue."""
     model = WorkerModel(**QUICK, itl_base=0.001, batch=servers)
     offered = servers * used
     work = requests(offered, 40_000, prompt=1, output=1000)  # a second each
@@ -48,8 +48,9 @@ def test_a_prefill_worker_is_an_m_d_1_queue(used):
 
 
 def test_pairing_joins_the_shorter_of_two_queues():
-    """The real pairing code between the wait in one queue for both workers, which nothing beats,
-    and that of the shorter queue: of two equally long ones it takes the one with fewer tokens."""
+    """The wait with the real pairing code is between that of one queue for both workers, the least
+    possible, and that of joining the shorter queue: of two equally long queues, pairing takes the
+    one with fewer tokens."""
     used = 0.8
     model = WorkerModel(**{**QUICK, "prefill_tokens_per_second": 1000.0}, itl_base=1e-6)
     work = requests(2 * used, 30_000, prompt=1000, output=1)

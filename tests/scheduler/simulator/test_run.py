@@ -1,4 +1,4 @@
-"""Whole simulations: what must hold whatever the load, and windows against every request."""
+"""Whole simulations: what holds at any load, and windows compared with every request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(workload, policy, *, model=MODEL, **settings):
     return simulate(Simulation(workload=workload, model=model, **settings), policy)
 
 
-def test_a_request_alone_takes_its_prompt_the_last_layer_and_a_step():
+def test_a_single_request_takes_its_prefill_the_last_layer_and_a_step():
     model = WorkerModel(prefill_overhead=0.01, kv_bytes_per_token=1e6, nic_gb_per_second=20, nics=2)
     arrivals = Arrivals(np.array([0.0, 100.0]), np.array([2000, 2000]), np.array([100, 100]))
     work = RecordedRequests("two", arrivals, tokens_per_hash=None)
@@ -38,7 +38,7 @@ def test_a_request_alone_takes_its_prompt_the_last_layer_and_a_step():
     assert result.prefill_busy == pytest.approx(2 * prefill / 101)
 
 
-def test_a_network_slower_than_prefill_is_what_takes_the_time():
+def test_a_network_slower_than_prefill_determines_the_time():
     model = WorkerModel(prefill_overhead=0.01, nic_gb_per_second=0.1)
     arrivals = Arrivals(np.array([0.0, 0.5]), np.array([2000, 2000]), np.array([1, 1]))
     work = RecordedRequests("two", arrivals, tokens_per_hash=None)
@@ -48,7 +48,7 @@ def test_a_network_slower_than_prefill_is_what_takes_the_time():
     assert result.ttft[99] == pytest.approx(2 * network - 0.5 + 0.0084)
 
 
-def test_windows_say_what_every_request_says():
+def test_windows_agree_with_the_simulation_of_every_request():
     policy = Policy("fixed", 20, 22)
     whole = run(day(150), policy)
     sampled = run(day(150), policy, detail=8_000)
@@ -64,7 +64,7 @@ def test_windows_say_what_every_request_says():
     assert sampled.good == pytest.approx(whole.good, abs=0.02)
 
 
-def test_what_a_fleet_cannot_serve_waits_in_windows_too():
+def test_requests_beyond_capacity_wait_in_windows_too():
     """Beyond capacity no request gets a token in time; the queue carries over between windows."""
     policy = Policy("fixed", 4, 8)
     whole = run(day(100, hours=0.05), policy)

@@ -1,4 +1,4 @@
-"""What is asked for becomes a fleet and its policies, or one error that names the option."""
+"""Options become a fleet and its policies, or one error that names the option."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def test_policies_side_by_side(tmp_path):
         ({"policies": ("scaling=nowhere.toml",)}, {}, "nowhere.toml cannot be read"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name(asked, workers, words):
+def test_invalid_options_are_refused_by_name(asked, workers, words):
     with pytest.raises(InvalidArgument) as refused:
         prepare(SimulationSettings(instances=10, **asked), workers)
     assert words in str(refused.value)
 
 
-def test_a_trace_says_what_comes_in(tmp_path):
+def test_a_trace_replaces_the_generated_load(tmp_path):
     trace = tmp_path / "t.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,374,44\n")
     simulation, _ = prepare(SimulationSettings(instances=2, trace=trace), {})

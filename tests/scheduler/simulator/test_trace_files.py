@@ -1,4 +1,4 @@
-"""Public traces: read as they are published, refused by line where they are none."""
+"""Public traces: read as they are published; invalid ones are refused by line."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def test_mooncake_with_its_prefixes(tmp_path):
         ),
     ],
 )
-def test_what_is_no_trace_is_refused_by_its_line(tmp_path, text, words):
+def test_an_invalid_trace_is_refused_by_its_line(tmp_path, text, words):
     with pytest.raises(InvalidArgument) as refused:
         read(tmp_path, text)
     assert words in str(refused.value)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(InvalidArgument, match=r"cannot be read .*; give a CSV"):
         read_requests(tmp_path / "nowhere.csv")

@@ -15,7 +15,7 @@ def all_of(day, start, end):
     )
 
 
-def test_a_part_of_the_day_has_the_requests_that_the_whole_day_has_there():
+def test_a_part_of_the_day_has_the_same_requests_as_the_whole_day():
     day = GeneratedDay(hours=1, requests_per_second=20, seed=3)
     whole, prompts = all_of(day, 0, 3600)
     part, its = all_of(day, 1003.5, 1219.25)

@@ -1,7 +1,7 @@
-"""Every element of a model by its name: an oracle for schedules.
+"""An oracle for schedules, which knows every element of a model by its name.
 
-The memory of each rank is arrays of identities, one number for each element of each storage. What a
-schedule writes is copied between them.
+The memory of each rank is arrays of identities, one number for each element of each storage. The
+writes of a schedule copy identities between them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NOTHING = -1
 
 
 def boxes(side: Side) -> Iterator[tuple[int, str, tuple[slice, ...], Parameters]]:
-    """Rank, name and box of all that the side keeps; written without the planner's code."""
+    """Yields rank, name and box of all that the side keeps, without the planner's code."""
     for parameters in side.parameters:
         ranges = {index: range(*ends) for index, ends in parameters.each.items()}
         for values in itertools.product(*ranges.values()):
@@ -56,7 +56,7 @@ def box_of(
 
 
 def number(side: Side, axes: tuple[str, ...], where: dict[str, int]) -> tuple[int, int]:
-    """The coordinate along axes taken as one, and their size."""
+    """Returns the coordinate along axes taken as one, and their size."""
     mine, size = 0, 1
     for axis in axes:
         mine, size = mine * side.mesh[axis] + where[axis], size * side.mesh[axis]
@@ -64,7 +64,7 @@ def number(side: Side, axes: tuple[str, ...], where: dict[str, int]) -> tuple[in
 
 
 class Model:
-    """The identities of all elements that training has, by storage."""
+    """The identities of all elements that the training ranks have, by storage."""
 
     def __init__(self, weights: WeightMap) -> None:
         self.weights = weights
@@ -77,7 +77,7 @@ class Model:
                 begin += size
                 padding = parameters.padding or (0,) * len(parameters.shape)
                 for dimension, pad in enumerate(padding):
-                    if pad:  # what is padding has no identity
+                    if pad:  # padding has no identity
                         np.moveaxis(whole, dimension, 0)[-pad:] = NOTHING
                 self.identities[name] = whole
 
@@ -88,7 +88,7 @@ class Model:
         }
 
     def wanted(self) -> dict[tuple[int, str], np.ndarray]:
-        """What each inference rank has to have afterwards."""
+        """Returns the memory that each inference rank has to have after an update."""
         infer, train = self.weights.infer, self.weights.train
         found = {}
         for rank, name, box, parameters in boxes(infer):
@@ -104,8 +104,9 @@ class Model:
 
 
 def run(schedule: Schedule) -> tuple[dict[tuple[int, str], np.ndarray], np.ndarray]:
-    """The memory of inference after all writes, and how often each element was written, as the
-    largest count of any. Raises KeyError where a rank writes what it does not hold."""
+    """Returns the memory of inference after all writes; and the most times that an element was
+    written, with the most bytes that a receiver gets in a burst. Raises KeyError if a rank writes
+    what it does not hold."""
     weights = schedule.weights
     model = Model(weights)
     source = model.train_memory()

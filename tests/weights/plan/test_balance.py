@@ -1,4 +1,4 @@
-"""Which rank sends data that several ranks hold, and over which way."""
+"""The choice of the rank and NIC that send data that several ranks hold."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def test_replicas_relieve_ranks_that_alone_hold_other_bytes() -> None:
 
 
 def held_by(name: str, ranks: tuple[int, ...], rows: int) -> tuple[Parameters, Parameters]:
-    """A parameter of so many KiB that these training ranks have; and as one inference rank wants
-    it."""
+    """Returns a parameter of `rows` KiB as these training ranks have it, and as one inference rank
+    wants it."""
     wanted = Parameters(name=name, shape=(rows, 1024), dtype="uint8")
     part = Part(ranks=ranks, offset=(0, 0), shape=(rows, 1024))
     return structs.replace(wanted, parts=(part,)), wanted
 
 
-def test_what_is_dealt_out_later_moves_what_came_before() -> None:
-    """Rank 0 is spared by rank 1, which cannot spare rank 2."""
+def test_later_parameters_move_those_assigned_before() -> None:
+    """Rank 1 can relieve rank 0, but not rank 2."""
     pairs = [
         held_by("alone", (2,), 6400),
         held_by("early", (0, 1), 6400),
@@ -97,7 +97,7 @@ def test_near_ranks_send_where_balance_allows() -> None:
 
 
 def test_nearness_does_not_cost_balance() -> None:
-    """All receivers are beside one rank, which would send everything."""
+    """All receivers are near the same rank, which would send everything."""
     zones = ("a", "b", "b", "b")
     train = Side(mesh={"replica": 4}, parameters=(layers(64),), zones=zones)
     infer = Side(mesh={"replica": 4}, parameters=(layers(64),), zones=("a",) * 4)
@@ -125,8 +125,8 @@ def test_nics_of_a_rank_share_its_bytes() -> None:
     assert figures.receiver_nics.balance <= 1.05
 
 
-def test_small_parameters_go_together() -> None:
-    """Every rank has a row of each; by themselves these would be 61 writes of 64 bytes per pair."""
+def test_small_parameters_are_written_together() -> None:
+    """Every rank has a row of each; alone these would be 61 writes of 64 bytes for each pair."""
     norms = Parameters(name="n.{i}", shape=(256,), dtype="uint8", each={"i": (0, 61)})
     shard = Parameters(
         name="n.{i}", shape=(256,), dtype="uint8", each={"i": (0, 61)}, split=(("shard",),)

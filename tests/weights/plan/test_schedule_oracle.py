@@ -19,7 +19,7 @@ MESHES = [{"a": 1}, {"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 3, "b": 2}, {"b"
 
 @st.composite
 def kept(draw: st.DrawFn, side: str, mesh: dict[str, int], model: Parameters) -> Parameters:
-    """One way to keep the parameters of `model` on ranks of this mesh."""
+    """Draws a way to keep the parameters of `model` on ranks of this mesh."""
     axes = draw(st.permutations(sorted(mesh)))
     dimensions = len(model.shape)
     split: list[tuple[str, ...]] = [() for _ in range(dimensions)]
@@ -53,7 +53,7 @@ def kept(draw: st.DrawFn, side: str, mesh: dict[str, int], model: Parameters) ->
 
 @st.composite
 def covering(draw: st.DrawFn, ranks: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
-    """Boxes that may overlap; together they cover the parameter."""
+    """Draws boxes that together cover the parameter; they may overlap."""
     free = list(draw(st.permutations(range(ranks))))
     cut = draw(st.integers(0, shape[0])) if ranks > 1 else 0
     wide = draw(st.integers(0, 2))
@@ -165,7 +165,7 @@ def test_every_wanted_element_is_written_once_from_a_rank_that_holds_it(
 
 @settings(max_examples=30)
 @given(maps(), sizes())
-def test_equal_maps_give_equal_schedules_also_by_way_of_json(
+def test_equal_maps_give_equal_schedules_also_through_json(
     weights: WeightMap, sizes: ScheduleSettings
 ) -> None:
     again = parse_map(as_document(weights), "again")

@@ -28,7 +28,7 @@ SHAPES = {"embed": (96, 40), "norm": (40,), "q_proj": (64, 40), "down": (40, 72)
 
 
 def weights(version: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, np.ndarray]:
-    """All parameters of a version, float32."""
+    """Returns all parameters of a version, float32."""
     random = np.random.default_rng(version)
     return {name: random.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
 
@@ -36,7 +36,8 @@ def weights(version: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[s
 def shards(
     number: int, of: int, dimension: int = 0, shapes: dict[str, tuple[int, ...]] = SHAPES
 ) -> Holdings:
-    """Rank `number` of `of`, each parameter split along a dimension as torch.chunk does."""
+    """Returns the holdings of rank `number` of `of`: each parameter is split along a dimension as
+    torch.chunk does."""
     found = []
     for name, shape in shapes.items():
         along = min(dimension, len(shape) - 1)
@@ -53,7 +54,7 @@ def shards(
 
 
 def boxes(holdings: Holdings, whole: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What a rank has of these parameters, in its own memory."""
+    """Returns a rank's boxes of these parameters, in memory of the rank."""
     return {
         each.name: np.ascontiguousarray(
             whole[each.name][
@@ -68,7 +69,7 @@ def boxes(holdings: Holdings, whole: dict[str, np.ndarray]) -> dict[str, np.ndar
 
 
 def staged(receiver: WeightReceiver) -> dict[str, np.ndarray]:
-    """What the arena has: numpy has no floats of 8 bits, nor bfloat16."""
+    """Returns the arena's boxes; as bits where numpy lacks the type: floats of 8 bits, bfloat16."""
     memory = np.frombuffer(receiver.memory, np.uint8)
     return {
         name: memory[place.offset : place.offset + place.nbytes]
@@ -89,10 +90,10 @@ class Instance:
     commits: int = 0
     fails: bool = False
     waves: list[tuple[bool, bool]] = field(default_factory=list)
-    """Of each commit whether it was the first wave, and the last."""
+    """The commits' flags: whether it was the first wave, and the last."""
 
     async def commit(self, update: Staged) -> float | None:
-        """Of the leader."""
+        """Commits; the leader calls it."""
         pinned = [rank.pin(update.update_id) for rank in self.ranks[1:]]
         if self.fails:
             raise RuntimeError("out of paper")
@@ -116,7 +117,7 @@ class Job:
     engines: list[Engine]
 
     def links(self, name: str) -> Links:
-        """Of the member of this name: "coordinator", "t1", "i0/1"."""
+        """Returns the links of the member with this name: "coordinator", "t1", "i0/1"."""
         if name == "coordinator":
             return self.coordinator._links
         if name.startswith("t"):
@@ -125,14 +126,15 @@ class Job:
         return self.instances[int(instance)].ranks[int(rank)]._links
 
     async def settled(self) -> None:
-        """No leader is in doubt, or applies something. Other ranks keep what they have staged until
-        the next update, as their leader may still have them apply it."""
+        """Waits until no leader is in doubt or applies an update. Other ranks keep what they have
+        staged until the next update, as their leader may still make them apply it."""
         leaders = [instance.ranks[0] for instance in self.instances]
         await eventually(lambda: all(leader.idle for leader in leaders))
 
 
 def served_by(instance: Instance) -> int:
-    """The version that all ranks of an instance serve, byte for byte; fails if there is none."""
+    """Returns the version that all ranks of an instance serve, byte for byte; fails if there is
+    none."""
     versions = {rank.version for rank in instance.ranks}
     assert len(versions) == 1, versions
     (version,) = versions
@@ -156,8 +158,8 @@ async def job(
     by_message: Sequence[bool] = (),
     arena_bytes: int | None = None,
 ) -> AsyncIterator[Job]:
-    """Everyone is connected; `infer` has the holdings of each instance's ranks, and `by_message`
-    whether its leader commits when it is told to (all by default)."""
+    """A job whose members are connected. `infer` has the holdings of each instance's ranks, and
+    `by_message` whether its leader commits on the coordinator's message (all do by default)."""
     async with contextlib.AsyncExitStack() as stack:
         engines: list[Engine] = []
 

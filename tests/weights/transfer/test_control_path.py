@@ -1,4 +1,4 @@
-"""Instances that commit by their inference engine's control path, alone and beside others."""
+"""Instances that commit through their inference engine's control path, alone and beside others."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ ALONE = [shards(0, 1)]
 
 
 class Path:
-    """That of the instances in `instances`."""
+    """The control path of the instances in `instances`."""
 
     def __init__(self) -> None:
         self.instances: list[Instance] = []
         self.pinned: dict[int, Staged] = {}
         self.hold: asyncio.Event | None = None
-        """pin() returns once this is set."""
+        """Makes pin() wait until it is set."""
         self.unpin_fails = 0
 
     async def pin(self, update_id: str, version: int) -> None:
@@ -60,7 +60,7 @@ class Path:
 
 
 class Recorded(NoRegistrar):
-    """Its decisions, in order."""
+    """A registrar that returns the given decisions, in order."""
 
     def __init__(self, *decisions: bool) -> None:
         self._decisions = list(decisions)
@@ -94,7 +94,7 @@ async def test_an_update_after_one_that_was_pinned_and_aborted(
         assert served_by(at.instances[0]) == 1
         for ended in await push(at, 2):
             assert isinstance(ended, WeightUpdateAborted)
-            assert "it was recorded that the update is aborted" in str(ended)
+            assert "the recorded decision is to abort the update" in str(ended)
         assert served_by(at.instances[0]) == 1
         (report, _) = await push(at, 3)
         assert isinstance(report, UpdateReport)
@@ -102,7 +102,7 @@ async def test_an_update_after_one_that_was_pinned_and_aborted(
         assert served_by(at.instances[0]) == 3
 
 
-async def test_a_pin_is_no_decision_for_others(fabric: str) -> None:
+async def test_a_pin_does_not_decide_for_others(fabric: str) -> None:
     """The coordinator dies between the pin and the decision."""
     path = Path()
     async with job(
@@ -124,8 +124,8 @@ async def test_a_pin_is_no_decision_for_others(fabric: str) -> None:
         assert [served_by(instance) for instance in at.instances] == [1, 1]
 
 
-async def test_blocking_calls_come_one_after_the_other() -> None:
-    """Also where the caller of the first waits no longer."""
+async def test_blocking_calls_run_one_after_the_other() -> None:
+    """The second call waits even after the caller of the first has stopped waiting."""
     order: list[str] = []
     began, goes_on = threading.Event(), threading.Event()
 

@@ -1,4 +1,5 @@
-"""Members that fail or are lost at each stage: no instance has half, and each error is named."""
+"""Members that fail or are lost at each stage: no instance has half, and each error names its
+cause."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ INFER = [[shards(rank, 2, 1) for rank in range(2)], [shards(0, 1)]]
 
 
 def instead_of(links: Links, kind: type, act: Callable[[], object]) -> None:
-    """The first message of this kind is not sent; `act` is called."""
+    """Calls `act` instead of sending the first message of this kind."""
     send = links.send
 
     def steered(peer: Any, message: Any) -> bool:
@@ -46,7 +47,7 @@ def instead_of(links: Links, kind: type, act: Callable[[], object]) -> None:
 
 
 async def push(at: Job, version: int) -> list[UpdateReport | BaseException]:
-    """What each training rank hears."""
+    """Pushes a version; returns each training rank's report or error."""
     whole = weights(version)
     pushed = [
         sender.push(version, boxes(sender.holdings, whole))
@@ -59,7 +60,7 @@ async def push(at: Job, version: int) -> list[UpdateReport | BaseException]:
 
 
 def die(at: Job, name: str) -> Callable[[], object]:
-    """As if its process had been killed."""
+    """Returns a function that closes the member's engine, as if its process had been killed."""
     engine = next(each for each in at.engines if each.name == name)
     return lambda: asyncio.ensure_future(engine.close())
 
@@ -87,7 +88,7 @@ async def test_a_member_that_is_lost_before_the_vote_changes_nothing(
         instead_of(at.links(victim), stage, die(at, victim))
         ended = await push(at, 2)
         if stage is Read and isinstance(ended[0], UpdateReport):
-            pytest.skip("the votes were faster than the loss")  # both ends are right
+            pytest.skip("the votes were faster than the loss")  # either result is right
         told = [each for each in ended if isinstance(each, WeightUpdateAborted)]
         assert told, ended
         names = {"t1": "training rank 1", "i0/1": "rank 1 of 'i0'", "i1/0": "rank 0 of 'i1'"}
@@ -116,11 +117,11 @@ async def test_a_lost_rank_has_one_name_whichever_member_notices_first(
             assert isinstance(error, WeightUpdateAborted)
             told = f"rank {rank} of {instance!r} (was lost|cannot be reached): "
             expected = told if first == "coordinator" else f"training rank [01]: {told}"
-            assert re.search(rf"served on: {expected}", str(error)), error
+            assert re.search(rf"serving the version before: {expected}", str(error)), error
 
 
 @pytest.mark.parametrize("victim", ["i0/1", "i1/0"])
-async def test_the_next_update_goes_to_those_that_are_left(fabric: str, victim: str) -> None:
+async def test_the_next_update_goes_to_the_remaining_instances(fabric: str, victim: str) -> None:
     async with job(fabric, train=TRAIN, infer=INFER) as at:
         instead_of(at.links(victim), Vote, die(at, victim))
         assert all(isinstance(each, WeightUpdateAborted) for each in await push(at, 1))
@@ -144,7 +145,7 @@ async def test_a_coordinator_that_is_lost_while_ranks_stage_changes_nothing(fabr
 
 @pytest.mark.parametrize("told", [0, 1])
 async def test_leaders_that_lose_the_coordinator_agree(fabric: str, told: int) -> None:
-    """All commit where it has told one of them to, and none where it has told none."""
+    """All commit if it has told one of them to, and none if it has told none."""
     async with job(fabric, train=TRAIN, infer=INFER) as at:
         await push(at, 1)
         orders: list[tuple[Any, Any]] = []
@@ -168,7 +169,7 @@ async def test_leaders_that_lose_the_coordinator_agree(fabric: str, told: int) -
             assert served_by(instance) == (2 if told else 1)
 
 
-async def test_a_version_that_none_was_told_to_commit_can_be_pushed_again(fabric: str) -> None:
+async def test_a_version_that_no_leader_was_told_to_commit_can_be_pushed_again(fabric: str) -> None:
     async with job(fabric, train=TRAIN, infer=INFER) as at:
         await push(at, 1)
         links = at.links("coordinator")
@@ -211,7 +212,7 @@ async def test_an_instance_that_fails_while_it_applies_leaves_service(fabric: st
         assert served_by(at.instances[0]) == 1
 
 
-async def test_bytes_that_change_on_their_way_are_not_used(
+async def test_bytes_that_change_in_transit_are_not_used(
     fabric: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with job(fabric, train=TRAIN, infer=INFER) as at:
@@ -224,7 +225,7 @@ async def test_bytes_that_change_on_their_way_are_not_used(
             assert served_by(instance) == 1
 
 
-async def test_a_receiver_that_says_nothing_is_named_after_the_deadline(fabric: str) -> None:
+async def test_the_error_names_a_silent_receiver_after_the_deadline(fabric: str) -> None:
     settings = UpdateSettings(stage_seconds=0.5)
     async with job(fabric, train=TRAIN, infer=INFER, settings=settings) as at:
         instead_of(at.links("i1/0"), Vote, lambda: None)

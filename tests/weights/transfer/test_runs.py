@@ -1,4 +1,4 @@
-"""The runs of both sides, against whole arrays: hypothesis draws maps, runs move the bytes."""
+"""The runs of both sides, against whole arrays: hypothesis draws maps, and runs copy the bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .job import boxes
 
 
 class _Bytes:
-    """A region whose checksum is simple: order does not matter, places do."""
+    """A region with a simple checksum, which depends on places but not on order."""
 
     def __init__(self, data: np.ndarray) -> None:
         self.data = data
@@ -34,7 +34,7 @@ class _Bytes:
 
 @st.composite
 def _split(draw: st.DrawFn, shape: tuple[int, ...], ranks: int) -> list[tuple[slice, ...] | None]:
-    """A box for each rank that together cover the shape: along one dimension, or replicas."""
+    """Draws a box for each rank: shards along one dimension, or replicas."""
     whole = tuple(slice(0, size) for size in shape)
     if draw(st.booleans()):
         return [whole] * ranks
@@ -78,7 +78,7 @@ def _plans(draw: st.DrawFn) -> tuple[Plan, dict[str, np.ndarray]]:
 
 
 def _rows(batch: Batch) -> Iterator[tuple[str, int, int, int]]:
-    """Parameter, offset in the sender's box, offset in the arena, and length of each run."""
+    """Yields parameter, offset in the sender's box, offset in the arena, and length of each run."""
     count = len(batch.source_offsets)
     return zip(
         [batch.source] * count if isinstance(batch, Pages) else batch.sources,

@@ -1,4 +1,4 @@
-"""A whole update: from the memory of training ranks to what the instances serve."""
+"""A whole update, from the memory of training ranks to what the instances serve."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.native
 
 
 async def push(at: Job, version: int) -> UpdateReport:
-    """All training ranks push; the report of the first."""
+    """Pushes a version from all training ranks; returns their report."""
     whole = weights(version)
     pushed = [sender.push(version, boxes(sender.holdings, whole)) for sender in at.senders]
     reports = await asyncio.gather(*(each.report for each in pushed))
@@ -113,7 +113,7 @@ async def test_parameters_that_do_not_fit_are_refused_as_such(fabric: str) -> No
 
 
 async def test_scales_without_a_home_are_refused_before_a_byte_is_sent(fabric: str) -> None:
-    """The trainer quantises what the instance keeps wide, and the reverse."""
+    """The trainer quantises a parameter that the instance keeps unquantised, and the reverse."""
     wide = Holding("gate.weight", "bfloat16", (4, 8), (0, 0), (4, 8))
     narrow = Holding("gate.weight", "float8_e4m3fn", (4, 8), (0, 0), (4, 8))
     scale = Holding("gate.weight_scale_inv", "float32", (1, 1), (0, 0), (1, 1))
@@ -144,7 +144,7 @@ async def test_a_rank_that_cannot_push_ends_the_pushes_of_the_others(fabric: str
         assert_serves(at, 1)
 
 
-async def test_a_rank_that_ends_as_it_cannot_push_is_no_other_reason(fabric: str) -> None:
+async def test_a_rank_that_cannot_push_stays_the_reason_after_it_ends(fabric: str) -> None:
     train = [shards(number, 2) for number in range(2)]
     async with job(fabric, train=train, infer=[[shards(0, 1)]]) as at:
         at.senders[1].refuse(1, WeightsMismatch("up.weight was 1, and is 2"))

@@ -23,11 +23,11 @@ WAVES = UpdateSettings(mode="wave")
 TRAIN = [shards(number, 2) for number in range(2)]
 INFER = [[shards(rank, 2, 1) for rank in range(2)], [shards(0, 1)]]
 ARENA = 16 << 10
-"""Of four parameters of 15,360, 160, 10,240 and 11,520 bytes."""
+"""The bound of an arena for four parameters of 15,360, 160, 10,240 and 11,520 bytes."""
 
 
 def of(sizes: dict[str, int]) -> Holdings:
-    """Parameters of so many elements."""
+    """Returns parameters with these numbers of elements."""
     return Holdings(
         tuple(Holding(name, "uint8", (size,), (0,), (size,)) for name, size in sizes.items())
     )
@@ -37,7 +37,7 @@ def waves(sizes: dict[str, int], arena_bytes: int) -> Sequence[Sequence[str]]:
     return waves_of([Bounded("'i0'", of(sizes), arena_bytes)])
 
 
-# --- how an update is cut
+# --- the waves of an update
 
 
 def test_layers_stay_together_in_the_order_of_their_numbers() -> None:
@@ -101,7 +101,7 @@ async def test_instances_serve_what_has_come_in_waves(fabric: str, digests: bool
 
 
 @native
-async def test_a_bound_that_takes_the_whole_model_makes_one_wave() -> None:
+async def test_a_bound_that_fits_the_whole_model_makes_one_wave() -> None:
     async with job("local", train=TRAIN, infer=INFER, settings=WAVES, arena_bytes=1 << 20) as at:
         (report, _) = await push(at, 1)
         assert isinstance(report, UpdateReport)
@@ -144,7 +144,7 @@ async def test_ranks_that_cannot_take_the_mode_are_named(
 
 
 def at_the(nth: int, links: Links, kind: type, act: Callable[[], object]) -> None:
-    """The nth message of this kind, from 0, is not sent; `act` is called."""
+    """Calls `act` instead of sending the nth message of this kind, from 0."""
     send, count = links.send, 0
 
     def steered(peer: Any, message: Any) -> bool:
@@ -170,7 +170,7 @@ async def test_a_loss_before_any_wave_was_applied_changes_nothing(
         instead_of(at.links(victim), stage, die(at, victim))
         for ended in await push(at, 2):
             assert isinstance(ended, WeightUpdateAborted)
-            assert "the version before is served on" in str(ended)
+            assert "instances keep serving the version before" in str(ended)
         left = next(each for each in at.instances if victim.split("/")[0] != each.name)
         assert served_by(left) == 1
         assert left.ranks[0].partial is None
@@ -178,8 +178,8 @@ async def test_a_loss_before_any_wave_was_applied_changes_nothing(
 
 @native
 @pytest.mark.parametrize("stage", [Vote, Applied])
-async def test_instances_that_are_left_catch_up_at_once(fabric: str, stage: type) -> None:
-    """One is lost while a wave in the middle is staged, or as it applies it."""
+async def test_remaining_instances_get_the_update_at_once(fabric: str, stage: type) -> None:
+    """An instance is lost while a wave in the middle is staged, or while it applies that wave."""
     async with job(fabric, train=TRAIN, infer=INFER, settings=WAVES, arena_bytes=ARENA) as at:
         await push(at, 1)
         at_the(1, at.links("i1/0"), stage, die(at, "i1/0"))
@@ -195,7 +195,8 @@ async def test_instances_that_are_left_catch_up_at_once(fabric: str, stage: type
 
 @native
 async def test_a_loss_at_the_last_wave_leaves_instances_out_of_service(fabric: str) -> None:
-    """What the training ranks have may change by then. The next update brings them back."""
+    """The training ranks may change their parameters by then. The next update brings the instances
+    back."""
     async with job(fabric, train=TRAIN, infer=INFER, settings=WAVES, arena_bytes=ARENA) as at:
         await push(at, 1)
         at_the(2, at.links("i1/0"), Vote, die(at, "i1/0"))

@@ -1,4 +1,4 @@
-"""litellm, as of a hosted vLLM: chats and completions, streamed and not, with a tool."""
+"""litellm, with its provider hosted_vllm: chats and completions, streamed and not, with a tool."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""lm-eval's classes for OpenAI's API, on a task that is made here: answers to choose from, by their
-likelihood, and answers to generate."""
+"""lm-eval's classes for OpenAI's API, on tasks that are made here: one chooses answers by their
+likelihood, one generates them."""
 
 from __future__ import annotations
 

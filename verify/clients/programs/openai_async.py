@@ -25,7 +25,7 @@ async def ask(url: str, _model: str) -> None:
             return "".join(parts)
 
         async def leaves() -> int:
-            """After its third chunk."""
+            """Leaves a stream after its third chunk. Returns the number of chunks."""
             chunks = await client.completions.create(
                 model="tiny", prompt=session.text(99), max_tokens=900, stream=True
             )

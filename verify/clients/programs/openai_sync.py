@@ -8,7 +8,7 @@ import session
 from openai import APIStatusError, OpenAI
 from pydantic import BaseModel
 
-# Two servers do not share these.
+# These fields differ between two servers.
 OF_SERVER = {"id", "created", "system_fingerprint"}
 
 

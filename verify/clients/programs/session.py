@@ -1,4 +1,5 @@
-"""What the session of each client prints: a line of JSON with what it did and what came of it."""
+"""The common parts of the clients' sessions. Each prints one line of JSON: what it did, and the
+results."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ WEATHER = {
 
 
 def text(number: int, words: int = 30) -> str:
-    """A prompt that no other number has."""
+    """Returns a prompt that no other number has."""
     return f"{number}: " + " ".join(WORDS[number * (n + 7) % len(WORDS)] for n in range(words))
 
 
@@ -36,6 +37,6 @@ def tell(package: str, did: str, results: dict[str, Any]) -> None:
 
 
 def run(session: Callable[[str, str], None]) -> None:
-    """Of the API at a URL, and with the model of a folder."""
+    """Runs a session. The process's arguments are the API's URL and the model's folder."""
     url, model = sys.argv[1:]
     session(url, model)

@@ -13,17 +13,11 @@ import httpx2
 
 from kvxfer.reference.kv_cache import PagedKvCache
 from kvxfer.reference.runner import BLOCK_SIZE, ModelRunner, load_model
-from verify.faults.completions import complete
+from verify.faults.completions import Prompt, complete
 
 MAX_TOKENS: Final = 16
 # A request without an answer in this time hangs.
 HANG_SECONDS: Final = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    tokens: list[int]
-    expected: list[int]
 
 
 @dataclass(slots=True)
@@ -36,12 +30,12 @@ class Sent:
     tokens: list[int] = field(default_factory=list)
     right: bool = False
     wrong: bool = False
-    """It succeeded with other tokens, or one of its tokens differs from the single process's."""
+    """True if it succeeded with other tokens, or a token differs from the single process's."""
     failure: str | None = None
 
 
 def prompts(texts: Sequence[str]) -> list[Prompt]:
-    """`texts`, each with the tokens of a single process."""
+    """Returns prompts of `texts`, each with the tokens of a single process."""
     model, tokenizer = load_model(None)
     encoded = [tokenizer.encode(text) for text in texts]
     longest = max(len(tokens) for tokens in encoded)
@@ -63,7 +57,7 @@ class Load:
         self._stopping = asyncio.Event()
 
     async def closed(self, number: int, *, concurrency: int) -> float:
-        """Sends so many requests, `concurrency` at once. Returns the number per second."""
+        """Sends `number` requests, `concurrency` at once. Returns the number per second."""
         began = time.monotonic()
         gate = asyncio.Semaphore(concurrency)
 
@@ -89,7 +83,7 @@ class Load:
 
     @property
     def streaming(self) -> int:
-        """Streams with some tokens, but not all."""
+        """The number of streams that have some tokens, but not all."""
         return sum(bool(s.tokens) and not (s.right or s.wrong or s.failure) for s in self.sent)
 
     def _next(self) -> Sent:
@@ -98,7 +92,12 @@ class Load:
         return sent
 
     async def _ask(self, sent: Sent, prompt: Prompt) -> None:
-        body = {"model": self._model, "prompt": prompt.tokens, "max_tokens": MAX_TOKENS}
+        body = {
+            "model": self._model,
+            "prompt": prompt.tokens,
+            "max_tokens": MAX_TOKENS,
+            "return_token_ids": True,
+        }
         try:
             async with asyncio.timeout(HANG_SECONDS):
                 await complete(self._http, sent, body)

@@ -36,8 +36,8 @@ _FEW_RANKS: Final = 4
 
 @dataclass
 class _Row:
-    """Faults of one act and phase. seconds: until a survivor knew of them ("named"), and until it
-    ran a step in a view without the rank ("without")."""
+    """The faults of one act and phase. `seconds` are the times until a survivor knew of the fault
+    ("named"), and until it ran a step in a view without the rank ("without")."""
 
     times: int = 0
     seconds: dict[str, list[float]] = field(
@@ -65,14 +65,14 @@ def _rows(rounds: list[Round]) -> list[tuple[str, str, _Row]]:
 
 
 def _act(round_: Round, act: str) -> str:
-    """A step that waits for a frozen rank ends late, and names the other rank that broke late,
-    too."""
+    """Returns the name of the act in the table. Faults beside a frozen rank have a separate name:
+    a step that waits for the frozen rank ends late, and then it names the other rank late too."""
     frozen = sum(round_.faults[rank].act == "freeze" for rank in round_.happened)
     return f"{act}, and freeze another" if frozen > (act == "freeze") else act
 
 
 def figures(rounds: list[Round], seed: int) -> dict[str, Any]:
-    """All that the table shows, for --json."""
+    """Returns all that the table shows, for --json."""
     return {
         "seed": seed,
         "rounds": len(rounds),
@@ -93,8 +93,8 @@ def figures(rounds: list[Round], seed: int) -> dict[str, Any]:
 
 def show(rounds: list[Round], console: Console) -> None:
     table = Table(
-        title="Ranks of MoE groups that break; seconds until a rank that survives knew, and until "
-        "it ran a step in a view without them",
+        title="Ranks of MoE groups that break; seconds until a survivor knew of it, and until it "
+        "ran a step in a view without them",
         title_justify="left",
         box=None,
         padding=(0, 1, 0, 0),
@@ -112,10 +112,10 @@ def show(rounds: list[Round], console: Console) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make chaos-moe", description=__doc__)
-    # Some have no fault, some have two: 300 faults at least.
+    # Some rounds have no fault, some have two: 350 rounds have at least 300 faults.
     parser.add_argument("--rounds", type=above_zero, default=350)
     parser.add_argument("--seed", type=int, default=None, help="repeat the choices of a run")
-    parser.add_argument("--json", action="store_true", help="figures instead of a table")
+    parser.add_argument("--json", action="store_true", help="print figures instead of a table")
     options = parser.parse_args()
     seed = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
     console = Console(stderr=options.json)
@@ -144,7 +144,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, ...]]:
-    """Network namespaces that are joined; none where this process may not make them."""
+    """Makes two joined network namespaces; gives none if this process may not make them."""
     if why_no_links() is not None:
         yield ()
         return
@@ -164,7 +164,7 @@ def _run_all(rounds: list[Round], console: Console) -> None:
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         console=console,
-        auto_refresh=False,  # a thread would be forked
+        auto_refresh=False,  # a refresh thread would be forked
     ) as progress:
         bar = progress.add_task("rounds", total=len(rounds))
         for each in rounds:

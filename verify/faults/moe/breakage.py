@@ -27,7 +27,8 @@ _MOST_SECONDS: Final = 0.002
 
 
 class Fault(NamedTuple):
-    """A fault of one rank. nth: the step, or the agreement's message. share: of _MOST_SECONDS."""
+    """A fault of one rank. `nth` is the step, or the number of the agreement's message. `share` is
+    the delay after the begin of a call, as a share of _MOST_SECONDS."""
 
     act: Act
     phase: str
@@ -53,7 +54,8 @@ class _Times(ctypes.Structure):
 
 
 class Breakage:
-    """Breaks this process once, if it is armed. Calls `tell` with the time just before."""
+    """A fault that breaks this process once, if it is armed. Just before, it calls `tell` with the
+    time."""
 
     def __init__(
         self, fault: Fault | None, armed: Callable[[], bool], tell: Callable[[float], None]
@@ -62,7 +64,7 @@ class Breakage:
         self._messages = 0
 
     def at(self, call: str, step: int) -> None:
-        """The process is about to call it."""
+        """Breaks the process if the fault is at this call, which is about to begin."""
         if self._fault is None or step < self._fault.nth or not self._armed():
             return
         if self._fault.phase == f"before {call}":
@@ -71,7 +73,8 @@ class Breakage:
             self._break_soon(max(1e-6, self._fault.share * _MOST_SECONDS))
 
     def message(self, way: str, message: object) -> None:
-        """The process is about to send it, or has heard it."""
+        """Breaks the process if the fault is at this message, which it is about to send or has
+        received."""
         if self._fault is None or self._fault.phase != f"{way} {type(message).__name__}":
             return
         self._messages += 1
@@ -79,7 +82,7 @@ class Breakage:
             self._break()
 
     def watch(self, mesh: Any, handler: Any) -> None:
-        """Sees all messages of a rank."""
+        """Calls message() for all messages of a rank."""
         send, heard = mesh.send, handler.heard
 
         def sends(rank: int, message: object) -> None:
@@ -99,7 +102,7 @@ class Breakage:
         signal.pthread_kill(threading.get_ident(), number)
 
     def _break_soon(self, seconds: float) -> None:
-        """By a timer of the kernel, which also breaks native code."""
+        """Breaks the process by a timer of the kernel, which also interrupts native code."""
         assert self._fault is not None
         number, self._fault = _SIGNALS[self._fault.act], None
         libc = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""Ways to break the code of MoE groups on purpose: each must be found."""
+"""Defects to plant in the code of MoE groups. The rounds must find each."""
 
 from __future__ import annotations
 

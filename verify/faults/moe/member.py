@@ -25,7 +25,7 @@ from .breakage import Breakage, Fault
 
 KEY: Final = "chaos of MoE groups, 32 bytes ..."
 TIMEOUT: Final = 25.0
-"""Seconds; a call that takes longer hangs."""
+"""The limit in seconds; a call that takes longer hangs."""
 Array = npt.NDArray[Any]
 
 
@@ -40,7 +40,7 @@ class Setting:
     copies: int
     seed: int
     hosts: tuple[Host, ...] = ()
-    """Of fabric "hosts": the first has the first half of the ranks."""
+    """The hosts, for fabric "hosts". The first has the first half of the ranks."""
 
     def host(self, rank: int) -> Host | None:
         return self.hosts[2 * rank // self.ranks] if self.hosts else None
@@ -54,7 +54,7 @@ class Setting:
         return Placement.even(2 * self.ranks, self.ranks, self.copies)
 
     def batch(self, step: int, rank: int) -> tuple[Array, Array, Array]:
-        """Rows, choices and weights of a rank in a step."""
+        """Returns rows, choices and weights of a rank in a step."""
         rng = np.random.default_rng((self.seed, step, rank))
         count = int(rng.integers(0, self.shape.max_tokens + 1))
         x = rng.integers(-8, 9, (count, self.shape.hidden)).astype(np.float32)
@@ -63,7 +63,8 @@ class Setting:
         return x, np.ascontiguousarray(ids, np.int64), weights
 
     def table(self, members: tuple[int, ...], rank: int) -> Array:
-        """Where a rank sends each expert's tokens. Over tcp no other rank counts as near."""
+        """Returns the place to which a rank sends each expert's tokens. Over tcp no other rank
+        counts as near."""
         near = {each for each in members if self.host(each) is self.host(rank)} - {rank}
         near = set() if self.fabric == "tcp" else near
         alive = [each in members for each in range(self.ranks)]
@@ -71,7 +72,7 @@ class Setting:
 
 
 def expert(number: Any, values: Array) -> Array:
-    """The output of a logical expert for these rows."""
+    """Returns the output of a logical expert for these rows."""
     made: Array = values * (number % 5 - 2) + number % 7
     return made
 
@@ -81,8 +82,8 @@ class Wrong(Exception):
 
 
 class Shared:
-    """State that the processes of a round share: when the victims broke, whether others still may
-    break, the current step, and the last step."""
+    """The state that the processes of a round share: when the victims broke, whether others may
+    still break, the current step, whether to stop, and the step to stop at."""
 
     def __init__(self, context: Any, ranks: int) -> None:
         self.broke_at = context.RawArray("d", ranks)
@@ -93,7 +94,8 @@ class Shared:
 
 
 class Member:
-    """Reports to its driver: its address, views, missing ranks with their times, and its end."""
+    """A rank. It reports to its driver: its address, views, missing ranks with their times, and its
+    end."""
 
     def __init__(
         self,
@@ -154,7 +156,7 @@ class Member:
     def _steps(self) -> None:
         step = self._group.next_step
         while not self._over(step):
-            if self._setting.overlap and step % 2 == 0:  # a newcomer may begin with an odd one
+            if self._setting.overlap and step % 2 == 0:  # a newcomer may begin at an odd step
                 for act in (self._dispatch, self._compute, self._combine):
                     act(step, 0)
                     act(step + 1, 1)
@@ -165,8 +167,8 @@ class Member:
                 step += 1
 
     def _over(self, step: int) -> bool:
-        """The leading rank names the last step. No other rank has passed that step, as each step
-        needs all ranks."""
+        """Returns whether the rank stops before this step. The leading rank decides the step to
+        stop at. No other rank has passed it, as each step needs all ranks."""
         shared = self._shared
         if self._leads:
             shared.steps.value = step
@@ -177,7 +179,7 @@ class Member:
     # --- a step
 
     def _dispatch(self, step: int, slot: int) -> None:
-        if self._random.random() < 0.2:  # not idle: another process uses the core meanwhile
+        if self._random.random() < 0.2:  # no sleep: another process would use the core meanwhile
             sum(range(self._random.randrange(100_000)))
         batch = self._sent[step] = self._setting.batch(step, self.rank)
         self._breakage.at("dispatch_send", step)
@@ -196,7 +198,7 @@ class Member:
         self._breakage.at("dispatch_recv", step)
         got = self._group.dispatch_recv(slot=slot, layout=self._setting.layout)
         self._breakage.at("compute", step)
-        self._require(got.step == step, f"tokens of step {got.step} came, not of {step}")
+        self._require(got.step == step, f"tokens of step {got.step} arrived, not of {step}")
         self._missing(got.missing)
         self._tables[step] = self._setting.table(got.members, self.rank)
         y = self._answers(got)
@@ -204,7 +206,7 @@ class Member:
         self._group.combine_send(y, slot=slot)
 
     def _answers(self, got: Any) -> Array:
-        """The experts' outputs for the rows. The rows must equal their sources' rows."""
+        """Returns the experts' outputs for the rows. The rows must equal their sources' rows."""
         setting, step = self._setting, got.step
         y = np.zeros_like(got.x)
         row_of = dict(enumerate(np.asarray(got.begins).tolist()))
@@ -257,7 +259,7 @@ class Member:
             f"step {step}: the sums are wrong, with missing {combined.missing}",
         )
 
-    # --- the ranks that it misses
+    # --- missing ranks
 
     def _missing(self, ranks: tuple[int, ...]) -> None:
         if ranks:
@@ -274,7 +276,7 @@ class Member:
                 self._tell("named", rank)
 
     def _tell(self, what: str, rank: int) -> None:
-        """With the seconds since the rank broke."""
+        """Reports an event with the seconds since the rank broke."""
         seconds = SYSTEM_CLOCK.monotonic() - self._shared.broke_at[rank]
         self._driver.send((what, rank, seconds))
 

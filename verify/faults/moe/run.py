@@ -37,15 +37,15 @@ class Round:
     seconds: dict[str, list[tuple[str, str, float]]] = field(
         default_factory=lambda: {"named": [], "without": []}
     )
-    """For each survivor: act, phase, and the seconds from the fault until it knew of it ("named"),
-    or until its first step in a view without the rank ("without")."""
+    """An entry for each fault and survivor: act, phase, and the seconds until the survivor knew of
+    the fault ("named"), or until its first step in a view without the rank ("without")."""
     broken: list[str] = field(default_factory=list)
     """Broken promises."""
 
 
 def choose(fabric: str, rng: random.Random, hosts: tuple[Host, ...] = ()) -> Round:
-    """A random round. One of seven has no fault, and two of seven have more than one. hosts: for
-    fabric "hosts"."""
+    """Returns a random round. One of seven has no fault, and two of seven have two, if the group is
+    large enough. `hosts` are for fabric "hosts"."""
     ranks = rng.randint(2, 8)
     setting = Setting(
         ranks,
@@ -59,7 +59,8 @@ def choose(fabric: str, rng: random.Random, hosts: tuple[Host, ...] = ()) -> Rou
     count = min(rng.choice((0, 1, 1, 1, 1, 2, 2)), ranks - 1)
     faults: dict[int, Fault] = {}
     for number, rank in enumerate(rng.sample(range(ranks), count)):
-        # The agreement sends messages only once another rank is lost.
+        # The agreement sends messages only once a rank is lost, so the first fault has no phase of
+        # a message.
         phase = rng.choice(PHASES if number else PHASES[:-3])
         message = phase.split()[0] in _OF_MESSAGES
         faults[rank] = Fault(
@@ -117,7 +118,7 @@ class _Driver:
         )
         for rank, code in self._ended.items():
             if code and rank not in self._round.happened:
-                raise _NotKept(f"rank {rank}, which nothing happened to, ended with {code}")
+                raise _NotKept(f"rank {rank}, which had no fault, ended with {code}")
 
     def _start(self, rank: int, fault: Fault | None, member: str | None = None) -> None:
         ours, theirs = _FORKED.Pipe()
@@ -150,10 +151,10 @@ class _Driver:
             (view,) = views if len(views) == 1 else (None,)
             return first <= broke and view is not None and not broke & {*view}
 
-        what = "the ranks that survive are in a view without those that broke"
+        what = "all survivors are in a view without the broken ranks"
         self._until(agreed, what)
         shared.armed.value = 0
-        SYSTEM_CLOCK.sleep(_SETTLE_SECONDS)  # one that was about to break has, by then
+        SYSTEM_CLOCK.sleep(_SETTLE_SECONDS)  # for ranks that are about to break
         self._until(agreed, what)
         self._round.happened = {rank for rank in faults if shared.broke_at[rank]}
         for rank in sorted(self._round.happened):
@@ -171,15 +172,15 @@ class _Driver:
                 lambda whole=whole: all(  # type: ignore[misc]
                     {*self._members.get(each, ())} >= whole for each in whole
                 ),
-                f"rank {rank} has come back",
+                f"rank {rank} has joined again",
             )
 
     def _resume(self, rank: int) -> None:
-        """A rank that was frozen is told that it is excluded."""
+        """Resumes a frozen rank. The rank has to be told that it is excluded."""
         process = self._processes[rank]
         assert process.pid is not None
         os.kill(process.pid, signal.SIGCONT)
-        self._until(lambda: rank in self._ended, f"rank {rank} was told after it went on")
+        self._until(lambda: rank in self._ended, f"rank {rank} ended after it was resumed")
         code = self._ended[rank]
         if code != "rank-excluded":
             raise _NotKept(f"rank {rank} was frozen and excluded, and ended with {code!r}")
@@ -214,7 +215,7 @@ class _Driver:
             fault = self._round.faults.get(rank)
             killed = fault is not None and fault.act == "kill" and self._shared.broke_at[rank]
             if rank not in self._ended and not killed:
-                raise _NotKept(f"rank {rank} has ended without a word") from None
+                raise _NotKept(f"rank {rank} has ended without a report") from None
             return
         match kind:
             case "address":

@@ -1,9 +1,9 @@
-"""Random transfers between workers that join, leave and are killed, for a given time.
+"""Runs random transfers between workers that join, leave and are killed, for a given time.
 
 Exit code 1 if the memory of a worker that lives throughout grows; if such a worker ends with more
 file descriptors, or with more threads beyond a full thread pool; if the bytes that were sent,
 received, checked by checksum and counted by the engines differ; or if a block is not given back.
-Runs of less than 5 minutes do not judge memory, as pools fill for 3 minutes.
+Memory is not judged in runs of less than 5 minutes, as pools fill for 3 minutes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from .worker import NUM_BLOCKS
 _AT_ONCE: Final = 6
 _CHURN_SECONDS: Final = (2.0, 8.0)
 _SAMPLE_SECONDS: Final = 1.0
-# For the last connections to end.
+# The time for the last connections to end.
 _REST_SECONDS: Final = 10.0
-# asyncio.to_thread() starts them one by one, as many as concurrent.futures has by default.
+# The most threads that asyncio.to_thread() starts: the default of concurrent.futures.
 _POOL_THREADS: Final = min(32, (os.cpu_count() or 1) + 4)
-# Transfers of the calm phase at the end.
+# The number of transfers in the calm phase at the end.
 _AUDITED: Final = 100
 
 
@@ -49,11 +49,11 @@ class Outcome(msgspec.Struct):
     left: int
     killed: int
     memory: dict[str, Slope | None]
-    """None: the run was too short to tell."""
+    """The slope by worker; None if the run was too short to judge."""
     began: dict[str, Held]
-    """When exactly the workers that live throughout were connected."""
+    """The state while exactly the workers that live throughout were connected, at the start."""
     ended: dict[str, Held]
-    """The same at the end."""
+    """The same state at the end."""
     engines: dict[str, dict[str, int]]
 
     def broken(self) -> Iterator[str]:
@@ -74,7 +74,7 @@ class Outcome(msgspec.Struct):
             if ended.threads > began.threads + _POOL_THREADS:
                 yield f"{name}: {began.threads} threads became {ended.threads}"
         if not self.audit.reconciled:
-            yield f"the books of a calm while and the engines' counters differ: {self.audit}"
+            yield f"in the calm phase the books and the engines' counters differ: {self.audit}"
         for name, stats in self.engines.items():
             if stats["free"] != NUM_BLOCKS:
                 yield f"{name}: {NUM_BLOCKS - stats['free']} blocks were not given back"
@@ -116,7 +116,7 @@ def _held(members: Members) -> dict[str, Held]:
 
 
 async def _held_at_rest(members: Members, began: dict[str, Held]) -> dict[str, Held]:
-    """Waits until the other workers' connections are gone, at most for _REST_SECONDS."""
+    """Waits until the other workers' connections have ended, at most for _REST_SECONDS."""
 
     def gone() -> bool:
         held = _held(members)
@@ -195,7 +195,7 @@ def tables(outcome: Outcome) -> Iterator[Table]:
     for what in ("sent", "engines_sent", "engines_received", "checked"):
         who, _, how = what.rpartition("_")
         name = f"bytes {how}{' by the ' * bool(who)}{who}"
-        books.add_row(f"calm while: {name}", f"{getattr(outcome.audit, what):,}")
+        books.add_row(f"calm phase: {name}", f"{getattr(outcome.audit, what):,}")
     for code, number in counted.errors.most_common():
         books.add_row(f"sides that ended with {code}", f"{number:,}")
     books.add_row("sides that were killed", f"{counted.lost:,}")

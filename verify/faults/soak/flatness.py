@@ -8,13 +8,14 @@ from typing import Any, Final
 
 import numpy as np
 
-# Caches, pools and the heap fill first: this share of a run, and at least so many seconds, does not
+# Caches, pools and the heap fill first: this share of a run, and at least these seconds, do not
 # count.
 _WARM_UP: Final = 0.3
 _WARM_UP_SECONDS: Final = 180.0
-# The fewest samples that tell anything.
+# The shortest time whose samples show a slope.
 _LEAST_SECONDS: Final = 90.0
-# Consecutive samples depend on each other. Means over so many parts of the time do not.
+# The time is divided into this number of parts. Consecutive samples depend on each other; the means
+# of the parts do not.
 _PARTS: Final = 10
 # Memory grows if the line rises by more than this many MiB over a run, and by more than noise.
 _ALLOWED: Final = 2.0
@@ -22,7 +23,8 @@ _ALLOWED: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Anonymous resident memory in MiB, open file descriptors, threads."""
+    """The anonymous resident memory in MiB, the open file descriptors, and the threads of a
+    process."""
 
     memory: float
     fds: int
@@ -48,9 +50,9 @@ class Slope:
     last: float
     per_hour: float
     error_per_hour: float
-    """Standard error of the slope."""
+    """The standard error of the slope."""
     growth: float
-    """Over the time that counts."""
+    """The growth over the time after the warm-up."""
 
     @property
     def flat(self) -> bool:
@@ -58,7 +60,8 @@ class Slope:
 
 
 def memory_slope(samples: list[tuple[float, Held]]) -> Slope | None:
-    """`samples`: times in seconds and resources, in order. None if the run was too short."""
+    """Fits a line to `samples`: times in seconds and resources, in order. Returns None if the run
+    was too short."""
     begun, ended = samples[0][0], samples[-1][0]
     warm = begun + max(_WARM_UP * (ended - begun), _WARM_UP_SECONDS)
     if ended - warm < _LEAST_SECONDS:

@@ -19,7 +19,7 @@ from verify.processes.worker import Event, WorkerProcess
 from .worker import EPOCH, MAX_BLOCKS
 
 KEEPERS: Final = 2
-"""The workers of each role that live throughout."""
+"""The number of workers of each role that live throughout."""
 _PASSING: Final = 2
 """The most workers of each role that come and go."""
 _FABRICS: Final = ("local,tcp", "tcp", "local,tcp")
@@ -32,7 +32,7 @@ _CLIENT_LEAVES: Final = 0.1
 
 @dataclass(slots=True)
 class Counted:
-    """Bytes of all transfers that succeeded on both sides, as each side reports them."""
+    """The bytes of all transfers that succeeded on both sides, as each side reports them."""
 
     sent: int = 0
     received: int = 0
@@ -41,13 +41,13 @@ class Counted:
     errors: Counter[str] = field(default_factory=Counter)
     """The ends of all other transfers, by error code; each side counts."""
     lost: int = 0
-    """Sides that were killed before they could report."""
+    """The number of sides that were killed before they could report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Bytes of some undisturbed transfers, as both sides and the counters of their engines report
-    them: all five numbers must be equal."""
+    """The bytes of some undisturbed transfers, as both sides and the counters of their engines
+    report them: all five numbers must be equal."""
 
     sent: int
     received: int
@@ -79,7 +79,7 @@ class Member:
 
 
 async def _end_of(side: asyncio.Future[Event]) -> Event:
-    """How one side of a transfer ended; unknown if its worker was killed."""
+    """Returns the report of one side of a transfer; "lost" if its worker was killed."""
     try:
         return await side
     except EOFError:
@@ -123,7 +123,7 @@ class Members:
         await asyncio.gather(*(member.end() for member in passing))
 
     async def churn(self) -> None:
-        """One worker joins, leaves in good order, or is killed."""
+        """Makes one worker join, closes one in good order, or kills one."""
         role = self._rng.choice(["prefill", "decode"])
         passing = [m for m in self.members if m.role == role and m not in self.keepers.values()]
         if not passing or (len(passing) < _PASSING and self._rng.random() < 0.5):
@@ -133,7 +133,7 @@ class Members:
         member = self._rng.choice(passing)
         member.leaving = True
         if self._rng.random() < 0.5:
-            await asyncio.sleep(_LEAVING_SECONDS)  # its transfers end first
+            await asyncio.sleep(_LEAVING_SECONDS)  # for its transfers to end
             member.process.tell("close")
             self.left += 1
             await asyncio.sleep(_LEAVING_SECONDS)
@@ -144,7 +144,8 @@ class Members:
         await member.end()
 
     async def audit(self, transfers: int) -> Audit:
-        """Runs so many transfers between the workers that lived throughout, after all others."""
+        """Runs `transfers` transfers between the workers that lived throughout, after all
+        others."""
         before, books = await self._engines(), replace(self.counted)
         for _ in range(transfers):
             await self.transfer(list(self.keepers.values()))
@@ -158,7 +159,7 @@ class Members:
         )
 
     async def _engines(self) -> Counter[str]:
-        """The sums of the counters of the workers that lived throughout."""
+        """Returns the sums of the counters of the workers that lived throughout."""
         total: Counter[str] = Counter()
         for member in self.keepers.values():
             stats = await member.stats()
@@ -166,8 +167,8 @@ class Members:
         return total
 
     async def transfer(self, among: list[Member] | None = None) -> None:
-        """One transfer between two random workers; its client may leave. With `among` it is between
-        two of these, and the client stays."""
+        """Runs one transfer between two random workers; its client may leave. With `among` it is
+        between two of these, and the client stays."""
         rng, number = self._rng, next(self._numbers)
         prefill, decode = (self._one(role, among) for role in ("prefill", "decode"))
         blocks = rng.randint(1, MAX_BLOCKS)
@@ -201,8 +202,9 @@ class Members:
     async def _both(
         self, number: int, sides: dict[Member, asyncio.Future[Event]]
     ) -> tuple[Event, Event]:
-        """How each side ended. A side that does not learn of the other's failure is told to give
-        up, as a router does: prefill may never have been connected to its decode worker."""
+        """Returns the report of each side. A side that does not learn of the other's failure is
+        told to give up, as by a router: prefill may never have been connected to its decode
+        worker."""
         ends = {member: asyncio.create_task(_end_of(side)) for member, side in sides.items()}
         async with asyncio.timeout(_END_SECONDS):
             ended, waiting = await asyncio.wait(ends.values(), return_when=asyncio.FIRST_COMPLETED)

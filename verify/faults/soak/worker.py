@@ -50,7 +50,7 @@ class SoakWorker:
                 self._begin(ident, command["number"], self._decode(**command))
             case "give up":
                 if (transfer := self._transfers.get(command["number"])) is not None:
-                    # Not before the task has begun: it would report nothing.
+                    # A task that is cancelled before it has begun would report nothing.
                     asyncio.get_running_loop().call_soon(transfer.cancel)
             case "stats":
                 self._pool.check()

@@ -1,14 +1,14 @@
-"""A disaggregated vLLM under load, with faults. Prints the outcome of every request.
+"""Runs a disaggregated vLLM under load, with faults. Prints the outcome of every request.
 
 Clients leave, engines are killed and frozen, and the control plane is restarted. Every answer is
 compared with an aggregated server's answer. Exit code 1 on a wrong token, a request that hangs, KV
 blocks or reservations that are left over, or a failure that is named more than 1 s after its cause.
 The cause is the fault, or the request if it came to a dead engine. For a request that waited for a
-frozen decode engine, it is the moment when that engine went on. On a host with too few cores an
+frozen decode engine, it is the moment when that engine was resumed. On a host with too few cores an
 engine may get no core for as long as the peer timeout; requests that fail for that count as stalls.
 
-Then bursts of 96 requests come, 24 at once, through a router that retries failures, while an engine
-is frozen or nothing is done. All must be answered correctly.
+Then bursts of 96 requests, 24 at once, go through a router that retries failures, while an engine
+is frozen or without a fault. All must be answered correctly.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHARES: Final = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
 def figures(phases: list[Phase], seed: int) -> dict[str, Any]:
-    """All that the table shows, for --json."""
+    """Returns all that the table shows, for --json."""
     return {
         "seed": seed,
         "phases": [
@@ -87,12 +87,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make chaos-vllm", description=__doc__)
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--policy", choices=("fail", "recompute"), default="fail")
-    parser.add_argument("--attempts", type=int, default=1, help="of the router")
-    parser.add_argument("--crowds", type=int, default=10, help="of 96 requests, 24 at once")
-    parser.add_argument("--fault", action="append", choices=list(ACTS), help="only these")
+    parser.add_argument("--attempts", type=int, default=1, help="attempts of the router")
+    parser.add_argument("--crowds", type=int, default=10, help="bursts of 96 requests, 24 at once")
+    parser.add_argument("--fault", action="append", choices=list(ACTS), help="cause only these")
     parser.add_argument("--seed", type=int, default=None, help="repeat the choices of a run")
     parser.add_argument("--logs", type=Path, default=None, help="keep the logs in this folder")
-    parser.add_argument("--json", action="store_true", help="figures instead of a table")
+    parser.add_argument("--json", action="store_true", help="print figures instead of a table")
     options = parser.parse_args()
     seed = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
     console = Console(stderr=options.json)

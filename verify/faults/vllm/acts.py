@@ -17,16 +17,16 @@ from .naming import Fault
 
 Act: TypeAlias = Callable[[Cluster, Load, random.Random], Awaitable[Fault]]
 
-# How long requests come to a dead process.
+# The time in which requests come to a dead process.
 _DEAD_SECONDS: Final = 1.5
-# After this time an engine that went on has noticed all that it missed.
+# After this time a resumed engine has noticed all that it missed.
 _SETTLE_SECONDS: Final = 2.0
 
 
 async def freeze(
     name: str, least: float, most: float, cluster: Cluster, load: Load, rng: random.Random
 ) -> Fault:
-    """SIGSTOP, and SIGCONT after `least` to `most` seconds."""
+    """Sends SIGSTOP, and SIGCONT after `least` to `most` seconds."""
     fault = Fault(f"freeze {name}", time.monotonic(), waits=name == "decode")
     cluster.running[name].freeze()
     try:
@@ -39,7 +39,7 @@ async def freeze(
 
 
 async def kill(name: str, cluster: Cluster, load: Load, rng: random.Random) -> Fault:
-    """kill -9, and a new engine with the same instance id."""
+    """Kills an engine, and starts a new one with the same instance id."""
     fault = Fault(f"kill {name}", time.monotonic())
     await asyncio.to_thread(cluster.kill, name)
     # The start of a process would block the loop that measures times.
@@ -48,7 +48,7 @@ async def kill(name: str, cluster: Cluster, load: Load, rng: random.Random) -> F
 
 
 async def restart_control_plane(cluster: Cluster, load: Load, rng: random.Random) -> Fault:
-    """kill -9, and a new control plane with an empty registry at the same address."""
+    """Kills the control plane, and starts a new one with an empty registry at the same address."""
     fault = Fault("restart control plane", time.monotonic())
     await asyncio.to_thread(cluster.kill, CONTROL_PLANE)
     await asyncio.sleep(rng.uniform(0.1, 1.0))
@@ -60,7 +60,7 @@ async def restart_control_plane(cluster: Cluster, load: Load, rng: random.Random
 
 
 async def _away(fault: Fault, cluster: Cluster, load: Load) -> Fault:
-    """A few requests meet the dead process. The others come when the cluster is whole again."""
+    """Lets a few requests meet the dead process; holds the others until the cluster is whole."""
     await asyncio.sleep(_DEAD_SECONDS)
     load.flowing.clear()
     try:
@@ -84,13 +84,13 @@ ACTS: Final[dict[str, Act | None]] = {
     # Shorter than the peer timeout.
     "freeze prefill 0.3 s": partial(freeze, "prefill", 0.3, 0.3),
     "freeze decode 0.3 s": partial(freeze, "decode", 0.3, 0.3),
-    # Longer than that, shorter than the lease at the control plane.
+    # Longer than the peer timeout, shorter than the lease at the control plane.
     "freeze prefill 1-3 s": partial(freeze, "prefill", 1.0, 3.0),
     "freeze decode 1-3 s": partial(freeze, "decode", 1.0, 3.0),
     "restart control plane": restart_control_plane,
     "kill -9 prefill": partial(kill, "prefill"),
     "kill -9 decode": partial(kill, "decode"),
-    # Longer than that: it registers again.
+    # Longer than the lease: the engine registers again.
     "freeze prefill 8 s": partial(freeze, "prefill", 8.0, 8.0),
     "freeze decode 8 s": partial(freeze, "decode", 8.0, 8.0),
 }

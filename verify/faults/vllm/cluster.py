@@ -1,5 +1,5 @@
-"""The processes: control plane, router, a producer and a consumer. Each can be killed, frozen and
-started again."""
+"""The processes: control plane, two routers, a producer and a consumer. Each can be killed, frozen
+and started again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _USAGE: Final = (
 
 
 class Cluster(Fleet):
-    """Synchronous methods block: event loops call them in a thread."""
+    """The cluster's processes. Synchronous methods block: event loops call them in a thread."""
 
     def __init__(self, folder: Path, model: Path, policy: str, attempts: int) -> None:
         super().__init__(folder)
@@ -52,7 +52,7 @@ class Cluster(Fleet):
         return [self.running[name].log for name in ENGINES]
 
     def start_engine(self, name: str) -> None:
-        """Returns before it is ready; settled() waits for that."""
+        """Starts an engine. Returns before it is ready; settled() waits for that."""
         # Long prompts are computed in chunks.
         chunks = ("--max-num-batched-tokens", "600") if name == "prefill" else ()
         add_vllm(
@@ -67,7 +67,7 @@ class Cluster(Fleet):
         await eventually(lambda: asyncio.to_thread(self.whole), _WHOLE_SECONDS, pause=_POLL_SECONDS)
 
     async def leaks(self) -> list[str]:
-        """What idle engines still hold after all leases have ended, in words."""
+        """Returns what idle engines still hold after all leases have ended, in words."""
 
         async def nothing() -> bool:
             return not await asyncio.to_thread(self._held)

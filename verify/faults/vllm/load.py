@@ -43,10 +43,10 @@ class Sent:
     request_id: str
     prompt: list[int]
     expected: list[int]
-    """The right tokens, as many as it asks for."""
+    """The right tokens, as many as the request asks for."""
     streamed: bool
     patience: float | None
-    """Seconds after which its client leaves."""
+    """The seconds after which its client leaves; None if it stays."""
     began: float = 0.0
     ended: float = 0.0
     tokens: list[int] = field(default_factory=list)
@@ -62,7 +62,7 @@ def requests(
     aborted: float = _ABORTED,
     most_tokens: int = MAX_TOKENS,
 ) -> list[Sent]:
-    """One request for each prompt and its MAX_TOKENS expected tokens. They are numbered
+    """Returns one request for each prompt and its MAX_TOKENS expected tokens. Requests are numbered
     from `first`; `aborted` is the share of clients that leave."""
     return [
         Sent(
@@ -77,7 +77,7 @@ def requests(
 
 
 class Load:
-    """Some clients, each with one request at a time and a pause after it. Loop only."""
+    """A number of clients, each with one request at a time and a pause after it. Loop only."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Load:
         self._clients, self._think_seconds = clients, think_seconds
         self.begun = 0
         self.flowing = asyncio.Event()
-        """No request begins while this is not set."""
+        """The event that permits requests to begin."""
         self.flowing.set()
 
     async def run(self, batch: Sequence[Sent]) -> None:

@@ -1,4 +1,4 @@
-"""When the failure of a request was named, in an engine's log or to its client."""
+"""The time until the failure of a request was named, in an engine's log or to its client."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ _SILENCE: Final = re.compile(r"no heartbeat for (\d+) ms")
 
 
 class Cause(enum.Enum):
-    """Why a request failed."""
+    """The cause of a request's failure."""
 
     FAULT = enum.auto()
-    STALL = enum.auto()  # without a fault: an engine got no core for as long as the peer timeout
+    STALL = enum.auto()  # no fault: an engine got no core for as long as the peer timeout
     UNKNOWN = enum.auto()
 
 
 @dataclass(slots=True)
 class Fault:
-    """What was done to the cluster, and when."""
+    """A fault of the cluster, with its times."""
 
     name: str
     began: float
     ended: float = math.inf
-    """When the frozen process went on, or the next process had started."""
+    """The time when the frozen process was resumed, or the cluster was whole again."""
     over: float = math.inf
-    """From this time on it causes no failure."""
+    """The time after which it causes no failure."""
     waits: bool = False
-    """New requests wait until it has ended, and can fail only then."""
+    """True if new requests wait until it has ended, and can fail only then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How long after its cause a failure was named."""
+    """The cause of a failure, and the time until it was named."""
 
     seconds: float
     cause: Cause
 
 
 class Logs:
-    """Reads the logs of the engines as they grow. Loop only."""
+    """The engines' logs, read as they grow. Loop only."""
 
     def __init__(self, logs: Iterable[Path]) -> None:
         self._read = dict.fromkeys(logs, 0)
         self.named: dict[str, tuple[float, str]] = {}
-        """By request: when an engine first reported its failure, and all reports of it."""
+        """The time of the first report of each request's failure, and all reports of it."""
 
     async def follow(self) -> None:
-        """Until it is cancelled."""
+        """Reads the logs until it is cancelled."""
         while True:
             self._look()
             await asyncio.sleep(_POLL_SECONDS)
@@ -80,10 +80,10 @@ class Logs:
 
 
 def naming(sent: Sent, logged: tuple[float, str] | None, fault: Fault | None) -> Naming:
-    """The time from the cause of a failure until an engine's log or the router named it.
+    """Returns the time from the cause of a failure until an engine's log or the router named it.
 
     The cause is the fault, or the request if it came after the fault. For a request that waited for
-    a frozen engine, it is the moment when that engine went on.
+    a frozen engine, it is the moment when that engine was resumed.
     """
     named = sent.ended if logged is None else min(logged[0], sent.ended)
     if fault is None or sent.began > fault.over or named < fault.began:

@@ -6,15 +6,14 @@ import asyncio
 import random
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import httpx2
 
 from verify.processes.programs import Server
-from verify.vllm.servers import make_model, vllm
+from verify.vllm.servers import make_model, references
 from verify.vllm.tiny_prompts import prompts
 
 from .acts import ACTS, HEALED, NO_FAULT, Act
@@ -33,13 +32,13 @@ class Phase:
 
     name: str
     act: str
-    """Of ACTS."""
+    """One of ACTS."""
     sent: list[Sent]
     fault: Fault | None = None
     naming: list[Naming] = field(default_factory=list)
-    """One for each failed request."""
+    """An entry for each failed request."""
     heals: bool = False
-    """A burst of requests through a router that retries: none may fail."""
+    """True for a burst of requests through a router that retries: none may fail."""
     leaks: list[str] = field(default_factory=list)
 
     def count(self, became: Became) -> int:
@@ -49,7 +48,7 @@ class Phase:
         return sum(one.cause is cause for one in self.naming)
 
     def broken(self) -> Iterator[str]:
-        """The broken promises, in words."""
+        """Yields the broken promises, in words."""
         for became in (Became.WRONG, Became.HANGING):
             if number := self.count(became):
                 yield f"{self.name}: {number} {became}"
@@ -57,9 +56,9 @@ class Phase:
         if late:
             yield f"{self.name}: {len(late)} failures named late, after up to {max(late):.2f} s"
         if self.heals and (number := self.count(Became.FAILED)):
-            yield f"{self.name}: {number} failed, which another try heals"
+            yield f"{self.name}: {number} failed although a retry would succeed"
         if number := self.of(Cause.UNKNOWN):
-            yield f"{self.name}: {number} failed though nothing was done to them"
+            yield f"{self.name}: {number} failed without a fault"
         yield from (f"{self.name}: left behind: {leak}" for leak in self.leaks)
 
 
@@ -80,8 +79,8 @@ async def run(
         model = await asyncio.to_thread(make_model, home)
         faults = [*(name for name in HEALED if name in acts and crowds), *[NO_FAULT] * crowds]
         asked = prompts(rng, count + len(faults) * CROWD_REQUESTS)
-        tell(f"the tokens of {len(asked)} prompts from an aggregated server")
-        expected = await asyncio.to_thread(_references, home, model, asked)
+        tell(f"getting the tokens of {len(asked)} prompts from an aggregated server")
+        expected = await asyncio.to_thread(references, home, model, asked, MAX_TOKENS)
         answered = list(zip(asked, expected, strict=True))
         phases = list(_single(acts, requests(rng, answered[:count])))
         crowd = requests(rng, answered[count:], first=count, aborted=0, most_tokens=16)
@@ -94,7 +93,7 @@ async def run(
 
 
 def _single(acts: list[str], batch: list[Sent]) -> Iterator[Phase]:
-    """A few clients; each failure reaches one of them."""
+    """Yields the phases with a few clients, whose failures reach them."""
     for number, name in enumerate(acts):
         begin, end = (len(batch) * n // len(acts) for n in (number, number + 1))
         yield Phase(name, name, batch[begin:end])
@@ -151,24 +150,9 @@ def _client(router: Server) -> httpx2.AsyncClient:
 async def _strike(
     act: Act, cluster: Cluster, load: Load, requests: int, rng: random.Random
 ) -> Fault:
-    """The act, in the middle of the load."""
+    """Does the act in the middle of the load."""
     after = rng.randint(requests // 6, requests // 2)
     while load.begun < after:  # noqa: ASYNC110 (a glance is enough)
         await asyncio.sleep(0.005)
     await asyncio.sleep(rng.uniform(0, 0.2))
     return await act(cluster, load, rng)
-
-
-def _references(home: Path, model: Path, asked: list[list[int]]) -> list[list[int]]:
-    """The MAX_TOKENS tokens after each prompt, from one server without a connector."""
-
-    def tokens(server: Server, prompt: list[int]) -> list[int]:
-        body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": MAX_TOKENS}
-        body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        answer = httpx2.post(server.url + "/v1/completions", json=body, timeout=90.0)
-        [choice] = answer.raise_for_status().json()["choices"]
-        return list(choice["token_ids"])
-
-    with vllm("aggregated", home, model) as server, ThreadPoolExecutor(8) as threads:
-        server.serves("/health")
-        return list(threads.map(lambda prompt: tokens(server, prompt), asked))

@@ -1,9 +1,9 @@
 """Kills and freezes members of weight updates at every stage. Prints the outcomes.
 
 Three training ranks push to two instances, one with two ranks and one with one. Half of the updates
-come in waves. Exit code 1 if an instance has half of an update, instances have different versions,
-bytes differ from the reported version, a rank hangs, or an update is applied although a member was
-lost before the votes.
+come in waves. Exit code 1 if an instance serves half of an update, instances have different
+versions, bytes differ from the reported version, a rank hangs, or an update is applied although a
+member was lost before the votes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ KINDS: Final[tuple[tuple[str, Mode], ...]] = (
     ("local", "wave"),
     ("tcp", "wave"),
 )
-"""Fabrics, and modes of the updates."""
+"""The fabrics, and the modes of their updates."""
 _SHARES: Final = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
 def figures(rounds: list[Round], seed: int) -> dict[str, Any]:
-    """All that the table shows, for --json."""
+    """Returns all that the table shows, for --json."""
     return {
         "seed": seed,
         "rounds": len(rounds),
@@ -101,7 +101,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make chaos-weights", description=__doc__)
     parser.add_argument("--rounds", type=above_zero, default=300)
     parser.add_argument("--seed", type=int, default=None, help="repeat the choices of a run")
-    parser.add_argument("--json", action="store_true", help="figures instead of a table")
+    parser.add_argument("--json", action="store_true", help="print figures instead of a table")
     options = parser.parse_args()
     seed = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
     console = Console(stderr=options.json)

@@ -24,7 +24,7 @@ class Fault(NamedTuple):
     decided: bool = False
     """Whether the update may already be decided at that time."""
     nth: int = 1
-    """Which of several such messages of an update it is."""
+    """The number of the message among those of its kind in an update, from 1."""
 
     @property
     def stage(self) -> str:
@@ -60,7 +60,7 @@ _OF_EACH_WAVE: Final = {
 
 
 def catalogue(mode: Mode = "atomic") -> list[Fault]:
-    """Every fault, with both acts."""
+    """Returns every fault, with both acts."""
     found = []
     acts: tuple[Act, ...] = ("kill", "freeze")
     decided: tuple[tuple[On, str], ...] = (
@@ -82,7 +82,8 @@ def catalogue(mode: Mode = "atomic") -> list[Fault]:
         found += [Fault(v, *at, act, True) for v in ("pair-0", "single-0") for at in committing]
     found += [each._replace(nth=2) for each in found if _several(each)]
     if mode == "wave":
-        # The later waves. An instance that has a wave may be brought to that version at once.
+        # Faults in the later waves. An instance that has a wave may be completed to that version at
+        # once, so these faults may come after the decision.
         found += [
             each._replace(nth=wave + 1, decided=True)
             for each in found
@@ -93,7 +94,7 @@ def catalogue(mode: Mode = "atomic") -> list[Fault]:
 
 
 def _several(fault: Fault) -> bool:
-    """Whether the victim sends or receives such a message more than once in an update."""
+    """Returns whether the victim sends or receives such a message more than once in an update."""
     if fault.victim.startswith("trainer"):
         kinds = {"receive Grant", "receive Vote", "receive Applied"}
         kinds |= {"send Sent", "send Prepare", "send Commit"}

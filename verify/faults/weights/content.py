@@ -14,18 +14,18 @@ Array = NDArray[np.float32]
 
 TRAINERS: Final = 3
 INSTANCES: Final = {"pair": 2, "single": 1}
-"""Ranks of each."""
+"""The number of ranks of each instance."""
 
 ARENA_BYTES: Final = 1200 << 10
-"""Of a rank that takes updates in waves, of a model of 2.3 MB."""
+"""The arena of a rank that gets a model of 2.3 MB in waves."""
 WAVES: Final = 3
-"""That this makes."""
+"""The number of waves with such an arena."""
 
 _SHAPES: Final = {"embed": (768, 256), "norm": (256,), "qkv": (512, 256), "down": (256, 1024)}
 
 
 def whole(version: int) -> dict[str, Array]:
-    """Every parameter of a version. Instances begin with version 0."""
+    """Returns every parameter of a version. Instances begin with version 0."""
     random = np.random.default_rng(version)
     return {
         name: random.standard_normal(shape, dtype=np.float32) for name, shape in _SHAPES.items()
@@ -33,12 +33,12 @@ def whole(version: int) -> dict[str, Array]:
 
 
 def held(rank: int) -> Holdings:
-    """By a training rank: rows."""
+    """Returns the rows that a training rank holds."""
     return _split(rank, TRAINERS, 0)
 
 
 def wanted(instance: str, rank: int) -> Holdings:
-    """By an inference rank: columns, where there are any."""
+    """Returns the columns that an inference rank wants; of a vector, its part of the elements."""
     return _split(rank, INSTANCES[instance], 1)
 
 
@@ -54,7 +54,7 @@ def _split(rank: int, ranks: int, dimension: int) -> Holdings:
 
 
 def boxes(holdings: Holdings, of: Mapping[str, Array]) -> dict[str, Array]:
-    """A rank's part of these parameters, in memory that it does not share."""
+    """Returns a copy of a rank's part of these parameters."""
     return {
         each.name: of[each.name][
             tuple(

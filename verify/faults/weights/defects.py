@@ -1,4 +1,4 @@
-"""Ways to break the code of weight updates on purpose: each must be found."""
+"""Defects to plant in the code of weight updates. The rounds must find each."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ DEFECTS: Final[dict[str, tuple[Callable[[], None], Mode, Fault]]] = {
         "atomic",
         Fault("trainer-0", "send", "Commit", "kill", True, nth=2),
     ),
-    "an instance that failed serves on": (
+    "an instance that failed keeps serving": (
         _failures_are_not_told,
         "atomic",
         Fault("pair-1", "apply", "half", "kill", True),
     ),
-    "an instance that has some waves serves on": (
+    "an instance that has some waves keeps serving": (
         _some_waves_are_served,
         "wave",
         Fault("trainer-0", "send", "Commit", "kill", True, nth=2),
     ),
 }
-"""By name: a function that breaks the code, the mode, and a fault that shows the defect."""
+"""The defects by name: a function that breaks the code, the mode, and a fault that shows it."""

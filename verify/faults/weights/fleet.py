@@ -47,7 +47,8 @@ class Control:
                 future.set_exception(ConnectionError("the process has ended"))
 
     async def ask(self, seconds: float = PATIENCE, **command: Any) -> dict[str, Any]:
-        """Raises ConnectionError if the process ends, TimeoutError after so many seconds."""
+        """Sends a command and returns the answer. Raises ConnectionError if the process ends,
+        TimeoutError after `seconds`."""
         if self.closed.is_set():
             raise ConnectionError("the process has ended")
         ident = next(self._ids)
@@ -60,7 +61,7 @@ class Control:
 
 
 class Fleet:
-    """Loop only."""
+    """The processes of a training job and its instances. Loop only."""
 
     def __init__(self, fabric: str, mode: Mode, defect: str, folder: Path) -> None:
         self._common = {"fabric": fabric, "mode": mode, "defect": defect}
@@ -78,7 +79,7 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """A fleet; its processes end with the block."""
+        """Starts all processes; they end with the block."""
         server = await asyncio.start_unix_server(self._accept, self._path)
         try:
             for instance in INSTANCES:
@@ -133,7 +134,7 @@ class Fleet:
         return answer
 
     async def start_instance(self, instance: str) -> None:
-        """All of its ranks, with what all instances serve."""
+        """Starts all ranks of an instance, with the version that all instances serve."""
         await asyncio.gather(
             *(
                 self._start(
@@ -155,7 +156,7 @@ class Fleet:
         return str(path)
 
     async def start_trainers(self) -> None:
-        """A training job, which begins with a new coordinator."""
+        """Starts a training job with a new coordinator. Ends the previous job."""
         receivers = [f"kvx://127.0.0.1:{port}/{_ANY_ENGINE}" for port in self._ports.values()]
         for rank in range(TRAINERS):
             self._end(f"trainer-{rank}")
@@ -185,16 +186,16 @@ class Fleet:
         return self._processes[name].tail()
 
     async def joined(self) -> None:
-        """The coordinator knows every member."""
+        """Waits until the coordinator knows every member."""
         await self.control("trainer-0").ask(2 * PATIENCE, do="wait", instances=len(INSTANCES))
 
     async def rejoin(self) -> None:
-        """One training rank joins again, so that the next update has a planning phase."""
+        """Makes one training rank join again, so that the next update has a planning phase."""
         await self.control(f"trainer-{TRAINERS - 1}").ask(do="rejoin")
         await self.joined()
 
     async def state(self, name: str) -> dict[str, Any] | None:
-        """Of an inference rank; None where its process has ended."""
+        """Returns the state of an inference rank; None if its process has ended."""
         try:
             return await self.control(name).ask(do="state")
         except ConnectionError:

@@ -37,7 +37,7 @@ _FOLLOWER_SECONDS = 3.0
 
 
 class Breakage:
-    """Breaks this process at a message, once."""
+    """A fault that breaks this process once, at a message."""
 
     def __init__(self, tell: Callable[[dict[str, Any]], None]) -> None:
         self._tell = tell
@@ -55,13 +55,13 @@ class Breakage:
             return
         self._at = None
         self._tell({"broken_at": SYSTEM_CLOCK.monotonic()})
-        # To this thread: another thread could take a signal to the process, and this thread would
-        # go on until that one has a core.
+        # The signal goes to this thread: if another thread took it, this thread would run on until
+        # that one gets a core.
         number = signal.SIGKILL if self._act == "kill" else signal.SIGSTOP
         signal.pthread_kill(threading.get_ident(), number)
 
     def watch(self, links: Links) -> None:
-        """Sees all messages of a member."""
+        """Calls pass_by() for all messages of a member."""
         send, take = links.send, links._on_message
 
         def sent(peer: Any, message: Any) -> bool:
@@ -69,8 +69,8 @@ class Breakage:
             self.pass_by("send", kind)
             is_there = send(peer, message)
             if self._at is not None and self._at[:2] == ("send", kind):
-                # A fault at a later one comes after this one has left: the engine's thread frees
-                # memory when it has done what it was given before.
+                # A fault at a later message must come after this one is sent: the engine's thread
+                # frees memory only after its earlier work.
                 links.engine.alloc(1).close()
             return is_there
 
@@ -83,7 +83,7 @@ class Breakage:
 
 
 class TrainingRank:
-    """Over the blocking interface, as a training loop uses it."""
+    """A training rank with the blocking interface, as a training loop uses it."""
 
     def __init__(self, rank: int, options: dict[str, Any], breakage: Breakage) -> None:
         self._version = 0
@@ -128,7 +128,7 @@ class TrainingRank:
         return await asyncio.to_thread(self._push, command["version"])
 
     def _push(self, version: int) -> dict[str, Any]:
-        # In place, as an optimiser does, so that nothing is registered again.
+        # Written in place, as by an optimiser, so that no memory is registered again.
         for name, box in boxes(held(self._rank), whole(version)).items():
             self._tensors.setdefault(name, np.empty_like(box))[...] = box
         push = self._trainer.push(version)
@@ -149,8 +149,8 @@ class TrainingRank:
 
 
 class InferenceRank:
-    """It serves the weights that it has copied out of its arena. The leader tells its followers to
-    copy, too."""
+    """An inference rank. It serves weights that it has copied out of its arena. The leader makes
+    its follower copy, too."""
 
     def __init__(self, instance: str, rank: int, options: dict[str, Any], breakage: Breakage):
         self._holdings = wanted(instance, rank)
@@ -176,7 +176,7 @@ class InferenceRank:
             ranks=self._options["ranks"],
             commit=self._commit if rank == 0 else None,
             version=self._options["version"],
-            # Of a model of 2.4 MB.
+            # Smaller than the model of 2.3 MB.
             arena_bytes=ARENA_BYTES if self._options["mode"] == "wave" else None,
         )
         self._breakage.watch(self._receiver._links)
@@ -249,7 +249,7 @@ async def main(name: str, control: str, options: dict[str, Any]) -> None:
     reader, writer = await asyncio.open_unix_connection(control)
 
     def tell(answer: dict[str, Any]) -> None:
-        # At once: the process may be about to end.
+        # Without a buffer: the process may be about to end.
         os.write(writer.get_extra_info("socket").fileno(), json.dumps(answer).encode() + b"\n")
 
     if options["defect"]:

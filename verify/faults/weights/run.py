@@ -28,7 +28,7 @@ class Round:
     fault: Fault
     mode: Mode = "atomic"
     ended: str = ""
-    """committed, aborted, or the trainers' error if they lost their coordinator."""
+    """The end: "committed", or the trainers' error codes."""
     happened: bool = False
     """Whether the update reached the fault."""
     naming_seconds: float | None = None
@@ -47,8 +47,8 @@ async def run(
     faults: Sequence[Fault] = (),
     defect: str = "",
 ) -> list[Round]:
-    """Runs `count` rounds, with `faults` (or the whole catalogue) in random order, again and again.
-    Ends after the first round that breaks a promise. `defect` is one of DEFECTS."""
+    """Runs `count` rounds, with `faults` (or the whole catalogue) in random order, repeatedly. Ends
+    after the first round that breaks a promise. `defect` is one of DEFECTS."""
     kinds = list(faults or catalogue(mode))
     rng.shuffle(kinds)
     done: list[Round] = []
@@ -93,7 +93,7 @@ async def _faulted(at: Fleet, round_: Round) -> None:
         if fault.victim in pushes:
             await asyncio.wait([pushes[fault.victim]])
             if _answer(pushes[fault.victim]) is None:
-                round_.broken.append(f"{fault.victim} had no answer after it went on")
+                round_.broken.append(f"{fault.victim} had no answer after it was resumed")
     for push in pushes.values():
         if not push.done():
             await asyncio.wait([push])
@@ -102,7 +102,7 @@ async def _faulted(at: Fleet, round_: Round) -> None:
 
 
 def _broken_at(victim: Control) -> float | None:
-    """Set while others are awaited."""
+    """Returns the time of the fault. It is set while others are awaited."""
     return victim.broken_at
 
 
@@ -111,14 +111,14 @@ def _answer(push: asyncio.Future[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 async def _held(at: Fleet, round_: Round, version: int) -> None:
-    """Compares the weights of all ranks that live."""
+    """Checks the versions and the weights of all ranks that live."""
     serving: dict[str, set[int]] = {}
     for instance in INSTANCES:
         states = await _at_rest(at, instance, round_)
         for rank, state in enumerate(states):
             if state is not None and state["wrong"] and not _out_of_service(state):
                 round_.broken.append(
-                    f"{instance}-{rank} says version {state['version']}, and has other bytes in "
+                    f"{instance}-{rank} reports version {state['version']}, and has other bytes in "
                     f"{state['wrong']}"
                 )
         if any(state is None or _out_of_service(state) for state in states):
@@ -132,11 +132,11 @@ async def _held(at: Fleet, round_: Round, version: int) -> None:
     if not versions <= {at.served, version}:
         round_.broken.append(f"instances serve {versions}, neither {at.served} nor {version}")
     if round_.happened and not round_.fault.decided and versions != {at.served}:
-        round_.broken.append(f"{round_.fault} came before the votes, and {versions} is served")
+        round_.broken.append(f"{round_.fault} came before the votes; {versions} is served")
     if "committed" in round_.ended and versions != {version}:
-        round_.broken.append(f"trainers heard of a commit of {version}, and {versions} is served")
+        round_.broken.append(f"trainers were told of a commit of {version}; {versions} is served")
     if round_.ended == "weight-update-aborted" and versions != {at.served}:
-        round_.broken.append(f"trainers heard of an abort, and {versions} is served")
+        round_.broken.append(f"trainers were told of an abort; {versions} is served")
     at.served = max(versions)
 
 
@@ -145,7 +145,8 @@ def _out_of_service(state: dict[str, Any]) -> bool:
 
 
 async def _at_rest(at: Fleet, instance: str, round_: Round) -> list[dict[str, Any] | None]:
-    """Waits until its leader is neither in doubt nor applies."""
+    """Waits until the instance's leader is neither in doubt nor applies. Returns the ranks'
+    states."""
     names = [f"{instance}-{rank}" for rank in range(INSTANCES[instance])]
     states: list[dict[str, Any] | None] = []
     for _ in range(round(PATIENCE / _PAUSE)):
@@ -154,13 +155,13 @@ async def _at_rest(at: Fleet, instance: str, round_: Round) -> list[dict[str, An
         if leader is None or leader["idle"] or leader["error"] is not None:
             return states
         await asyncio.sleep(_PAUSE)
-    round_.broken.append(f"{instance} does not come to rest: {states}")
+    round_.broken.append(f"{instance} stays in doubt or applies for too long: {states}")
     return states
 
 
 async def _repaired(at: Fleet, round_: Round) -> None:
-    """Starts ended processes again. Then an update without a fault reaches all members, also those
-    that have a part of the previous update."""
+    """Starts ended processes again. Then runs an update without a fault, which has to reach all
+    members, also those that have a part of the previous update."""
     if round_.broken:
         return
     for instance, ranks in INSTANCES.items():
@@ -170,7 +171,7 @@ async def _repaired(at: Fleet, round_: Round) -> None:
     if not all(at.runs(name) for name in _TRAINER_NAMES):
         await at.start_trainers()
     for name in (*_TRAINER_NAMES, *(f"{i}-{r}" for i, n in INSTANCES.items() for r in range(n))):
-        # A fault that the update did not reach must not come in the next one.
+        # A fault that the update did not reach must not happen in the next one.
         await at.control(name).ask(do="break", on="", kind="", act="kill", count=1)
     await at.joined()
     version = at.served + 1
@@ -182,7 +183,7 @@ async def _repaired(at: Fleet, round_: Round) -> None:
     )
     for name, answer in zip(_TRAINER_NAMES, pushes, strict=True):
         if answer["ended"] != "committed" or set(answer["instances"].values()) != {"committed"}:
-            round_.broken.append(f"the next update, without a fault: {name} heard {answer}")
+            round_.broken.append(f"the next update, without a fault: {name} got {answer}")
     for instance, ranks in INSTANCES.items():
         for rank in range(ranks):
             state = await at.state(f"{instance}-{rank}")

@@ -32,7 +32,7 @@ _CALLS = (calls.block_table("t"), calls.instances(), calls.instance("i"), calls.
 
 def run(data: bytes) -> None:
     choices = Choices(data)
-    # A fuzzer can reach an event without an end.
+    # The limit is small enough for a fuzzer to reach it.
     with mock.patch.object(event_stream, "MAX_EVENT_BYTES", 512):
         (_events, _watch, _answer)[choices.below(3)](choices)
 

@@ -1,6 +1,6 @@
 """The brokered handshake: messages from decode to the control plane, and from there to prefill.
 
-The endpoint is either side. Its peer and the control plane send anything. The engines are real.
+The endpoint takes either side. Its peer and the control plane send any bytes. The engines are real.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CODES = (
 )
 
 
-# As FastAPI reads it.
+# Decodes a table as FastAPI does.
 _TABLE = TypeAdapter(BlockTable)
 
 
@@ -56,7 +56,8 @@ def run(data: bytes) -> None:
 
 
 def _relay(body: bytes) -> None:
-    """If the control plane accepts a table, prefill reads exactly what decode sent."""
+    """Checks that prefill reads a table that the control plane accepts exactly as decode sent
+    it."""
     try:
         table = _TABLE.validate_json(body)
     except ValidationError:
@@ -71,7 +72,8 @@ def _relay(body: bytes) -> None:
 
 
 class _ControlPlane(httpx2.AsyncBaseTransport):
-    """Answers as it is told, and keeps to itself what it was not told to answer."""
+    """A control plane that gives the queued answers and stores block tables. A request waits while
+    the queue is empty."""
 
     def begin(self) -> None:
         self.answers: asyncio.Queue[Callable[[httpx2.Request], httpx2.Response]] = asyncio.Queue()
@@ -108,7 +110,7 @@ class _Scene(Scene):
         for _ in range(self.choices.below(3)):
             self.start(self.decode(endpoint))
         if not greeted and self.choices.byte() == 0xFF:
-            await asyncio.sleep(0.06)  # no HELLO comes
+            await asyncio.sleep(0.06)  # longer than the endpoint waits for a HELLO
         await self.settle()
         while self.choices and peer.alive:
             kind = self.choices.byte()
@@ -149,7 +151,7 @@ class _Scene(Scene):
             session.take().release()
 
     def answer(self) -> Callable[[httpx2.Request], httpx2.Response]:
-        """The control plane's next one."""
+        """Returns the control plane's next answer."""
         choices = self.choices
         kind = choices.below(4)
         if kind == 0:
@@ -164,7 +166,7 @@ class _Scene(Scene):
         return _hang_up
 
     def table(self) -> bytes:
-        """A block table; of a ticket that decode may have, unless another one is chosen."""
+        """Returns a block table, damaged or not; mostly under a ticket that decode may use."""
         choices = self.choices
         offer = self.offer()
         if choices.byte() != 0xFF:

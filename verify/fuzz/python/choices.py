@@ -1,4 +1,4 @@
-"""The bytes of one run of a fuzzer, taken from the front. After the end come zeros."""
+"""The bytes of one run of a fuzzer, taken from the front. After the end they read as zeros."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# The values at which decoders of integers go wrong.
+# The values at which decoders of integers fail.
 _EDGES = (0, 1, -1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 2**70, -(2**70))
 _FLOATS = (0.0, -1.0, 1e-9, 0.5, 1e9, 1e300, float("inf"), float("-inf"), float("nan"))
 
@@ -47,7 +47,7 @@ class Choices:
         return self.take(len(self._rest))
 
     def integer(self) -> int:
-        """Mostly a small number; sometimes the limit of a type, sometimes any number."""
+        """Returns mostly a small number; sometimes the limit of a type, sometimes any number."""
         kind = self.byte()
         if kind < 0xE0:
             return kind

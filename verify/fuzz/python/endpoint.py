@@ -1,7 +1,7 @@
 """An endpoint with a prefill and a decode session, and a peer that knows the cluster key and sends
-anything, in any order.
+any messages in any order.
 
-The engines are real. Whatever the peer sends, all blocks must be free at the end.
+The engines are real. All blocks must be free at the end, whatever the peer sends.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class _Scene(Scene):
                 self.handler.message(peer, self.message())
             await self.settle()
         if not peer.alive:
-            self.handler.message(peer, self.message())  # it was on its way
+            self.handler.message(peer, self.message())  # a message that was under way
         if self.arrived:
-            await asyncio.sleep(0.003)  # what has arrived is checked in a thread
+            await asyncio.sleep(0.003)  # a thread checks the arrived bytes
 
     async def arrive(self) -> None:
-        """A write of the peer, with an immediate that it was offered."""
+        """Makes the peer write, with an immediate that it was offered."""
         listener = self.world.listener
         with contextlib.suppress(KvxferError, TimeoutError):
             async with asyncio.timeout(0.02):

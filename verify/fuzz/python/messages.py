@@ -1,5 +1,5 @@
 """The messages between endpoints, receive pools, members of weight updates and ranks of MoE groups,
-and the block tables in them."""
+and the block tables in these messages."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ DECODERS = {
 
 OURS = KvLayout(num_layers=4, num_kv_heads=4, head_size=16, dtype="float16", block_size=16)
 _OF_WEIGHTS, _OF_MOE = 0xFF, 0xFD
-"""The first bytes of such inputs. Other inputs have no such byte: they are from before it."""
+"""The first bytes of such inputs. Inputs for the other kinds are older and have no such byte."""
 _HOLDINGS = Holdings((Holding("w", "bfloat16", (64, 8), (32, 0), (32, 8)),), {"v": "w"})
 _WEIGHT_MESSAGES = (
     weight_messages.JoinTraining(0, _HOLDINGS),
     weight_messages.JoinInference("i", 0, 1, _HOLDINGS, "kvx://", True, 0),
-    # Long enough to be compressed.
+    # A message that is long enough to be compressed.
     weight_messages.JoinTraining(0, Holdings(_HOLDINGS.parameters * 400)),
     weight_messages.Grant("1-a", 7, bytes(44)),
     weight_messages.Sent("1-a", 3, 1 << 63),
@@ -93,7 +93,7 @@ def run(data: bytes) -> None:
 
 
 def _weight_update(choices: Choices) -> None:
-    """Messages of a peer, some valid and some with changed bytes."""
+    """Reads messages of a peer, some valid and some with changed bytes."""
     inbox = weight_messages.Inbox()
     while choices:
         messages = [choices.rest()] if choices.flag() else list(_written(choices))
@@ -124,7 +124,7 @@ def _changed(data: bytes, choices: Choices) -> bytes:
 
 
 def _moe(choices: Choices) -> None:
-    """A message of a rank, valid or with changed bytes."""
+    """Reads a message of a rank, valid or with changed bytes."""
     data = choices.rest() if choices.flag() else None
     if data is None:
         data = _changed(moe_messages.encode(choices.one_of(_MOE_MESSAGES)), choices)

@@ -1,4 +1,4 @@
-"""What the registry reads from Redis: all records, the log, the answers of its scripts.
+"""The data that the registry reads from Redis: all records, the log, the answers of its scripts.
 
 The registry must accept each record or refuse it with a named error. An accepted record can be
 listed and paired.
@@ -30,11 +30,11 @@ from kvxfer.weight_updates import UpdateState
 from verify.fuzz.python.choices import Choices
 
 DECODERS = {
-    "scheduler/redis_registry/records.py": None,
-    "scheduler/redis_registry/answers.py": None,
-    "scheduler/redis_registry/snapshot.py": ["load", "load_blocks", "_text"],
-    "scheduler/redis_registry/mirror.py": ["Mirror.apply", "Mirror._*", "Mirror.instance"],
-    "scheduler/scaling/redis_leader.py": ["_token"],
+    "kvxfer/scheduler/redis_registry/records.py": None,
+    "kvxfer/scheduler/redis_registry/answers.py": None,
+    "kvxfer/scheduler/redis_registry/snapshot.py": ["load", "load_blocks", "_text"],
+    "kvxfer/scheduler/redis_registry/mirror.py": ["Mirror.apply", "Mirror._*", "Mirror.instance"],
+    "kvxfer/scheduler/scaling/redis_leader.py": ["_token"],
 }
 
 _NAMES = ("p", "d", "x")
@@ -70,7 +70,7 @@ def run(data: bytes) -> None:
 
 
 def _values(choices: Choices) -> None:
-    """A record is read as it was written."""
+    """Checks that a record is read as it was written."""
     kind, raw = choices.below(3), choices.rest()
     with suppress(ControlPlaneUnavailable), records.reading("a value"):
         if kind == 0:
@@ -136,7 +136,7 @@ async def _load(mirror: Mirror, choices: Choices) -> None:
 
 
 def _look(mirror: Mirror) -> None:
-    """As the routes do."""
+    """Reads the mirror as the routes do."""
     msgspec.json.encode((mirror.instances(), mirror.transfers()))
     assert mirror.open_transfers >= 0
     mirror.fleet.census()
@@ -147,7 +147,7 @@ def _look(mirror: Mirror) -> None:
     assert len(mirror.feed.after(0, limit=9)) <= 4
 
 
-# --- what stands in Redis
+# --- the contents of Redis
 
 
 def _everything(choices: Choices) -> tuple[Sequence[object], dict[str, list[bytes | None]]]:
@@ -298,7 +298,7 @@ def _transfer_of(choices: Choices) -> Transfer:
 
 
 def _packed(choices: Choices, value: dict[str, Any], encode: Callable[[object], bytes]) -> bytes:
-    """A record as it was written, with one changed member, or random bytes."""
+    """Returns a record as it was written, with one changed member, or random bytes."""
     damaged = choices.byte()
     if damaged == 0xFF:
         return choices.bytes()

@@ -1,5 +1,5 @@
-"""The bodies of inference engines' APIs at the router, and the parameters of a transfer at vLLM's
-workers."""
+"""The bodies of inference engines' APIs that the router reads, and the parameters of a transfer
+that vLLM's workers read."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _body(dialect: int, content: bytes) -> None:
 
 
 def _tokens(choices: Choices) -> None:
-    """A prompt that is long enough to have hashes."""
+    """Reads a prompt that may be long enough to have hashes."""
     token = choices.integer()
     prompt = [token] * choices.byte()
     content = json.dumps({"model": choices.text(), "prompt": prompt}).encode()
@@ -66,7 +66,7 @@ def _tokens(choices: Choices) -> None:
 
 
 def _answer(choices: Choices) -> None:
-    """Of a worker: an error, and one into which prefill's is put."""
+    """Reads a worker's answer, as an error and as one into which prefill's answer is merged."""
     dialect = GENERATING[choices.below(len(GENERATING))]
     content = choices.rest()
     error_of("http://worker", 500, content, {})
@@ -78,7 +78,7 @@ def _answer(choices: Choices) -> None:
 
 
 def _stream(choices: Choices) -> None:
-    """However a stream is cut, its events are the same."""
+    """Checks that a stream has the same events, however it is cut."""
     size, content = choices.byte() + 1, choices.rest()
     try:
         whole = EventBytes().feed(content)

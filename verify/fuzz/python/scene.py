@@ -1,6 +1,6 @@
-"""Real engines: the endpoint's, and that of a peer which knows the cluster key and sends anything.
+"""Real engines: the endpoint's, and that of a peer that knows the cluster key and sends any bytes.
 
-Targets with an endpoint share this: a world, which lasts, and a scene in it for each run.
+Targets with an endpoint share this: a lasting world, and a scene in it for each run.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _world() -> World:
     loop.set_exception_handler(lambda _, context: errors.append(context))
 
     async def make() -> World:
-        # No engine stops here for longer than a debugger or a busy machine makes it.
+        # The timeout is long: here engines stop only for a debugger or on a busy machine.
         engine = Engine(cluster_key=KEY, name="fuzzed", fabrics=("tcp",), peer_timeout=60.0)
         other = Engine(cluster_key=KEY, name="peer", fabrics=("tcp",), peer_timeout=60.0)
         other.handler = listener = Listener()
@@ -97,9 +97,9 @@ def _world() -> World:
 
 
 def play(scene: type[Scene], data: bytes) -> None:
-    """One run of a target."""
+    """Runs a target once."""
     world = _world()
-    # For so long a failed session waits for decode's message about the failure.
+    # The time that a failed session waits for decode's message about the failure.
     with mock.patch.object(prefill_session, "_CAUSE_SECONDS", 0.005):
         world.loop.run_until_complete(scene(world, Choices(data)).run())
     if world.errors:
@@ -107,7 +107,7 @@ def play(scene: type[Scene], data: bytes) -> None:
 
 
 class Scene(ABC):
-    """One run. Whatever the peer sends, all blocks must be free at the end."""
+    """One run. All blocks must be free at the end, whatever the peer sends."""
 
     def __init__(self, world: World, choices: Choices) -> None:
         self.world, self.choices = world, choices
@@ -129,7 +129,7 @@ class Scene(ABC):
 
     @abstractmethod
     async def play(self, endpoint: KvEndpoint, peer: Peer) -> None:
-        """What happens between the endpoint and its peer."""
+        """Runs the events between the endpoint and its peer."""
 
     def endpoint(self, **options: Any) -> KvEndpoint:
         return KvEndpoint(
@@ -158,7 +158,8 @@ class Scene(ABC):
         assert self.pool.num_free == BLOCKS, self.pool.counts()
 
     async def _connect(self) -> Peer:
-        """Tries again if the handshake's deadline (5 s) is too short while many fuzzers run."""
+        """Connects to the peer. Retries, as the handshake's deadline (5 s) may be too short while
+        many fuzzers run."""
         async with asyncio.timeout(30):
             while True:
                 with contextlib.suppress(ConnectFailed):
@@ -178,7 +179,7 @@ class Scene(ABC):
         assert handler is not None
         return handler
 
-    # --- what the peer says
+    # --- the peer's messages
 
     def message(self) -> bytes:
         choices = self.choices

@@ -1,4 +1,4 @@
-"""What SGLang's decode servers, or any client that reaches the port, send to a bootstrap server."""
+"""The requests that SGLang's decode servers, or any client of the port, send a bootstrap server."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def _put(choices: Choices) -> bytes:
 
 
 def _request(server: bootstrap.BootstrapServer, data: bytes) -> None:
-    """One connection after all its bytes have come. Its handler must end without an error."""
+    """Handles one connection whose bytes have all arrived. The handler must end without an
+    error."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(data)

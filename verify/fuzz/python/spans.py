@@ -12,7 +12,7 @@ from kvxfer.tracing.otlp import read_spans
 from kvxfer.tracing.span import is_recorded
 from verify.fuzz.python.choices import Choices
 
-DECODERS = {"kvxfer/tracing/otlp.py": None, "api/trace_store.py": ["TraceStore"]}
+DECODERS = {"kvxfer/tracing/otlp.py": None, "kvxfer/api/trace_store.py": ["TraceStore"]}
 
 
 def run(data: bytes) -> None:
@@ -30,7 +30,7 @@ def run(data: bytes) -> None:
     for span in spans:
         try:
             found = store.find(span.trace_id)
-        except UnknownTrace:  # it made room for later ones
+        except UnknownTrace:  # it was evicted for later ones
             continue
         assert 1 <= len(found.spans) <= 2
         text = json.dumps(msgspec.to_builtins(found), allow_nan=False)

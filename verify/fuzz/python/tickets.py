@@ -48,7 +48,7 @@ def _signed(payload: bytes, header: dict[str, Any]) -> str:
 
 
 def _token(choices: Choices) -> None:
-    """By a sender without a key."""
+    """Checks that a token of a sender without a key is refused."""
     token = choices.rest().decode("utf-8", "surrogateescape")
     for verify in (
         lambda: verify_ticket(token, KEYS, now=NOW),
@@ -62,7 +62,7 @@ def _token(choices: Choices) -> None:
 
 
 def _claims(choices: Choices) -> None:
-    """Any payload, under the signature of the cluster."""
+    """Reads any payload under the signature of the cluster."""
     header = {"typ": choices.text()} if choices.flag() else {}
     token = _signed(choices.rest(), header)
     with contextlib.suppress(TicketInvalid):
@@ -143,7 +143,7 @@ def _block_table(choices: Choices) -> None:
 
 
 def _table_json(choices: Choices) -> None:
-    """As the control plane hands it on, by a sender without a key."""
+    """Checks that a table of a sender without a key is refused, in the control plane's JSON."""
     try:
         table = msgspec.json.decode(choices.rest(), type=BlockTable)
     except UNREADABLE:

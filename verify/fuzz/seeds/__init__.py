@@ -1,5 +1,5 @@
-"""The first inputs of every target, from real encodings: a fuzzer reaches more of a decoder when it
-starts from valid input.
+"""The first inputs of every target, from real encodings: a fuzzer that starts from valid input
+reaches more of a decoder.
 
 `python -m verify.fuzz.seeds --into DIR` writes them. The seeds of C++ targets need only the
 standard library, because the build of the C++ tests writes them.
@@ -33,13 +33,13 @@ TARGETS: Final = tuple(target for targets in _MODULES.values() for target in tar
 
 
 def of(target: str) -> Iterator[bytes]:
-    """The seeds of a target: the same bytes each time."""
+    """Yields the seeds of a target: the same bytes each time."""
     [module] = (module for module, targets in _MODULES.items() if target in targets)
     yield from getattr(importlib.import_module(f"{__name__}.{module}"), target)()
 
 
 def write(target: str, folder: Path) -> None:
-    """Writes the seeds of a target, in place of what was in the folder."""
+    """Writes the seeds of a target. They replace the contents of the folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for number, content in enumerate(of(target)):

@@ -109,12 +109,12 @@ def local_path_gpu() -> Iterator[bytes]:
     def share(
         number: int, files: int, reader: int = 0, *, probe: bool = False, other: bool = False
     ) -> bytes:
-        """`other`: another GPU reads it than the one that has it."""
+        """Returns the choices for a share. With `other`, a GPU reads another GPU's memory."""
         head = bytes([5, 0xF0 + number + 8 * probe]) + size + bytes([16, 0, reader])
         return head + bytes([files, 1]) + b"\x01" * files + bytes([other, probe, 0]) + events
 
     def answer(kind: int, number: int = 0) -> bytes:
-        """0: refused, 1: opened, 2: untried."""
+        """Returns the choices for an answer of kind 0 (refused), 1 (opened) or 2 (untried)."""
         return bytes([5, 0xE0, kind]) + b"\x03why" * (not kind) + bytes([number]) + events
 
     def post(reader: int) -> bytes:  # four writes from a GPU to a GPU of the peer

@@ -1,4 +1,4 @@
-"""Seeds of data that comes by HTTP: answers of the control plane and workers, clients' bodies."""
+"""Seeds of data that arrives by HTTP: answers of the control plane and workers, clients' bodies."""
 
 from __future__ import annotations
 

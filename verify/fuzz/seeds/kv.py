@@ -137,8 +137,8 @@ def _packed(value: object) -> bytes:
 
 
 def endpoint() -> Iterator[bytes]:
-    # Whether HELLO, a prefill and a decode session come first; then what the peer says: 0, and
-    # what kind of message; 0xff, and a write of the peer arrives.
+    # The first bytes choose whether HELLO, a prefill and a decode session come first. Then 0 and a
+    # kind stand for a message of the peer, and 0xff for a write of the peer.
     hello = bytes(8)
     greeted = b"\x01" + hello
     to_peer, from_peer, early, bearer, foreign = (bytes([name]) for name in range(5))
@@ -250,7 +250,7 @@ def tickets() -> Iterator[bytes]:
 
 
 def table_of(transfer_id: str) -> BlockTable:
-    """A block table under an untrusted key."""
+    """Returns a block table under an untrusted key."""
     ticket = Ticket(transfer_id, "r", "p", 1, "d", 2, 2e9)
     token = sign_ticket(ticket, _OTHER_KEY)
     offer = Offer(transfer_id, token, b"\x03\0\0\0", (b"descriptor",), 7, 1.5)
@@ -271,8 +271,9 @@ def brokered() -> Iterator[bytes]:
     for change in wrong:
         yield b"\x00" + json.dumps({**body, **change}).encode()
 
-    # Whether there is a control plane, and HELLO, a prefill and a decode session come first; then
-    # what comes: of the peer (0, and what kind of message), or of the control plane (1).
+    # The first bytes choose whether there is a control plane, and whether HELLO, a prefill and a
+    # decode session come first. Then 0 and a kind stand for a message of the peer, and 1 for an
+    # answer of the control plane.
     greeted = b"\x01\x00\x01" + bytes(8)
     prefill, decode = greeted + b"\x01\x00", greeted + b"\x00\x01\x00"
     to_peer, from_peer, early = b"\x00", b"\x01", b"\x02"

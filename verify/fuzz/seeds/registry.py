@@ -37,13 +37,13 @@ def redis_records() -> Iterator[bytes]:
     for value, kind in zip(written, b"\0\0\0\1\1\2", strict=True):
         yield b"\1" + bytes([kind]) + msgspec.msgpack.encode(value)
     yield b"\1\1"
-    # Loads of a version that does not count what a worker sends.
+    # Loads of a version that does not count the bytes that a worker sends.
     for load in (Load(running=1, ttft_p90=0.5), Load(itl_p90=float("inf"))):
         fields = msgspec.structs.asdict(load)
         del fields["sent"]
         yield b"\1\1" + msgspec.msgpack.encode(fields)
 
-    # The whole: p and d with blocks, a transfer and a change; then records of the log.
+    # `whole` has p and d with blocks, a transfer and a change. Records of the log follow it.
     whole = b"\0\2" + _NAMES[0] + _NAMES[1] + _member() + _member(role=1) + _spec() * 2
     whole += b"\1" + _NAMES[0] + b"\0\2\1\2" + b"\1" + _transfer() + b"\0"
     whole += b"\1" + _NAMES[0] + b"\0\0" + _member() + _spec()[1:] + _RIGHT + b"\0" + _NAMES[0]
@@ -65,10 +65,10 @@ def redis_records() -> Iterator[bytes]:
     }
     for record in records.values():
         yield whole + record + _RIGHT
-        yield whole + record + b"\xff\1x" + b"\0\0"  # it does not follow
+        yield whole + record + b"\xff\1x" + b"\0\0"  # the record does not follow the last one
         yield whole + record + b"\0\xff\0" + b"\0"  # a field is missing
-        yield whole + record + b"\0\0\xff\1x"  # its id is none
-    yield whole + records["blocks"] + b"\0\xff\2" + b"\0"  # of an older version
+        yield whole + record + b"\0\0\xff\1x"  # the id is invalid
+    yield whole + records["blocks"] + b"\0\xff\2" + b"\0"  # a record of an older version
     yield whole + b"".join(record + _RIGHT for record in records.values())
     provisional = b"\xff" + _transfer()[:-1]
     yield whole + provisional + b"\xfe\0" + provisional + records["open"] + _RIGHT
@@ -78,7 +78,7 @@ def redis_records() -> Iterator[bytes]:
         for wrong in b"\xfe", b"\xff":
             yield whole[:at] + wrong + whole[at + 1 :]
 
-    # Answers of scripts: which one, and its parts, each a number or a word.
+    # Answers of scripts: the kind of answer, and its parts, each a number or a word.
     yield b"\2\0" + b"\0\7" + b"\1\0" + b"\1\1" + b"\0\1\0\1\1\4\0"
     yield b"\2\0" + b"\0\7" + b"\1\0" + b"\1\1" + b"\0\1\0\1\0\7\0\0"
     for said, parts in enumerate((b"\0\7" * 7, b"\0\7" * 3, b"\0\7" * 3, b"\0\7" * 2, b"\0\7" * 3)):

@@ -11,7 +11,7 @@ namespace {
 constexpr std::size_t kWords = 8192;  // 16 pages of an IOMMU
 constexpr std::uint32_t kBytes = kWords * sizeof(std::uint64_t);
 
-// No two are equal (splitmix64).
+// Returns words that are all different (splitmix64).
 std::vector<std::uint64_t> words_of(std::uint64_t seed) {
   std::vector<std::uint64_t> words(kWords);
   for (std::uint64_t& word : words) {

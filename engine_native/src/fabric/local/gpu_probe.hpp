@@ -1,5 +1,5 @@
-// Whether one GPU really reads what another one has: behind an IOMMU, CUDA may offer that, and
-// reads give other bytes without an error. In the background.
+// Tests whether a GPU reads the memory of another one correctly: behind an IOMMU, CUDA may offer it
+// although reads return wrong bytes, without an error. Runs in the background.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 
 namespace kvxfer::local {
 
-// Memory of the owner's, with bytes that follow from the seed.
+// Returns files of memory of the owner, whose bytes follow from the seed.
 Result<cuda::FileParts> offer_probe(cuda::Gpu& owner, std::uint64_t seed);
-// Fails where the reader finds other bytes there.
+// Fails if the reader finds other bytes there.
 Result<void> read_probe(cuda::Gpu& reader, const cuda::FileParts& files, std::uint64_t seed);
 
 }  // namespace kvxfer::local

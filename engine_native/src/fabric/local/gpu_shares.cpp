@@ -11,11 +11,11 @@
 namespace kvxfer::local {
 namespace {
 
-// That the peer is opening; it takes a few more.
+// The most regions that the peer is asked to open at a time; it accepts a few more.
 constexpr std::size_t kMostUnanswered = 32;
 constexpr std::uint64_t kPatienceNs = 500'000'000;
 
-// To be made complete.
+// Begins a message, which the caller completes.
 GpuRegionMessage message_of(RegionMessage::Kind kind, const GpuShares::Share& share,
                             const cuda::Gpu& gpu) {
   return {.head = {.kind = kind, .number = share.number, .size = 0},
@@ -23,7 +23,7 @@ GpuRegionMessage message_of(RegionMessage::Kind kind, const GpuShares::Share& sh
           .owner = gpu.uuid()};
 }
 
-// Whether the peer may have it open, in a way that CUDA does not keep the memory for.
+// True if the peer may have the memory open by a handle, for which CUDA does not keep it allocated.
 bool is_lent(const GpuShares::Share& share) {
   return share.by_handle &&
          (share.state == GpuShares::State::asked || share.state == GpuShares::State::opened);
@@ -54,10 +54,10 @@ GpuShares::Share GpuShares::find(const MemoryRegion& region, int reader) {
     tell(device, reader, "the peer has too many regions open");
     return {.state = State::refused};
   }
-  // Within one process, all that a GPU has is at its address; other GPUs might read it when it has
-  // been freed.
+  // Within one process, memory of a GPU is at its address. Other GPUs might read that after it was
+  // freed, so they get files.
   const bool with_files = probing || (same_process_ ? device != reader : !region.ipc_handle());
-  // Files one after the other, as a process may have few.
+  // Files are sent for one region at a time, because a process may have few.
   if (unanswered_ >= (with_files ? 1 : kMostUnanswered)) {
     const bool slow = now_ns() - last_asked_ns_ > kPatienceNs;
     return {.state = slow ? State::refused : State::asked};
@@ -88,7 +88,7 @@ GpuShares::Share GpuShares::in_time(Share share) {
   return share;
 }
 
-// False where the socket is full, or broken, which shows as an event.
+// Returns false if the socket is full, or broken, which shows as an event.
 bool GpuShares::ask(const MemoryRegion& region, const Share& share, bool with_files) {
   auto message = message_of(RegionMessage::Kind::share_gpu, share, *region.gpu());
   message.head.size = region.size();
@@ -116,7 +116,7 @@ void GpuShares::ask_with_files(GpuRegionMessage message, MakeFiles make) {
       std::move(make),
       [this, message, self = std::weak_ptr(self_)](Result<cuda::FileParts> files) mutable {
         if (self.expired()) return;
-        if (unanswered_ > 0) --unanswered_;  // the peer may have answered what was not asked
+        if (unanswered_ > 0) --unanswered_;  // the peer may have answered unasked
         Share* const share = asked(message.head.number);
         if (!share) return;
         if (!files) return refuse(*share, files.error().text);
@@ -163,7 +163,7 @@ void GpuShares::on_answer(const RegionMessage& answer, std::string_view reason) 
   share->state = State::opened;
 }
 
-// Once for all regions of that GPU; they are asked for again behind it.
+// Requests one probe for all regions of that GPU, which are asked for again after it.
 void GpuShares::want_probe(Share& share) {
   const auto [probe, first] =
       probes_.try_emplace({share.device, share.reader}, Share{.state = State::wanted});

@@ -1,6 +1,6 @@
-// Memory of our GPUs as the GPUs of a peer on this host reach it: the peer opens each region for
-// each of its GPUs that reads it, once. Another GPU than the memory's has to read a probe first.
-// Engine thread only.
+// Memory of our GPUs that GPUs of a peer on this host read. The peer opens each region once for
+// each of its GPUs that reads it; a GPU other than the memory's reads a probe first. Engine thread
+// only.
 #pragma once
 
 #include <cstdint>
@@ -25,45 +25,49 @@ namespace kvxfer::local {
 
 class GpuShares {
  public:
-  // `socket`: of the path, as is `next_number`, that of the next region the peer hears of.
+  // `socket` and `next_number` are the path's; `next_number` is for the next region sent to the
+  // peer.
   GpuShares(GpuContext context, int socket, bool same_process, PathPeer peer,
             std::uint32_t& next_number);
   GpuShares(const GpuShares&) = delete;
   GpuShares& operator=(const GpuShares&) = delete;
 
-  // wanted: to be asked for, again where the socket was full or a probe comes first.
+  // wanted: to be asked for, or asked for again, because the socket was full or a probe comes
+  // first.
   enum class State : std::uint8_t { wanted, asked, opened, refused };
   struct Share {
     State state = State::asked;
-    std::uint32_t number = 0;  // of the region or the probe, for the peer
-    int device = 0;            // whose memory it is
+    std::uint32_t number = 0;  // the region's or the probe's, for the peer
+    int device = 0;            // GPU that has the memory
     int reader = 0;
     std::uint64_t asked_ns = 0;
     bool by_handle = false;
   };
-  // How far the peer is, which is asked first: never `wanted`. `reader`: its GPU, by its number
-  // there. Refused also while opening takes long: whatever it waits for may wait for a transfer.
+  // Asks the peer to open a region, the first time, and returns its state, never `wanted`.
+  // `reader`: the peer's GPU, by its number there. The state is also `refused` while opening takes
+  // long, because it may itself wait for a transfer.
   Share find(const MemoryRegion& region, int reader);
   void on_answer(const RegionMessage& answer, std::string_view reason);
-  // The region ends. Returns the numbers that the peer has to forget.
+  // Forgets a region that ends. Returns the numbers that the peer has to forget.
   std::vector<std::uint32_t> forget(const MemoryRegion& region);
-  // The path ends: all that the peer may have open by handles.
+  // Ends all shares, as the path ends. Returns the loans of all memory that the peer may have open
+  // by handles.
   std::vector<LentMemory::LoanId> ask_all_back();
 
  private:
-  using Key = std::pair<std::uint64_t, int>;  // of the region, and the reading GPU
+  using Key = std::pair<std::uint64_t, int>;  // region key, reading GPU
   using MakeFiles = std::function<Result<cuda::FileParts>()>;
 
   Share in_time(Share share);
   bool ask(const MemoryRegion& region, const Share& share, bool with_files);
   void ask_with_probe(const std::shared_ptr<cuda::Gpu>& gpu, const Share& share);
-  // The driver makes the files in the background.
+  // Asks with files, which the driver makes in the background.
   void ask_with_files(GpuRegionMessage message, MakeFiles make);
-  // What has that number and waits for an answer; null where it was forgotten meanwhile.
+  // Returns the share or probe with this number that waits for an answer; null if it was forgotten.
   Share* asked(std::uint32_t number);
   void want_probe(Share& share);
   void refuse(Share& share, std::string_view why);
-  // Said once, as it is much slower; once again where it was `slow` to be refused.
+  // Reports once that transfers take the much slower way, and once more if the reason is `slow`.
   void tell(int from, int to, std::string_view why, bool slow = false);
 
   [[no_unique_address]] ThreadOwner thread_;
@@ -73,11 +77,11 @@ class GpuShares {
   PathPeer peer_;
   std::uint32_t& next_number_;
   std::map<Key, Share> shares_;
-  std::map<std::uint32_t, LentMemory::LoanId> lent_;  // by the number of what was forgotten
-  std::map<std::pair<int, int>, Share> probes_;       // by the GPU that is read and its reader
+  std::map<std::uint32_t, LentMemory::LoanId> lent_;  // keyed by the numbers of forgotten regions
+  std::map<std::pair<int, int>, Share> probes_;  // keyed by the GPU that is read, and its reader
   std::size_t unanswered_ = 0;
   std::uint64_t last_asked_ns_ = 0;
-  std::set<std::tuple<int, int, bool>> told_;  // between which GPUs, and whether that was slow
+  std::set<std::tuple<int, int, bool>> told_;  // both GPUs, and `slow`
   std::shared_ptr<GpuShares*> self_ = std::make_shared<GpuShares*>(this);
 };
 

@@ -8,11 +8,11 @@
 namespace kvxfer::local {
 namespace {
 
-// Of one peer.
+// Regions and probes that are being opened for one peer, at most.
 constexpr std::size_t kMaxOpening = 64;
 constexpr std::size_t kMaxWithFiles = 2;
 
-// A peer knows its number from a region that lies there.
+// Finds the reading GPU. The peer knows its number from a region of ours that lies there.
 Result<std::shared_ptr<cuda::Gpu>> reader_of(const cuda::Gpus& gpus,
                                              const GpuRegionMessage& message) {
   if (auto gpu = gpus.find(static_cast<int>(message.reader))) return gpu;
@@ -20,7 +20,8 @@ Result<std::shared_ptr<cuda::Gpu>> reader_of(const cuda::Gpus& gpus,
                "this engine has no memory of GPU " + std::to_string(message.reader)};
 }
 
-// It may wait for streams that wait for the engine thread.
+// Closes memory in the background, because closing may wait for streams that wait for the engine
+// thread.
 void close_on(Background& background, std::shared_ptr<cuda::ImportedMemory> memory,
               std::function<void()> then) {
   if (!memory) return then();
@@ -96,7 +97,7 @@ Result<GpuSources::Region> GpuSources::open(cuda::Gpus& gpus, const GpuRegionMes
   region.memory = std::move(*memory);
   region.address = region.memory->base() + message.offset;
   if (!region.memory->holds(message.offset, region.size)) {
-    return Error{Errc::out_of_bounds, "the peer's region leaves what it shares"};
+    return Error{Errc::out_of_bounds, "the peer's region leaves the memory that it shares"};
   }
   return region;
 }

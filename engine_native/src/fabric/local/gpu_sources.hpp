@@ -1,4 +1,4 @@
-// The sender's GPU memory as its receiver reaches it. Opening and closing a handle and reading a
+// The sender's GPU memory, which the receiver opens. Opening and closing a handle and reading a
 // probe may take long, so they happen in the background. Engine thread only.
 #pragma once
 
@@ -20,7 +20,7 @@ namespace kvxfer::local {
 
 class LentMemory;
 
-// What opens memory of a GPU.
+// The objects that open and lend memory of GPUs, and report notices.
 struct GpuContext {
   cuda::Gpus& gpus;
   Background& background;
@@ -30,8 +30,8 @@ struct GpuContext {
 
 class GpuSources {
  public:
-  // `closed`: of what was removed, no GPU of ours has it open any more. `open` is held for as long
-  // as one may have anything open.
+  // `closed` is called when no GPU of ours has a removed region open any more. `open` is held while
+  // a GPU may have anything open.
   using Closed = std::function<void(std::uint32_t number)>;
   GpuSources(GpuContext context, std::shared_ptr<void> open, Closed closed)
       : context_(std::move(context)), open_(std::move(open)), closed_(std::move(closed)) {}
@@ -39,31 +39,33 @@ class GpuSources {
   GpuSources(const GpuSources&) = delete;
   GpuSources& operator=(const GpuSources&) = delete;
 
-  // `then`: whether the reading GPU reaches it; instead of `closed` where it was removed meanwhile;
-  // not at all once this is destroyed. `same_process`: its address is valid here.
-  // Fails where the peer breaks the protocol.
+  // Opens a region for its reading GPU. `then` gets the result; it is called instead of `closed` if
+  // the region was removed meanwhile, and not at all once this is destroyed. `same_process`: the
+  // region's address is valid here. Fails if the peer breaks the protocol.
   using Opened = std::function<void(std::uint32_t number, Result<void> opened)>;
   Result<void> add(const GpuRegionMessage& message, cuda::FileParts files, bool same_process,
                    Opened then);
-  // Whether the reading GPU may open it: its own memory, or that of a GPU whose probe it has read.
+  // True if the reading GPU may open the region: memory of that GPU, or of one whose probe it has
+  // read.
   bool tried(const GpuRegionMessage& message) const;
-  // Reads a probe, for tried(). `then`: whether its bytes are right.
+  // Reads a probe, for tried(). `then` gets whether its bytes are right.
   Result<void> probe(const GpuRegionMessage& message, cuda::FileParts files, Opened then);
-  // After the copies that read it now.
+  // Removes a region, and closes it after the copies that read it now.
   void remove(std::uint32_t number);
   bool has(std::uint32_t number) const { return regions_.contains(number); }
 
-  // Where that GPU finds this part of the region; 0 if it leaves it, or is for another GPU.
+  // Returns the address of this part of the region for that GPU; 0 if the part leaves the region,
+  // or the region is for another GPU.
   std::uint64_t in_region(std::uint32_t number, std::uint64_t offset, std::uint32_t length,
                           const cuda::Gpu& gpu) const;
 
  private:
   struct Region {
-    std::shared_ptr<cuda::Gpu> gpu;                // that reads it; null while it is being opened
+    std::shared_ptr<cuda::Gpu> gpu;  // reads the region; null while it is being opened
     std::shared_ptr<cuda::ImportedMemory> memory;  // null within one process
     std::uint64_t address = 0;
     std::uint64_t size = 0;
-    std::uint64_t opening = 0;  // which of all
+    std::uint64_t opening = 0;  // unique number of the opening
   };
 
   static Result<Region> open(cuda::Gpus& gpus, const GpuRegionMessage& message,
@@ -76,10 +78,10 @@ class GpuSources {
   std::shared_ptr<void> open_;
   Closed closed_;
   std::unordered_map<std::uint32_t, Region> regions_;
-  std::set<std::pair<cuda::Uuid, std::uint64_t>> tried_;  // whose probes which of our GPUs has read
+  std::set<std::pair<cuda::Uuid, std::uint64_t>> tried_;  // owner of a probe, reader
   std::uint64_t last_opening_ = 0;
   std::size_t under_way_ = 0;
-  std::size_t with_files_ = 0;  // of them
+  std::size_t with_files_ = 0;  // part of under_way_
   std::shared_ptr<GpuSources*> self_ = std::make_shared<GpuSources*>(this);
 };
 

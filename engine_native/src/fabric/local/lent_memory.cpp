@@ -47,7 +47,7 @@ void LentMemory::give_back_at_end(std::shared_ptr<UniqueFd> socket, std::vector<
   thread_.check("LentMemory");
   if (loans.empty()) return;
   auto ended = std::make_unique<Ended>(*this, std::move(socket), std::move(loans));
-  // Where it is not added, the loans stay.
+  // If the socket cannot be watched, the loans stay.
   const auto added = poller_.add(ended->socket->get(), EPOLLIN, *ended);
   if (added) ended_.push_back(std::move(ended));
 }

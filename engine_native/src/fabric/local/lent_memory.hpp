@@ -1,5 +1,5 @@
-// Memory of our GPUs that peers of this host have open by CUDA IPC handles, and are to close: CUDA
-// does not allow it to be freed before (cuIpcOpenMemHandle). Engine thread only.
+// Memory of our GPUs that peers on this host have open by CUDA IPC handles and are asked to close:
+// CUDA forbids freeing it before (cuIpcOpenMemHandle). Engine thread only.
 #pragma once
 
 #include <cstdint>
@@ -17,10 +17,10 @@ namespace kvxfer::local {
 
 class LentMemory {
  public:
-  // That a peer is asked to close.
+  // Memory that a peer is asked to close.
   struct Loan {
-    std::uint64_t region;  // its key
-    std::string peer;      // its label
+    std::uint64_t region;  // the region's key
+    std::string peer;      // the peer's label
     std::uint64_t asked_ns;
   };
   using LoanId = std::list<Loan>::iterator;
@@ -32,10 +32,11 @@ class LentMemory {
 
   LoanId ask_back(std::uint64_t region, std::string peer);
   void give_back(LoanId loan);
-  // The path to that peer ends: it has closed them all when its end of the socket is closed.
+  // Ends the loans of a path that ends, when the peer closes its end of the socket: it has closed
+  // all memory then.
   void give_back_at_end(std::shared_ptr<UniqueFd> socket, std::vector<LoanId> loans);
 
-  // The latest, which has the most time left; null where there is none.
+  // Returns the latest loan of the region, which has the most time left; null if there is none.
   const Loan* of(const MemoryRegion& region) const;
   const std::list<Loan>& all() const { return loans_; }
 

@@ -14,7 +14,7 @@
 namespace kvxfer::local {
 namespace {
 
-// Half-open rendezvous that are kept; one more closes the oldest stranger's.
+// The most half-open rendezvous that are kept; one more closes the oldest of a stranger.
 constexpr std::size_t kMaxRendezvous = 256;
 
 }  // namespace
@@ -60,7 +60,7 @@ LocalDomain::~LocalDomain() { poller_.remove(wake_.get(), *this); }
 void LocalDomain::poll() {
   thread_.check("LocalDomain");
   ended_.clear();
-  // Each is the first in its turn: they share the GPUs.
+  // Each path is the first in turn, because they share the GPUs.
   if (paths_.size() > 1) std::rotate(paths_.begin(), paths_.begin() + 1, paths_.end());
   for (LocalPath* path : paths_) path->poll();
 }
@@ -144,7 +144,7 @@ Rendezvous::Done LocalDomain::on_done() {
 void LocalDomain::finish(Rendezvous& rendezvous, Result<LocalLink> link) {
   const auto found = std::find_if(rendezvous_.begin(), rendezvous_.end(),
                                   [&](const auto& known) { return known.get() == &rendezvous; });
-  ended_.push_back(std::move(*found));  // it is still running: destroyed with the next poll()
+  ended_.push_back(std::move(*found));  // still running, so the next poll() destroys it
   rendezvous_.erase(found);
   report(rendezvous, std::move(link));
 }

@@ -16,9 +16,9 @@ namespace kvxfer::local {
 class LocalEvents {
  public:
   virtual const Session* find_session(const SessionId& session) = 0;
-  // The rendezvous of a session has ended, for initiator and acceptor alike.
+  // Called when the rendezvous of a session has ended, for initiator and acceptor alike.
   virtual void on_local_link(const SessionId& session, Result<LocalLink> link) = 0;
-  // A connection that has not proved to be of a session.
+  // Called for a connection that did not prove to belong to a session.
   virtual void on_stranger_refused(Errc why) = 0;
 
  protected:
@@ -40,7 +40,7 @@ class LocalDomain final : public Domain, private EventSink {
   void finish_sleep() override;
   void forget_source(const MemoryRegion& region) override;
 
-  // on_local_link() follows, unless this fails at once.
+  // Begins a rendezvous; on_local_link() follows, unless this fails at once.
   Result<void> connect(const Session& session);
   Result<std::unique_ptr<Path>> open_path(LocalLink link, PathPeer peer);
   // Gives up on rendezvous that began before `deadline_ns`, and accepts again after a rest.

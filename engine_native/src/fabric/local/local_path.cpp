@@ -14,17 +14,18 @@
 namespace kvxfer::local {
 namespace {
 
-// Per call of poll(), so that heartbeats and other peers get their turn.
+// The most bytes of a call of poll(), so that heartbeats and other peers get their turn.
 constexpr std::uint64_t kPollBytes = 4u << 20;
 static_assert(kMaxBatchBytes <= cuda::kSlotBytes);
-// What a copy costs of that which a GPU does.
+// The cost of a copy by a GPU, in bytes of that budget.
 constexpr std::uint64_t kGpuCopyBytes = 256;
-// Staging slots of a path to send, until the peer has read them: it must not keep all.
+// The most staging slots that a path holds until the peer has read them, so that other paths get
+// some.
 constexpr std::size_t kMostSlots = 3;
-// Launches that keep a GPU busy. What arrives meanwhile becomes one launch: a large one costs as
-// much as a small one.
+// Launches that keep a GPU busy. Batches that arrive meanwhile become one launch, because a large
+// launch costs as much as a small one.
 constexpr std::size_t kFewLaunches = 2;
-// More than the socket holds, so all that came before a batch is seen; and then others get their
+// More than the socket holds, so that all messages before a batch are read; then others get their
 // turn.
 constexpr int kPollMessages = 1024;
 
@@ -75,11 +76,11 @@ LocalPath::LocalPath(LocalLink link, PathPeer peer, Poller& poller, ReceiveConte
       }) {}
 
 LocalPath::~LocalPath() {
-  // Before any source memory of ours can be used again: see RingMemory::revoked. On ARM a store
-  // (STLR) lets later plain stores pass it: without an engine thread, whose hand-over would order
-  // them, the peer could copy what the caller stores into the source next and still see 0 here. The
-  // fence forbids it. The peer looks at the word by a read-modify-write behind its copy: if that
-  // reads 0, this store and all behind the fence come after what it copied.
+  // Revokes before any source memory of ours can be used again: see RingMemory::revoked. On ARM
+  // later plain stores may pass a store (STLR): without an engine thread, whose hand-over would
+  // order them, the peer could copy what the caller stores into the source next and still see 0
+  // here. The fence forbids it. The peer reads the word by a read-modify-write after its copy: if
+  // that reads 0, this store and all after the fence come after the bytes that it copied.
   out_->revoked.store(1, std::memory_order_seq_cst);
   order_stores();
   if (!lost_) poller_.remove(socket_->get(), *this);
@@ -96,13 +97,13 @@ bool LocalPath::reaches(const Operation& operation) const {
   return source->gpu() && source->gpu()->to_send().shareable();
 }
 
-// Of writes, beside the head of their batch.
+// Returns how many writes the ring has room for, besides the head of their batch.
 std::size_t LocalPath::room() const {
   const std::uint64_t used = produced_ - reaped_;
   return used < kRingSlots ? kRingSlots - used - 1 : 0;
 }
 
-// The ring is the window: nothing of a write but its entry is stored on the way.
+// The ring is the send window: only the entry of a write is stored on the way.
 bool LocalPath::has_room(const Operation&, bool) const {
   return !lost_ && room() >= kMaxGroupWrites;
 }
@@ -116,7 +117,7 @@ std::size_t LocalPath::post(const OperationPtr& operation, const WriteRange& ran
     if (operation->destination_gpu) share = gpu_shares_.find(*source, *operation->destination_gpu);
     if (share.state == GpuShares::State::asked) return 0;
     if (share.state == GpuShares::State::refused) return stage(operation, range);
-    // The peer would not notice, and read what the memory has become.
+    // The peer would not notice a lost GPU, and would read whatever its memory holds now.
     if (range.first == 0 && !asked_if_alive(*operation)) return 0;
     origin->region = share.number;
   } else if (source) {
@@ -132,7 +133,8 @@ std::size_t LocalPath::post(const OperationPtr& operation, const WriteRange& ran
   return count;
 }
 
-// Whether the GPU has answered; where it is not alive, the operation fails with the next try.
+// True if the GPU has answered that it is alive. If it is lost, the operation fails with the next
+// try.
 bool LocalPath::asked_if_alive(Operation& operation) {
   const auto& gpu = operation.source->gpu();
   if (operation.question == 0) operation.question = gpu->ask();
@@ -143,7 +145,7 @@ bool LocalPath::asked_if_alive(Operation& operation) {
   return false;
 }
 
-// None while the peer cannot be told of the region.
+// Returns nullopt while the peer cannot be told of the region.
 std::optional<LocalPath::Origin> LocalPath::origin_of(const MemoryRegion& region) {
   if (!region.shareable()) return Origin{.base = region.address()};
   const auto number = share(region);
@@ -151,7 +153,7 @@ std::optional<LocalPath::Origin> LocalPath::origin_of(const MemoryRegion& region
                 : std::nullopt;
 }
 
-// Into the ring. `packed`: its writes lie one behind the other from the origin's base on.
+// Puts a batch into the ring. `packed`: its writes follow each other from the origin's base on.
 void LocalPath::produce(Batch batch, const Origin& origin, bool packed) {
   const Operation& operation = *batch.operation;
   const BatchHead head{.key = operation.destination_key,
@@ -178,7 +180,7 @@ void LocalPath::produce(Batch batch, const Origin& origin, bool packed) {
 
 // --- out of a GPU ----------------------------------------------------------------------------
 
-// By way of host memory, which the peer reads.
+// Copies the writes to host memory, which the peer reads.
 std::size_t LocalPath::stage(const OperationPtr& operation, const WriteRange& range) {
   if (slots_ >= kMostSlots) return 0;
   const MemoryRegion& source = *operation->source;
@@ -244,7 +246,7 @@ void LocalPath::forget_source(const MemoryRegion& region) {
   send_forgets();
 }
 
-// Those that the socket has no room for come later: until then the peer keeps its mappings.
+// Sends forgets while the socket has room; until the others are sent, the peer keeps its mappings.
 void LocalPath::send_forgets() {
   while (!to_forget_.empty()) {
     const RegionMessage message{
@@ -268,7 +270,7 @@ bool LocalPath::reap() {
     unacked_.pop_front();
     const bool staged = batch.slot.has_value();
     if (staged) --slots_;
-    batch.slot.reset();  // first: the operation's end may be what wants its room
+    batch.slot.reset();  // first, because the operation's end may need its room
     reaped_ = batch.end;
     const auto status = static_cast<Errc>(out_.slot(batch.head).head.status);
     if (status == Errc::ok) {
@@ -350,7 +352,7 @@ Result<bool> LocalPath::place(const BatchHead& head, std::uint64_t& budget) {
   return true;
 }
 
-// To where the entries say, or one behind the other to `slot`.
+// Copies the entries to their destinations, or one after the other to `slot`.
 Result<bool> LocalPath::copy_from_host(const BatchHead& head, Placing& batch, std::byte* slot) {
   copies_.clear();
   for (const cuda::DeviceCopy& entry : entries_) {
@@ -374,7 +376,7 @@ Result<bool> LocalPath::copy_from_host(const BatchHead& head, Placing& batch, st
   return true;
 }
 
-// With the launch that is being collected. `cost`: of the budget of a poll.
+// Adds the batch to the launch that is being collected. `cost`: the part of a poll's budget.
 Result<bool> LocalPath::copy_by_gpu(const BatchHead& head, Placing& batch, std::uint64_t& cost) {
   const std::shared_ptr<cuda::Gpu>& gpu = batch.placement.gpu();
   const bool full = collected_ + entries_.size() > cuda::Gpu::kMaxCopies;
@@ -412,7 +414,7 @@ Result<bool> LocalPath::copy_by_gpu(const BatchHead& head, Placing& batch, std::
 
 void LocalPath::launch() {
   if (collecting_ && in_->revoked.load() != 0) {
-    lose({Errc::peer_lost, "the peer closed the connection"});  // its memory may be gone
+    lose({Errc::peer_lost, "the peer closed the connection"});  // the peer's memory may be gone
   } else if (collecting_) {
     const cuda::Ticket ticket = collecting_->launch(collected_);
     launches_.emplace_back(collecting_, ticket);
@@ -434,7 +436,7 @@ bool LocalPath::end_placed() {
       if (!gpu.ended(batch.copied)) break;
       if (gpu.failure()) batch.placement.refuse(Errc::gpu_lost);
     }
-    // A read-modify-write, so that no read of the copy can move behind it.
+    // A read-modify-write, so that no read of the copy can move after it.
     if (in_->revoked.fetch_add(0, std::memory_order_acq_rel) != 0) {
       lose({Errc::peer_lost, "the peer closed the connection"});
       break;
@@ -475,7 +477,7 @@ Result<void> LocalPath::on_region(UnixMessage& message, bool lacking) {
   const auto region = RegionMessage::parse(message.bytes);
   if (region && region->kind == RegionMessage::Kind::forget) {
     source_.remove_region(region->number);
-    launch();  // what is collected may read it
+    launch();  // the collected copies may read it
     gpu_sources_.remove(region->number);
     return {};
   }
@@ -550,8 +552,8 @@ void LocalPath::finish_sleep() {
   out_->producer_sleeps_until.store(RingMemory::kAwake, std::memory_order_relaxed);
 }
 
-// Where the ring has to get to before waking up is worth it: the end of an operation, or half of
-// what is posted, so that the receiver does not run dry.
+// Returns the position at which waking up is worth it: the end of an operation, or half of the
+// posted entries, so that the receiver does not run dry.
 std::uint64_t LocalPath::wanted_progress() const {
   if (unacked_.empty()) return RingMemory::kAwake;
   for (const Batch& batch : unacked_) {
@@ -574,7 +576,7 @@ void LocalPath::wake_peer() {
 void LocalPath::lose(Error error) {
   if (lost_) return;
   lost_ = true;
-  reap();  // what the peer counted before it closed is delivered
+  reap();  // batches that the peer counted before it closed are delivered
   poller_.remove(socket_->get(), *this);
   events_.on_lost(*this, std::move(error));
 }

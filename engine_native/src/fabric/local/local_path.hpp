@@ -1,7 +1,7 @@
-// Both directions between two engines of one host. The receiver copies out of the sender's memory:
-// a sender that is frozen and wakes up later can change nothing at the receiver. Memory of a GPU is
-// copied by that GPU, many batches with one launch; they count once it has ended, and in their
-// order.
+// Both directions between two engines of one host. The receiver copies from the sender's memory, so
+// that a sender that was frozen and wakes up later can change nothing at the receiver. A GPU copies
+// batches into its memory, many with one launch; they count in their order, once the launch has
+// ended.
 #pragma once
 
 #include <cstdint>
@@ -28,16 +28,16 @@
 
 namespace kvxfer::local {
 
-// What a rendezvous hands over.
+// The result of a rendezvous.
 struct LocalLink {
-  UniqueFd socket;     // shares regions; its end of file tells of the peer's exit
+  UniqueFd socket;     // shares regions; its end of file reports the peer's exit
   SharedRing out;      // ours to produce into
   SharedRing in;       // ours to consume from
   UniqueFd wake_peer;  // eventfd that ends the peer's sleep
   pid_t pid = 0;
   UniqueFd pidfd;
   bool peer_reads_us = false;  // process_vm_readv is permitted to the peer
-  bool we_read_peer = false;   // and to us
+  bool we_read_peer = false;   // and to this process
 };
 
 class LocalPath final : public Path, private EventSink {
@@ -46,7 +46,7 @@ class LocalPath final : public Path, private EventSink {
                                                  ReceiveContext receive_context, PathEvents& events,
                                                  GpuContext gpus);
   ~LocalPath() override;
-  // What follows when it is destroyed.
+  // Sets the function that the destructor calls last.
   void on_destroyed(std::function<void()> then) { then_ = std::move(then); }
 
   std::string_view fabric() const override { return "local"; }
@@ -68,30 +68,30 @@ class LocalPath final : public Path, private EventSink {
   struct Batch {
     OperationPtr operation;
     WriteRange writes;
-    bool last;  // of its operation
+    bool last;  // the operation's last batch
     std::uint64_t bytes = 0;
     std::uint64_t head = 0;  // position in the ring
     std::uint64_t end = 0;
-    std::optional<cuda::StagingSlot> slot;  // that the peer reads it from
+    std::optional<cuda::StagingSlot> slot;  // staging slot that the peer reads
   };
-  // Being copied out of a GPU; then it is posted.
+  // A batch that is copied out of a GPU before it is posted.
   struct Staged {
     Batch batch;
     std::shared_ptr<cuda::Gpu> gpu;
     cuda::Ticket copied;
   };
-  // Where the writes of a batch are read from: offsets in a shared region, or addresses over here.
+  // The source of a batch: offsets in a shared region, or addresses in this process.
   struct Origin {
     std::optional<std::uint32_t> region;
     std::uint64_t base = 0;
   };
 
-  // What arrived, and is to be counted in its turn.
+  // A batch that has arrived and is counted in its turn.
   struct Placing {
     Placement placement;
     std::uint64_t head;  // position in the ring
     std::uint64_t end;
-    cuda::Ticket copied = 0;  // 0: the processor has copied it
+    cuda::Ticket copied = 0;  // 0 if the processor has copied it
     std::uint32_t writes = 0;
     std::uint64_t immediates = 0;
     std::uint64_t bytes = 0;
@@ -114,7 +114,8 @@ class LocalPath final : public Path, private EventSink {
   bool reap();
   // Receiving.
   bool consume();
-  // False: it has to wait for room at a GPU. Takes what it costs from the budget.
+  // Places a batch, and takes its cost from the budget. Returns false if it waits for room at a
+  // GPU.
   Result<bool> place(const BatchHead& head, std::uint64_t& budget);
   Result<bool> copy_from_host(const BatchHead& head, Placing& batch, std::byte* slot = nullptr);
   Result<bool> copy_by_gpu(const BatchHead& head, Placing& batch, std::uint64_t& cost);
@@ -123,7 +124,7 @@ class LocalPath final : public Path, private EventSink {
   void receive_regions();
   Result<void> on_region(UnixMessage& message, bool lacking);
   Result<void> on_gpu_region(const GpuRegionMessage& region, UnixMessage& message, bool lacking);
-  // `why`: of a refusal.
+  // `why`: the reason of a refusal.
   void answer_gpu_region(RegionMessage::Kind kind, std::uint32_t number, std::string_view why = {});
 
   std::uint64_t wanted_progress() const;
@@ -132,7 +133,7 @@ class LocalPath final : public Path, private EventSink {
 
   [[no_unique_address]] ThreadOwner thread_;
   std::shared_ptr<UniqueFd> socket_;
-  std::shared_ptr<void> open_;  // until this is gone, the peer does not see the socket's end
+  std::shared_ptr<void> open_;  // keeps the peer from seeing the socket's end
   SharedRing out_;
   SharedRing in_;
   UniqueFd wake_peer_;
@@ -148,24 +149,24 @@ class LocalPath final : public Path, private EventSink {
   std::uint64_t reaped_ = 0;
   std::deque<Batch> unacked_;
   std::deque<Staged> staged_;
-  std::size_t slots_ = 0;                                    // of both
+  std::size_t slots_ = 0;  // staging slots of unacked_ and staged_
   std::unordered_map<std::uint64_t, std::uint32_t> shared_;  // region key → number
   std::uint32_t next_number_ = 0;
-  std::deque<std::uint32_t> to_forget_;  // numbers
+  std::deque<std::uint32_t> to_forget_;  // region numbers
 
-  std::uint64_t taken_ = 0;                // looked at
-  std::uint64_t consumed_ = 0;             // and counted
-  std::vector<cuda::DeviceCopy> entries_;  // of one batch
+  std::uint64_t taken_ = 0;                // end of the entries looked at
+  std::uint64_t consumed_ = 0;             // end of the batches counted
+  std::vector<cuda::DeviceCopy> entries_;  // writes of one batch
   std::vector<PageCopy> copies_;
   std::deque<Placing> placing_;
-  bool waits_ = false;  // for room at a GPU
+  bool waits_ = false;  // waits for room at a GPU
   GpuShares gpu_shares_;
   GpuSources gpu_sources_;
-  // The launch that batches are being collected for.
+  // The next launch, for which batches are collected.
   std::shared_ptr<cuda::Gpu> collecting_;
   std::size_t collected_ = 0;
   std::vector<cuda::StagingSlot> collected_slots_;
-  std::deque<std::pair<std::shared_ptr<cuda::Gpu>, cuda::Ticket>> launches_;  // under way
+  std::deque<std::pair<std::shared_ptr<cuda::Gpu>, cuda::Ticket>> launches_;  // launches under way
   bool lost_ = false;
   std::function<void()> then_;
 };

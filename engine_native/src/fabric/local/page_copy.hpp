@@ -12,9 +12,9 @@ struct PageCopy {
   std::size_t length;
 };
 
-// Non-temporal stores where the processor has them (AVX2): another process reads the pages next,
-// and not reading them into the cache first saves a third of the memory traffic. The head of the
-// next page is fetched while the current one is copied.
+// Copies with non-temporal stores if the processor has them (AVX2): another process reads the pages
+// next, and not reading them into the cache first saves a third of the memory traffic. The head of
+// the next page is fetched while the current one is copied.
 void copy_pages(std::span<const PageCopy> copies);
 
 }  // namespace kvxfer::local

@@ -1,4 +1,4 @@
-// What the unix socket of a local path carries after the rendezvous.
+// The messages on the unix socket of a local path after the rendezvous.
 #pragma once
 
 #include <algorithm>
@@ -14,9 +14,9 @@
 namespace kvxfer::local {
 
 struct RegionMessage {
-  // share: comes with the region's memfd. share_gpu and probe_gpu: begin a GpuRegionMessage, which
-  // the other side answers with opened; with refused and the reason behind it; or with untried: a
-  // probe of that GPU has to come first. closed: answers the forget of what was opened.
+  // share comes with the region's memfd. share_gpu and probe_gpu begin a GpuRegionMessage, which
+  // the other side answers with opened; with refused, followed by the reason; or with untried if a
+  // probe of that GPU has to come first. closed answers the forget of an opened region.
   enum class Kind : std::uint32_t {
     share = 1,
     forget = 2,
@@ -30,7 +30,7 @@ struct RegionMessage {
   static constexpr std::size_t kMostReason = 400;
   Kind kind;
   std::uint32_t number;
-  std::uint64_t size;  // shared: of the memfd, to the region's end; refused: of the reason
+  std::uint64_t size;  // share: memfd bytes to the region's end; refused: reason bytes
 
   std::string_view bytes() const { return {reinterpret_cast<const char*>(this), sizeof *this}; }
   static std::optional<RegionMessage> parse(std::string_view bytes) {
@@ -47,21 +47,21 @@ struct RegionMessage {
 };
 static_assert(sizeof(RegionMessage) == 16);
 
-// Regions of GPUs that an engine keeps open for a peer.
+// The most regions of GPUs that an engine keeps open for a peer.
 inline constexpr std::size_t kMostGpuRegions = 8192;
 
-// A region of a GPU's memory, for one GPU of the peer's to read: by the handle of the allocation
-// that it lies in; or by files of its allocations, whose sizes follow; or by its address where both
-// engines are in one process. Or a probe, a file of memory with known bytes.
+// A region of a GPU's memory that one GPU of the peer is to read. It is given by the handle of its
+// allocation, by files of its allocations, whose sizes follow, or, if both engines are in one
+// process, by its address. Or a probe: a file of memory with known bytes.
 struct GpuRegionMessage {
   static constexpr std::uint64_t kMostPart = std::uint64_t{1} << 46;
   RegionMessage head;
-  std::uint64_t offset;   // of the region in those allocations
-  std::uint64_t address;  // of the region in the sender's process
-  std::uint64_t reader;   // the GPU that is to read it, by its number over here
+  std::uint64_t offset;   // the region's, in those allocations
+  std::uint64_t address;  // the region's, in the sender's process
+  std::uint64_t reader;   // the reading GPU's number at the receiver
   cuda::IpcHandle handle;
-  cuda::Uuid owner;    // the GPU whose memory it is
-  std::uint64_t seed;  // of a probe's bytes
+  cuda::Uuid owner;    // the GPU that has the memory
+  std::uint64_t seed;  // seed of a probe's bytes
 
   std::string_view bytes() const { return {reinterpret_cast<const char*>(this), sizeof *this}; }
   static std::optional<GpuRegionMessage> parse(std::string_view bytes) {
@@ -72,7 +72,7 @@ struct GpuRegionMessage {
                        message.head.kind == RegionMessage::Kind::probe_gpu;
     return known ? std::optional(message) : std::nullopt;
   }
-  // One for each file that came with it; none where it is malformed.
+  // Returns a size for each file that came with the message; nullopt if it is malformed.
   static std::optional<std::vector<std::uint64_t>> sizes(std::string_view bytes,
                                                          std::size_t files) {
     if (bytes.size() != sizeof(GpuRegionMessage) + files * sizeof(std::uint64_t)) {

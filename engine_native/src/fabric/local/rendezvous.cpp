@@ -35,7 +35,7 @@ std::string socket_name(const EngineId& engine) { return "kvxfer-" + engine.hex(
 
 void LocalHost::allow_reader(pid_t pid) {
   if (pid == 0 || readable_by != 0) return;
-  // Fails where there is no Yama: then nothing has to be allowed.
+  // Fails without Yama; then nothing has to be allowed.
   if (::prctl(PR_SET_PTRACER, static_cast<unsigned long>(pid), 0, 0, 0) == 0) readable_by = pid;
 }
 

@@ -1,13 +1,13 @@
-// How two engines of one host come to share rings and memory, over a unix socket:
+// The rendezvous of two engines of one host, over a unix socket; then they share rings and memory:
 //
 //   initiator → acceptor   lane hello (MAC of the session); ring, wake eventfd
 //   acceptor → initiator   MAC, probe; ring, wake eventfd
 //   initiator → acceptor   "I can read you", probe
 //   acceptor → initiator   "I can read you"
 //
-// Each side lets the other read its memory only after that has proved itself.
+// Each side lets the other read its memory only after the other has proved itself.
 //
-// A probe is an address and the random bytes that stand there: reading it with process_vm_readv
+// A probe is an address and the random bytes stored there: reading it with process_vm_readv
 // proves both the permission and that the process id means the same process on both sides.
 #pragma once
 
@@ -27,14 +27,14 @@
 
 namespace kvxfer::local {
 
-// What every rendezvous of one engine uses.
+// The state that all rendezvous of one engine share.
 struct LocalHost {
   int wake_fd = -1;                      // our eventfd
   std::array<std::uint8_t, 16> probe{};  // random bytes that a peer may try to read
   pid_t readable_by = 0;                 // the process that Yama lets read us, see allow_reader()
 
-  // With Yama's ptrace_scope 1 a process may name one other that can read its memory. The first
-  // peer gets it; later ones use the tcp fabric for memory that is not shareable.
+  // Lets a process read our memory. With Yama's ptrace_scope 1 a process may name only one reader,
+  // the first peer. Later peers use the tcp fabric for memory that is not shareable.
   void allow_reader(pid_t pid);
   void deny_reader(pid_t pid);
 };
@@ -43,20 +43,20 @@ class Rendezvous final : private EventSink {
  public:
   // Called once; never from within start() or the constructor.
   using Done = std::function<void(Rendezvous&, Result<LocalLink>)>;
-  // The session of an arriving hello; null if there is none.
+  // Finds the session of an arriving hello; null if there is none.
   using FindSession = std::function<const Session*(const SessionId&)>;
 
   // Initiator: connects to the peer's unix socket and sends the hello.
   static Result<std::unique_ptr<Rendezvous>> start(const Session& session, Poller& poller,
                                                    LocalHost& host, Done done);
-  // Acceptor.
+  // Acceptor: waits for the hello on an accepted socket.
   static Result<std::unique_ptr<Rendezvous>> accept(UniqueFd socket, FindSession find,
                                                     Poller& poller, LocalHost& host, Done done);
   ~Rendezvous();
 
   const SessionId& session() const { return session_.id; }
   std::uint64_t started_ns() const { return started_ns_; }
-  // The connection has not proved to be of a session.
+  // True if the connection has not proved to belong to a session.
   bool stranger() const { return stranger_; }
 
  private:
@@ -96,7 +96,7 @@ class Rendezvous final : private EventSink {
   bool finished_ = false;
 };
 
-// The unix socket of an engine in the abstract namespace.
+// Returns the name of an engine's unix socket in the abstract namespace.
 std::string socket_name(const EngineId& engine);
 
 }  // namespace kvxfer::local

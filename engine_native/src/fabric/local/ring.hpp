@@ -24,7 +24,7 @@ struct BatchHead {
   std::uint32_t count;
   std::uint32_t imm;
   std::uint8_t has_imm;
-  std::uint8_t from_region;  // source offsets are in a shared region, else addresses
+  std::uint8_t from_region;  // sources are offsets in a shared region, else addresses
   std::uint16_t status;      // set by the consumer: an Errc
   std::uint32_t region;      // the sender's number of the shared region
 };
@@ -81,7 +81,7 @@ class SharedRing {
   std::unique_ptr<RingMemory, Unmap> memory_;
 };
 
-// The seals that make a foreign memfd safe to map.
+// True if a foreign memfd has the seals that make it safe to map.
 bool sealed_against_shrinking(int memfd);
 
 }  // namespace kvxfer::local

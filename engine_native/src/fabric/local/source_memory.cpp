@@ -18,7 +18,7 @@ namespace kvxfer::local {
 namespace {
 
 constexpr std::size_t kMaxIovecs = 1024;  // the kernel's limit for one call
-// Of one peer, each a mapping: a process has 65,530 of those by default.
+// The most regions of one peer. Each is a mapping, and a process has 65,530 mappings by default.
 constexpr std::size_t kMaxRegions = 8192;
 
 Errc read_error(int error) {

@@ -1,4 +1,4 @@
-// The sender's memory as its receiver reaches it: mapped where the sender shared it, read with
+// The sender's memory, which the receiver reads: mapped if the sender shared it, with
 // process_vm_readv otherwise. Engine thread only.
 #pragma once
 
@@ -21,21 +21,21 @@ namespace kvxfer::local {
 
 class SourceMemory {
  public:
-  // `pidfd` tells whether `pid` still is the process that was authenticated.
+  // `pidfd` shows whether `pid` is still the process that was authenticated.
   SourceMemory(pid_t pid, UniqueFd pidfd) : pid_(pid), pidfd_(std::move(pidfd)) {}
 
   pid_t pid() const { return pid_; }
 
-  // A region of the peer, shared as a sealed memfd of at least `size` bytes.
+  // Adds a region of the peer, shared as a sealed memfd of at least `size` bytes.
   Result<void> add_region(std::uint32_t number, UniqueFd memfd, std::uint64_t size);
   void remove_region(std::uint32_t number) { regions_.erase(number); }
   bool has_region(std::uint32_t number) const { return regions_.contains(number); }
 
-  // Where the bytes are mapped; null if they leave the region.
+  // Returns the mapped bytes; null if they leave the region.
   const std::byte* in_region(std::uint32_t number, std::uint64_t offset,
                              std::uint32_t length) const;
 
-  // Copies from the peer's addresses (PageCopy::source is an address over there). ok,
+  // Copies from the peer's addresses (PageCopy::source is an address in its process). Returns ok,
   // permission-denied, peer-lost, or out-of-bounds for an address that is not mapped there.
   Errc read(std::span<const PageCopy> copies);
 

@@ -1,4 +1,4 @@
-// Unix sockets that carry descriptors: how two processes of one host share memory.
+// Unix sockets that carry descriptors, so that two processes of one host can share memory.
 #pragma once
 
 #include <sys/types.h>
@@ -12,7 +12,7 @@
 
 namespace kvxfer::local {
 
-// Sockets in the abstract namespace (no file), message-preserving, non-blocking.
+// Both open a socket in the abstract namespace (no file), message-preserving and non-blocking.
 Result<UniqueFd> listen_unix(std::string_view name);
 Result<UniqueFd> connect_unix(std::string_view name);
 
@@ -21,13 +21,14 @@ struct UnixMessage {
   std::vector<UniqueFd> descriptors;
 };
 
-// False if the socket's buffer is full.
+// Sends a message. Returns false if the socket's buffer is full.
 Result<bool> send_message(int fd, std::string_view bytes, const std::vector<int>& descriptors);
-// An empty `bytes` means that nothing is there. `lacking`: whether this process had no room for all
-// descriptors; an error without it.
+// Receives a message; `bytes` are empty if none has arrived. Sets `lacking` if this process had no
+// room for all descriptors; if `lacking` is null, that is an error.
 Result<UnixMessage> receive_message(int fd, bool* lacking = nullptr);
 
-// The process at the other end, as seen from our pid namespace; 0 if it is not visible there.
+// Returns the process at the other end, as seen from our pid namespace; 0 if it is not visible
+// there.
 pid_t peer_pid(int fd);
 UniqueFd open_pidfd(pid_t pid);
 

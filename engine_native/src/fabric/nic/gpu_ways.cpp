@@ -11,7 +11,7 @@
 namespace kvxfer {
 namespace {
 
-// CUDA begins an allocation of this size with a page: a smaller one has neighbours in its dmabuf.
+// CUDA begins an allocation of this size with a page; a smaller one has neighbours in its dmabuf.
 constexpr std::uint32_t kBytes = 2u << 20;
 
 Error broken(std::string why) { return {Errc::fabric_unavailable, std::move(why)}; }
@@ -24,11 +24,11 @@ Result<void> copy(NicLoop& loop, const NicRegistration& source, std::uint64_t fr
   return {};
 }
 
-// Host to GPU and back. In between CUDA is asked: a NIC that reaches the wrong memory would find
-// its own bytes again.
+// Writes from the host to the GPU and back. In between CUDA reads the bytes, because a NIC that
+// reaches the wrong memory would find its own bytes again.
 //
-// Whether it works is the value. An error says nothing about the way, or only for now: no memory, a
-// link that went down.
+// The value says whether the way works. An error says nothing about the way, or nothing lasting: no
+// memory, a link that went down.
 using Verdict = Result<void>;
 Result<Verdict> try_way(NicLoop& loop, const std::shared_ptr<cuda::Gpu>& gpu, MemoryWay way) {
   const auto on_host = MemoryRegion::allocate({}, 2 * std::size_t{kBytes});
@@ -51,7 +51,7 @@ Result<Verdict> try_way(NicLoop& loop, const std::shared_ptr<cuda::Gpu>& gpu, Me
   const std::uint64_t sent = (*on_host)->address();
   const std::uint64_t there = (*on_gpu)->address();
   std::byte* const bytes = (*on_host)->host();
-  // Where this fails, the way is not what is wrong.
+  // If this fails, the way is not at fault.
   if (auto good = copy(loop, **host, sent, *to_host); !good) {
     return Error{Errc::nic_lost, "it does not write to memory of the host: " + good.error().text};
   }
@@ -87,7 +87,7 @@ Result<MemoryWay> GpuWays::find(const std::shared_ptr<cuda::Gpu>& gpu) {
   std::string reasons;
   for (const auto& [way, name] : {std::pair{MemoryWay::dmabuf, std::string("dmabuf")},
                                   std::pair{MemoryWay::peermem, nic_.by_address}}) {
-    // A write that failed or did not end would spoil the next way's.
+    // Each way has its own loop: a write that failed or did not end would spoil the next way's.
     const auto loop = nic_.open_loop();
     const auto tried = loop ? try_way(**loop, gpu, way) : Result<Verdict>(loop.error());
     if (!tried) {

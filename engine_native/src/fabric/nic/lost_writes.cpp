@@ -50,7 +50,7 @@ void LostWrites::give_back_in_order(const NicPath::Unfinished& unfinished, Count
   operation->outstanding -= writes.count;
   std::size_t there = 0;
   if (operation->imm) {
-    // Also those of an operation that has failed: the others' come behind them.
+    // Writes of a failed operation count, too: those of other operations came after them.
     std::uint64_t& left = landed[*operation->imm];
     while (left > 0 && there < writes.count) {
       left -= 1 - operation->writes[writes.first + there++].grouped;
@@ -69,7 +69,7 @@ void LostWrites::give_back(const NicPath::Unfinished& unfinished, Counts& landed
   const bool counted = operation->imm && writes.counted;
   if (operation->code != Errc::ok) return;
   if (operation->arrived || (counted && landed[*operation->imm] == unknown[*operation->imm])) {
-    // All of this immediate's are there, so these are too.
+    // All writes of this immediate have arrived, so these have too.
     operation->finished += writes.count;
     if (!writes.counted) *operation->uncounted_left -= writes.count;
     return;
@@ -121,7 +121,7 @@ void LostWrites::fail_incomplete(const std::vector<const NicPath*>& paths,
           operation, Errc::nic_lost,
           "the count of immediate " + std::to_string(imm) +
               " cannot be completed: another operation ended before " + lost +
-              " of its writes were delivered again, whose path was lost: " + std::string(why_lost));
+              " of its writes from a lost path were delivered again: " + std::string(why_lost));
     }
   }
 }

@@ -1,10 +1,10 @@
-// What becomes of writes whose path was lost. Engine thread only.
+// The writes of lost paths, to be posted again. Engine thread only.
 //
-// Both ends have stopped their NICs, and the peer has said how many immediates of each counter came
-// through the path. Where it kept the order of its writes, so many groups are there, the first
-// ones, and the others are posted again. Where it kept none, that many need not be counted again,
-// but their bytes may not be there: as many writes are posted again without immediates (uncounted),
-// before the others of that immediate.
+// Both ends have stopped their NICs, and the peer has reported how many immediates of each counter
+// came through the path. If the path kept the order of its writes, that many groups have arrived,
+// the first ones, and the others are posted again. If it kept no order, that many immediates need
+// not be counted again, but their bytes may be missing: as many writes are posted again without
+// immediates (uncounted), before the others of that immediate.
 #pragma once
 
 #include <cstddef>
@@ -27,12 +27,12 @@ class LostWrites {
 
   LostWrites(PeerId peer, OperationBook& operations) : peer_(peer), operations_(operations) {}
 
-  // Gives the path's unfinished writes back to their operations, which it returns. An error if a
-  // count cannot be completed: the peer never saw what its NIC had acknowledged.
+  // Gives the path's unfinished writes back to their operations, and returns these. Fails if a
+  // count cannot be completed, because the peer never saw writes that its NIC had acknowledged.
   Result<std::vector<OperationPtr>> give_back(NicPath& path, bool in_order, const Counts& received);
-  // At every heartbeat, with all paths of the peer. An operation may end before its uncounted
-  // writes are delivered: nothing delivers them then, and others of the immediate, which would
-  // wait for them for ever, fail.
+  // Fails operations that would wait for ever. If an operation ends before its uncounted writes are
+  // delivered, nothing delivers them, and others of the immediate wait for them. Called at every
+  // heartbeat, with all paths of the peer.
   void fail_incomplete(const std::vector<const NicPath*>& paths, std::string_view why_lost);
 
  private:
@@ -42,7 +42,7 @@ class LostWrites {
   [[no_unique_address]] ThreadOwner thread_;
   PeerId peer_;
   OperationBook& operations_;
-  // Of each immediate: how many are not delivered yet. Shared with its operations.
+  // The uncounted writes of each immediate that are not delivered yet. Shared with its operations.
   std::unordered_map<Imm, std::shared_ptr<std::size_t>> uncounted_;
 };
 

@@ -17,7 +17,7 @@ void send_region(NicLinkOwner& owner, std::uint64_t key, Errc status, const Remo
 
 namespace {
 
-// A NIC's paths have either the region's key or windows.
+// True if the NIC of the path has the region's key; if not, its paths have windows.
 bool has_key(const RemoteRegion& keys, const NicPath& path) {
   const std::uint32_t nic = path.identity().nic;
   return nic < keys.keys.size() && keys.keys[nic].valid;
@@ -35,7 +35,7 @@ void NicGrants::add(const RegionPtr& grant, RemoteRegion keys, std::span<NicPath
       reached = reached || has_key(keys, *path);
       if (has_key(keys, *path)) continue;
       if (known && path->window(grant->key())) open.push_back(path);
-      // Else on_window() tells of it.
+      // Windows that open later are sent by on_window().
       if (path->open_window(*grant)) ++keys.opening;
     }
   }
@@ -60,7 +60,7 @@ void NicGrants::on_window(const NicPath& path, std::uint64_t key) {
   path.window(key) ? send_window(path, key) : expect_no_window(key, found->second);
 }
 
-// So that the peer does not wait for it.
+// Tells the peer not to wait for a window that cannot be opened.
 void NicGrants::expect_no_window(std::uint64_t key, Open& open) {
   if (open.keys.opening == 0) return;
   --open.keys.opening;

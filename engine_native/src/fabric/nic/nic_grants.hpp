@@ -20,17 +20,18 @@ class NicGrants {
  public:
   explicit NicGrants(NicLinkOwner& owner) : owner_(owner) {}
 
-  // Tells the peer, also again. `keys`: for NICs without windows. Windows open on these paths.
+  // Sends a grant to the peer, the first time or again, and opens windows on these paths. `keys`
+  // are for NICs without windows.
   void add(const RegionPtr& grant, RemoteRegion keys, std::span<NicPath* const> paths);
   void open_on(NicPath& path);
   void on_window(const NicPath& path, std::uint64_t key);
-  // The peer writes there no more.
+  // Closes grants; the peer writes to them no more.
   void close(std::span<const RegionPtr> grants, std::span<NicPath* const> paths);
 
  private:
   struct Open {
     RegionPtr grant;
-    RemoteRegion keys;  // as the peer was told
+    RemoteRegion keys;  // sent to the peer
   };
 
   void expect_no_window(std::uint64_t key, Open& open);
@@ -41,7 +42,7 @@ class NicGrants {
   std::unordered_map<std::uint64_t, Open> open_;
 };
 
-// As the peer reads it (RemoteRegions).
+// Sends a region in the form that RemoteRegions reads.
 void send_region(NicLinkOwner& owner, std::uint64_t key, Errc status, const RemoteRegion& region);
 
 }  // namespace kvxfer

@@ -8,11 +8,11 @@ namespace kvxfer {
 namespace {
 
 constexpr std::uint64_t kRetryNs = 250'000'000u;
-// Of a pair whose paths carry nothing, this is the most by which the wait doubles.
+// The wait before opening paths of a pair that carried nothing doubles at most this often.
 constexpr unsigned kMostDoublings = 5;
-// How often in a row the ways of one operation may be lost, with none of its writes delivered in
-// between, before it is given up. Those that are lost together, as those of a NIC or of a switch
-// are, count once: within kTogetherNs, or later where they were there at the first loss.
+// An operation fails when its paths were lost this often in a row, with none of its writes
+// delivered in between. Paths that are lost together, as by the loss of a NIC or a switch, count
+// once: within kTogetherNs, or later if they existed at the first loss.
 constexpr unsigned kMaxLosses = 5;
 constexpr std::uint64_t kTogetherNs = 250'000'000u;
 constexpr std::size_t kMaxEntries = 8 * kMaxNics;
@@ -21,7 +21,7 @@ Error malformed(std::string_view what) {
   return {Errc::protocol_error, "the peer sent a malformed frame: " + std::string(what)};
 }
 
-// One that its link does not want any more; it never was connected.
+// Shuts a path that its link no longer wants; it was never connected.
 void discard(std::unique_ptr<NicPath> path) {
   NicPath& unwanted = *path;
   unwanted.shut([kept = std::shared_ptr<NicPath>(std::move(path))] {});
@@ -110,7 +110,7 @@ void NicLink::on_made(PathId id, Result<std::unique_ptr<NicPath>> path) {
   ends_.initiator ? offer_made() : connect(id);
 }
 
-// In the order of their numbers, which the peer expects to grow.
+// Offers paths in the order of their numbers, which the peer expects to grow.
 void NicLink::offer_made() {
   for (auto& [id, entry] : entries_) {
     if (entry.state != Entry::State::making) continue;
@@ -142,7 +142,7 @@ Result<void> NicLink::on_path_open(ByteReader reader) {
   if (!domain.usable()) {
     answer(id, Errc::nic_lost, nic + " is down");
   } else if (domain.info().network != ends_.theirs[theirs].network) {
-    answer(id, Errc::nic_lost, nic + " is of another network, " + domain.info().network);
+    answer(id, Errc::nic_lost, nic + " is in another network, " + domain.info().network);
   } else {
     make(id, {.ours = ours, .theirs = theirs}, std::move(endpoint));
   }
@@ -164,12 +164,12 @@ Result<void> NicLink::on_path_opened(ByteReader reader) {
   if (found == entries_.end()) return {};
   Entry& entry = found->second;
   const bool closing = entry.state == Entry::State::closing;
-  // One that was not asked for, or a second one.
+  // No path_open was sent, or it was answered before.
   if (!entry.known || (entry.state != Entry::State::opening && !closing)) {
     return malformed("path_opened");
   }
   if (status != Errc::ok) {
-    // There is no end of it there, and no peer to say so.
+    // The peer has no end of this path, so it will not report that it is closed.
     entry.there = Closed{};
     entry.known = false;
     if (closing) {
@@ -241,14 +241,14 @@ std::string NicLink::silence_of(const Entry& entry, std::uint64_t now) const {
          (cause.empty() ? "" : ": " + std::string(cause));
 }
 
-// Once, until something has come through between the two NICs.
+// Reports silence once, until something has come through between the two NICs.
 void NicLink::tell_of_silence(const Entry& entry, std::string_view why) {
   if (fruitless_.contains(entry.nics)) return;
   owner_.on_notice("NIC " + ours_[entry.nics.ours]->info().name + " is not used with peer " +
                    ends_.label + ": " + std::string(why));
 }
 
-// A path that lived for a while is replaced at once, others after a pause.
+// Replaces a path that lived for a while at once, others after a pause.
 void NicLink::retry(std::string_view trouble) {
   trouble_ = trouble;
   missing_ = true;
@@ -271,7 +271,7 @@ void NicLink::refresh_usable() {
   owner_.on_paths_changed();
 }
 
-// A NIC has gone down or come back.
+// Called when a NIC has gone down or come back.
 void NicLink::retry_now() {
   retry_at_ns_ = 0;
   fruitless_.clear();
@@ -316,7 +316,7 @@ void NicLink::catch_up() {
 void NicLink::reset(std::string_view why) {
   std::vector<PathId> written;
   for (const auto& [id, entry] : entries_) {
-    // Through others the peer cannot write yet.
+    // The peer cannot write through others yet.
     const bool answered = entry.state == Entry::State::opening && !ends_.initiator;
     const bool joined = entry.state == Entry::State::open || entry.state == Entry::State::greeting;
     if (joined || answered) written.push_back(id);
@@ -334,7 +334,7 @@ bool NicLink::fencing() const {
 }
 
 void NicLink::close(Entry& entry, std::string_view why, bool failed) {
-  // Through others nothing came or went.
+  // Other paths have carried nothing.
   const bool answered = entry.state == Entry::State::opening && !ends_.initiator;
   const bool joined = entry.state == Entry::State::open || entry.state == Entry::State::greeting;
   entry.state = Entry::State::closing;
@@ -346,7 +346,8 @@ void NicLink::close(Entry& entry, std::string_view why, bool failed) {
   used && !keeps && ends_.stops && !entry.there ? stop(entry) : begin_shut(entry);
 }
 
-// The peer's answer is the same. What its NIC had acknowledged is on its way to this host's.
+// Sends path_stop, and waits for the peer's: writes that the peer knows to be delivered may not be
+// counted here yet.
 void NicLink::stop(Entry& entry) {
   NicPath& path = *entry.path;
   path.seal();
@@ -365,7 +366,7 @@ void NicLink::end_stops() {
   std::vector<PathId> counted;
   for (const auto& [id, entry] : entries_) {
     if (!entry.stopping) continue;
-    // A peer that closed its end and never said so had written nothing.
+    // A peer that closed its end without a path_stop had written nothing.
     const bool all =
         entry.delivered ? entry.path->consumed() >= *entry.delivered : entry.there.has_value();
     if (all) counted.push_back(id);
@@ -431,7 +432,7 @@ void NicLink::note_use(NicPair nics, const NicPath& closed) {
   fruitless.until_ns = now_ + (kRetryNs << std::min(fruitless.times++, kMostDoublings));
 }
 
-// The peer ends the path.
+// Closes our end of a path that the peer closes.
 void NicLink::follow(Entry& entry, const std::string& why, bool failed) {
   if (entry.state == Entry::State::greeting && failed) tell_of_silence(entry, why);
   retry(why);
@@ -473,7 +474,7 @@ Result<void> NicLink::on_path_close(ByteReader reader) {
   if (!entry.known || entry.there) return malformed("path_close");
   const bool failed = there.failed;
   if (!entry.path) {
-    // Nothing can have come through it. It is dropped once it is made.
+    // The path has carried nothing. It is dropped once it is made.
     retry(why);
     say_closed(id, why, {.failed = failed});
     entries_.erase(found);
@@ -488,7 +489,7 @@ Result<void> NicLink::on_path_close(ByteReader reader) {
   return {};
 }
 
-// Both ends are closed.
+// Settles the writes of a path whose ends are both closed.
 void NicLink::settle(NicPath& path, const Closed& there) {
   const bool in_order = ours_[path.identity().nic]->keeps_order();
   const auto touched = lost_writes_.give_back(path, in_order, there.received);
@@ -515,7 +516,7 @@ void NicLink::settle(NicPath& path, const Closed& there) {
   answer_revokes();
 }
 
-// Writes are under way, and none has been finished for too long.
+// True if writes are under way and none was finished for too long.
 bool NicLink::is_stuck(Entry& entry, std::uint64_t now, std::uint64_t stalled_ns) const {
   const std::uint64_t finished = entry.path->finished_batches();
   if (entry.path->batches() == 0 || finished != entry.finished) {
@@ -551,7 +552,7 @@ void NicLink::tick(std::uint64_t now, std::uint64_t stalled_ns) {
                         " ms: the network between the NICs is broken or congested; raise "
                         "path_timeout where it is slow to recover"});
     }
-    const bool sealed = entry.path && entry.path->sealed();  // the peer may wait that long
+    const bool sealed = entry.path && entry.path->sealed();  // the peer may wait this long, too
     const std::uint64_t patience = ends_.timeout_ns + (sealed ? ends_.path_timeout_ns : 0);
     if (now - std::min(now, entry.since_ns) < patience) continue;
     if (entry.state == Entry::State::closing && entry.shut) {
@@ -580,7 +581,7 @@ void NicLink::shut(std::function<void()> then) {
     Entry& entry = entries_.at(id);
     const bool closing = std::exchange(entry.state, Entry::State::closing) == Entry::State::closing;
     if (!entry.path || entry.shut) {
-      entries_.erase(id);  // one that is made still is dropped then
+      entries_.erase(id);  // a path still being made is dropped later
     } else if (!closing || std::exchange(entry.stopping, false)) {
       begin_shut(entry);
     }
@@ -688,8 +689,8 @@ Result<void> NicLink::on_frame(NicFrame type, std::string_view payload, std::uin
       const auto found = entries_.find(reader.get<PathId>());
       if (!reader.finished() || ends_.initiator) return malformed("path_ready");
       if (found == entries_.end()) return {};
-      // One that is not connected yet, or is in use.
       if (found->second.state == Entry::State::closing) return {};
+      // A path in another state is not connected yet, or is in use already.
       if (found->second.state != Entry::State::opening) return malformed("path_ready");
       enter_service(found->second);
       return {};

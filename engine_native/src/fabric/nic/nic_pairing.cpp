@@ -16,7 +16,7 @@ Numbers of_network(std::span<const NicInfo> nics, std::string_view network) {
   return numbers;
 }
 
-// So many, round about on the side that has fewer.
+// Adds `count` pairs; the NICs of the side with fewer take turns.
 void pair_by_position(const Numbers& here, const Numbers& there, std::size_t count,
                       std::vector<NicPair>& pairs) {
   if (here.empty() || there.empty()) return;

@@ -1,4 +1,4 @@
-// Which NICs of two engines get a path between them. Pure.
+// The choice of NICs of two engines that get a path between them. Pure.
 #pragma once
 
 #include <compare>
@@ -19,13 +19,13 @@ struct NicPair {
 // Bit n: NIC n is usable.
 using NicMask = std::uint64_t;
 
-// Whether the peer has a NIC that this one reaches.
+// True if the peer has a NIC that this one reaches.
 bool shares_network(const NicInfo& nic, std::span<const NicInfo> theirs);
 
-// Within each network that both sides have NICs of: those of the same name, then of the others the
-// k-th with the k-th, where the side with fewer serves several of the other's with one. This is by
-// all of a side's NICs, not by those that are usable, so that one that is down moves no other to
-// another rail; its partner rests. Only where no such pair is usable is any that is.
+// Pairs NICs within each network that both sides have: those of the same name, then of the others
+// the k-th with the k-th; on the side with fewer NICs, one serves several of the other side's.
+// Pairing counts all NICs of a side, not only usable ones, so that one that is down moves no other
+// to another rail; its partner rests. Only if no such pair is usable are the usable NICs paired.
 std::vector<NicPair> pair_nics(std::span<const NicInfo> ours, NicMask our_usable,
                                std::span<const NicInfo> theirs, NicMask their_usable);
 

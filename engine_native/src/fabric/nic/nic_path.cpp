@@ -10,7 +10,8 @@
 namespace kvxfer {
 namespace {
 
-// On one path, so that no peer holds all of a NIC's time, and a lost path is soon known to be.
+// The send window of a path: so small that no peer holds all of a NIC's time, and that a lost path
+// is noticed soon.
 constexpr std::uint64_t kWindowBytes = 16u << 20;
 
 }  // namespace
@@ -80,7 +81,7 @@ void NicPath::report(Batch& batch) {
   ++finished_batches_;
   imms_delivered_ += batch.immediates;
   const OperationPtr operation = std::move(batch.operation);
-  // The peer that revoked it has forgotten its count.
+  // A peer that revoked the immediate has forgotten its count.
   if (batch.immediates > 0 && !operation->revoked) {
     delivered_[*operation->imm] += batch.immediates;
   }

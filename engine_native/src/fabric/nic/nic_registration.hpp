@@ -1,4 +1,4 @@
-// A memory region as one NIC knows it. Any thread.
+// The registration of a memory region with one NIC. Any thread.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 
 namespace kvxfer {
 
-// How a NIC reaches memory.
+// The way in which a NIC reaches memory.
 enum class MemoryWay : std::uint8_t {
   host,
-  dmabuf,   // a GPU's, by a file that its driver gives out
+  dmabuf,   // a GPU's, by a file of its driver
   peermem,  // a GPU's, by its address: the kernel module nvidia-peermem
 };
 
@@ -32,15 +32,16 @@ class NicRegistration {
  public:
   virtual ~NicRegistration() = default;
 
-  // Whether paths can open parts of it (NicDomain::max_window()).
+  // True if paths can open parts of the region (NicDomain::max_window()).
   virtual bool takes_windows() const { return true; }
   virtual MemoryWay way() const { return MemoryWay::host; }
-  // What this peer needs to write into the region. May take as long as registering did.
+  // Returns the key that this peer needs to write into the region. May take as long as registering
+  // did.
   virtual Result<RemoteKey> share(PeerId peer) = 0;
-  // The peer is gone, and what it wrote with: close() need not think of it.
+  // Forgets a peer that is gone, and its keys, so that close() need not consider them.
   virtual void unshare(PeerId peer) = 0;
-  // After this nothing lands in the region, and it is no source. Idempotent. Where the NIC refuses,
-  // the memory is within its reach still, and this may be tried again.
+  // Unregisters the region: nothing lands in it any more, and it is no source. Idempotent. If the
+  // NIC refuses, it can still access the memory, and this may be tried again.
   virtual Result<void> close() = 0;
 };
 

@@ -1,4 +1,4 @@
-// What a writer knows of a peer's memory region, beyond its descriptor.
+// The writer's knowledge of a peer's memory region, beyond its descriptor.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace kvxfer {
 
 using PathId = std::uint32_t;  // unique in a session; chosen by the initiator
 
-// Where a region begins for one NIC of its owner, and the permission to write there.
+// The address of a region for one NIC of its owner, and the permission to write there.
 struct RemoteKey {
   std::uint64_t address = 0;
   std::uint64_t rkey = 0;
@@ -20,15 +20,16 @@ struct RemoteKey {
 
 struct RemoteRegion {
   std::uint64_t length = 0;
-  std::vector<RemoteKey> keys;  // by the peer's NIC numbers
-  // A grant: good with this immediate only, until its counter is released. 0: no grant.
+  std::vector<RemoteKey> keys;  // indexed by the peer's NIC numbers
+  // The only immediate with which a grant is valid, until its counter is released; 0 if this is no
+  // grant.
   Imm imm = 0;
-  // A grant to NICs with memory windows: these open one by one, each for one path.
+  // True for a grant to NICs with memory windows, which open one by one, each for one path.
   bool windowed = false;
-  std::uint32_t opening = 0;  // so many will, as far as the owner knows
+  std::uint32_t opening = 0;  // windows that will open, as far as the owner knows
   std::unordered_map<PathId, RemoteKey> windows;
 
-  // Null while the path has no permission.
+  // Returns null while the path has no permission.
   const RemoteKey* key(PathId path, std::uint32_t nic) const {
     if (nic < keys.size() && keys[nic].valid) return &keys[nic];
     const auto window = windows.find(path);

@@ -8,10 +8,11 @@
 namespace kvxfer {
 namespace {
 
-// What a peer may tell unasked: it must not fill this engine's memory.
+// The most regions that a peer may send unasked, so that it does not fill this engine's memory.
 constexpr std::size_t kMaxUnasked = 1u << 16;
 
-// Our own check believed the descriptor; the NIC would break the path over it.
+// True if the writes are within the region. The earlier check trusted the descriptor; a NIC breaks
+// the path over a write out of bounds.
 bool fits(const Operation& operation, const RemoteRegion& region) {
   return operation.destination_length <= region.length ||
          std::all_of(operation.writes.begin(), operation.writes.end(), [&](const WireWrite& write) {
@@ -95,7 +96,7 @@ void RemoteRegions::forget_granted(Imm imm) {
   if (found == granted_.end()) return;
   for (const std::uint64_t key : found->second) {
     regions_.erase(key);
-    opening_.erase(key);  // the peer revoked the immediate: these have failed
+    opening_.erase(key);  // operations failed when the peer revoked the immediate
   }
   granted_.erase(found);
 }
@@ -143,7 +144,7 @@ bool RemoteRegions::on_region(ByteReader reader) {
       granted_[region->imm].push_back(key);
     }
   } else if (auto opening = opening_.extract(key)) {
-    // None of the windows that they wait for will open.
+    // The windows that these wait for will not open.
     waiting.insert(waiting.end(), opening.mapped().begin(), opening.mapped().end());
   }
   give_open(key);

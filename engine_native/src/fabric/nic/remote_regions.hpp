@@ -1,5 +1,5 @@
-// What is known of one peer's memory regions, as their writer needs it: asked for by key, or told
-// unasked where the peer grants them to this engine. Engine thread only.
+// The known memory regions of one peer, to write into: looked up by key, or sent unasked when the
+// peer grants them to this engine. Engine thread only.
 #pragma once
 
 #include <cstdint>
@@ -24,20 +24,21 @@ class RemoteRegions {
   RemoteRegions(PeerId peer, std::string label, NicLinkOwner& owner, OperationBook& operations)
       : peer_(peer), label_(std::move(label)), owner_(owner), operations_(operations) {}
 
-  // Queues the operation once its destination is known, and its windows are open on all paths that
-  // there are: what goes out before would all take the first.
+  // Queues the operation once its destination is known and its windows are open on all existing
+  // paths; if it were posted before, the first path would take all writes.
   void resolve(const OperationPtr& operation);
-  // So many paths are open.
+  // Sets the number of open paths.
   void set_paths(std::size_t paths);
   void forget(std::uint64_t key);
-  // Those that were granted for the immediate.
+  // Forgets the regions that were granted for the immediate.
   void forget_granted(Imm imm);
-  // Lost, perhaps for what was known of regions without windows: those are asked for again.
+  // Forgets the windows of a lost path, and all regions without windows: their keys may have caused
+  // the loss, so they are looked up again.
   void forget_path(PathId path);
 
-  // False if the frame is malformed.
+  // Returns false if the frame is malformed.
   bool on_region(ByteReader reader);
-  // Windows of paths that do not exist are ignored.
+  // Ignores windows of paths that do not exist. Returns false if the frame is malformed.
   bool on_window(ByteReader reader, const std::function<bool(PathId)>& exists);
 
  private:
@@ -45,19 +46,19 @@ class RemoteRegions {
 
   void give(const OperationPtr& operation, const std::shared_ptr<const RemoteRegion>& region);
   void give_open(std::uint64_t key);
-  // Whether windows of it are on their way.
+  // True if windows of the region are still to open.
   bool opening(const RemoteRegion& region) const;
 
   [[no_unique_address]] ThreadOwner thread_;
   PeerId peer_;
-  std::string label_;  // of the peer, for error texts
+  std::string label_;  // the peer's, for error texts
   NicLinkOwner& owner_;
   OperationBook& operations_;
   std::size_t paths_ = 0;
   std::unordered_map<std::uint64_t, std::shared_ptr<RemoteRegion>> regions_;
   std::unordered_map<Imm, std::vector<std::uint64_t>> granted_;
-  Waiting asked_;    // for the peer's answer
-  Waiting opening_;  // for windows
+  Waiting asked_;    // waiting for the peer's answer
+  Waiting opening_;  // waiting for windows
 };
 
 }  // namespace kvxfer

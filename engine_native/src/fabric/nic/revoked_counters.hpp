@@ -1,16 +1,16 @@
-// Which counters a peer has revoked: what is submitted for them later is not posted. NicLink's.
+// The counters that a peer has revoked: writes submitted for them later are not posted. NicLink's.
 //
-// Of each slot the last revoked generation is kept; those before it were revoked earlier. There are
-// 65,535 generations, and they come round, so "before" has to end somewhere:
+// The last revoked generation of each slot is kept; generations before it were revoked earlier.
+// There are 65,535 generations, and they wrap around, so "before" is bounded:
 //
-//  - An older one is at most kBefore behind. Slots are used in turn, 1,024 or more of them, so the
-//    peer has made 4 million counters since.
-//  - A live one is ahead. To be taken for an older one it would have to be 61,439 ahead: the peer
-//    would have to make 62 million counters within kRememberedNs, 100,000 a second. Then the entry
-//    is void, however few or many they were.
+//  - An older generation is at most kBefore behind. Slots are used in turn, 1,024 or more of them,
+//    so the peer has made 4 million counters since.
+//  - A live generation is ahead. It would be taken for an older one if it were 61,439 ahead: the
+//    peer would have to make 62 million counters within kRememberedNs, 100,000 a second. After
+//    kRememberedNs the entry is void, however many counters were made.
 //
-// A write that is submitted later than that is posted. It counts for nothing, and its receiver
-// revokes its counter again.
+// A write that is submitted after that is posted. It counts for nothing, and its receiver revokes
+// its counter again.
 #pragma once
 
 #include <cstdint>

@@ -9,12 +9,12 @@
 namespace kvxfer::null {
 namespace {
 
-// As VerbsPath does.
+// Same as in VerbsPath.
 constexpr std::size_t kMaxChain = 64;
 constexpr unsigned kCountBits = 16;
 constexpr std::uint64_t kCountMask = (1u << kCountBits) - 1;
 constexpr std::size_t kPollBatch = 64;
-// Receives of a path: a receiver that is measured later polls none meanwhile.
+// Receives of a path; many, because a receiver that is measured later does not poll meanwhile.
 constexpr std::uint64_t kImmWindow = CompletionRing::kEntries / 2;
 
 class NullRegistration final : public NicRegistration {
@@ -24,7 +24,7 @@ class NullRegistration final : public NicRegistration {
   Result<void> close() override { return {}; }
 };
 
-// What a NIC's paths have in common.
+// The state that a NIC's paths share.
 struct Shared {
   std::shared_ptr<NullNics> nics;
   CompletionRing completions;
@@ -134,7 +134,7 @@ class NullDomain final : public NicDomain, private EventSink {
         std::make_unique<NullPath>(std::move(identity), load_, context_, shared_, paths_)));
   }
 
-  // In runs of one path and one immediate.
+  // Takes completions in runs of one path and one immediate.
   void poll() override {
     thread_.check("NullDomain");
     CompletionRing& ring = shared_.completions;
@@ -154,7 +154,7 @@ class NullDomain final : public NicDomain, private EventSink {
                entry->imm == imm && taken + run < kPollBatch);
       taken += run;
       const auto path = paths_.find(number);
-      if (path == paths_.end()) continue;  // it was shut
+      if (path == paths_.end()) continue;  // the path was shut
       request != 0 ? path->second->on_sent(request) : path->second->on_immediates(imm, run);
     }
     if (taken > 0) ring.give_back();
@@ -177,7 +177,7 @@ class NullDomain final : public NicDomain, private EventSink {
   NicInfo info_{.name = "null", .network = "null", .bits_per_second = 1'000'000'000'000u};
   NicLoad load_{.bits_per_second = info_.bits_per_second};
   Shared shared_;
-  std::unordered_map<std::uint32_t, NullPath*> paths_;  // by number; owned by their links
+  std::unordered_map<std::uint32_t, NullPath*> paths_;  // keyed by number; owned by their links
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// NICs that move nothing (null_nic.hpp): what an engine costs without one.
+// NICs that move nothing (null_nic.hpp), to measure what an engine costs without one.
 #pragma once
 
 #include <memory>
@@ -8,10 +8,10 @@
 
 namespace kvxfer::null {
 
-// A network of them: engines that are made with the same factory have one NIC each on it.
+// A network of such NICs: each engine that is made with the same factory has one NIC on it.
 class NullFactory final : public NicFactory {
  public:
-  // Whether they keep the order of a path's writes.
+  // `keeps_order`: the NICs keep the order of a path's writes.
   explicit NullFactory(bool keeps_order) : keeps_order_(keeps_order) {}
   Result<OpenedNics> open(const NicContext& context) override;
 

@@ -12,7 +12,7 @@
 namespace kvxfer::null {
 namespace {
 
-// Of looks that find nothing, before it rests between them.
+// The rounds in which the thread finds nothing before it rests between rounds.
 constexpr unsigned kIdleLooks = 10'000;
 constexpr std::chrono::microseconds kRest{50};
 

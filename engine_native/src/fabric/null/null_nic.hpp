@@ -1,6 +1,6 @@
-// NICs that move no bytes, as the processor that drives one sees it: work requests and completions
-// of 64 bytes in memory, and a doorbell for each chain of requests. A thread is the other end of
-// both, for all NICs of one network.
+// NICs that move no bytes, but look like NICs to the processor: work requests and completions of 64
+// bytes in memory, and a doorbell for each chain of requests. A thread is the other end of both,
+// for all NICs of one network.
 #pragma once
 
 #include <array>
@@ -26,7 +26,7 @@ struct alignas(kLine) WorkRequest {
   std::uint64_t source;
   std::uint64_t address;
   std::uint64_t rkey;
-  std::uint64_t completes;  // request that is told of when it is done; 0: none
+  std::uint64_t completes;  // number that is reported when the request is done; 0: none
   std::uint32_t length;
   Imm imm;
   bool counted;
@@ -34,14 +34,14 @@ struct alignas(kLine) WorkRequest {
 static_assert(sizeof(WorkRequest) == kLine);
 
 struct alignas(kLine) Completion {
-  std::uint64_t request;  // of a write; 0: an immediate came
+  std::uint64_t request;  // a write's number; 0: an immediate came
   std::uint32_t path;
   Imm imm;
-  std::atomic<std::uint32_t> turn;  // how often this entry was written: the last thing that is
+  std::atomic<std::uint32_t> turn;  // number of writes of this entry; stored last
 };
 static_assert(sizeof(Completion) == kLine);
 
-// Of one engine's NIC. The NIC writes, the engine reads.
+// The completions of one engine's NIC. The NIC writes, the engine reads.
 // The two sides write to different lines: NOLINTNEXTLINE(clang-analyzer-optin.performance.Padding)
 class CompletionRing {
  public:
@@ -54,13 +54,13 @@ class CompletionRing {
   void wake_if_armed();
 
   // --- the engine's thread
-  // Null if there is none.
+  // Returns the next completion; null if there is none.
   const Completion* front() const;
   void pop() {
     engine_thread_.check("CompletionRing");
     ++next_;
   }
-  // What was popped may be written again.
+  // Lets popped entries be written again.
   void give_back() { read_.store(next_, std::memory_order_release); }
   int event() const { return event_.get(); }
   void arm() { armed_.store(true, std::memory_order_release); }
@@ -82,7 +82,7 @@ class CompletionRing {
   UniqueFd event_;
 };
 
-// One end of a path: what a queue pair is.
+// One end of a path, like a queue pair.
 // The two sides write to different lines: NOLINTNEXTLINE(clang-analyzer-optin.performance.Padding)
 class SendQueue {
  public:
@@ -98,7 +98,7 @@ class SendQueue {
   void ring_doorbell() { doorbell_.store(posted_, std::memory_order_release); }
 
   // --- the NIC's thread
-  // Whether it did anything.
+  // Serves posted requests. Returns true if there were any.
   bool serve(std::uint32_t path, CompletionRing* peers, std::uint32_t peers_path);
 
  private:
@@ -111,17 +111,17 @@ class SendQueue {
   alignas(kLine) std::uint64_t served_ = 0;
 };
 
-// The thread, and the paths that it serves. Any thread may call it.
+// The NICs' thread, and the paths that it serves. Any thread may call it.
 class NullNics {
  public:
   NullNics();
 
   void add(CompletionRing& ring);
   void remove(CompletionRing& ring);
-  // The number of the path.
+  // Returns the number of the path.
   std::uint32_t add(SendQueue& queue, CompletionRing& ring);
-  // What a path of this network says of itself, and joins one to another: false where that is none
-  // of this network.
+  // endpoint() describes a path of this network; join() joins a path to another, and returns false
+  // if the other is not of this network.
   std::string endpoint(std::uint32_t path) const;
   bool join(std::uint32_t path, std::string_view endpoint);
   void remove(std::uint32_t path);

@@ -11,11 +11,11 @@ namespace {
 
 constexpr std::uint64_t kGbit = 1'000'000'000u;
 
-// One way to ask a provider for what is needed.
+// A way to ask a provider for the needed capabilities.
 struct Request {
   std::string provider;
-  const char* fabric = nullptr;  // of several that the provider has
-  std::uint64_t caps = 0;        // beyond what is always needed
+  const char* fabric = nullptr;  // one of the provider's fabrics; null: any
+  std::uint64_t caps = 0;        // capabilities beyond those always needed
   std::uint64_t mode = 0;
   int mr_mode = 0;
 };
@@ -42,9 +42,9 @@ Result<InfoPtr> ask(const Libfabric& library, const Request& request) {
   return made(found);
 }
 
-// Best first. Without receives for immediates (FI_RX_CQ_DATA) where the device can do that;
-// without keys of the provider's choice, which can be guessed, where it lets us choose; with memory
-// of GPUs.
+// Returns the requests to try, best first: without receives for immediates (FI_RX_CQ_DATA) if the
+// device can do that; without keys of the provider's choice, which can be guessed, if it lets us
+// choose; with memory of GPUs.
 std::vector<Request> requests_for(const std::string& provider) {
   std::vector<Request> requests;
   if (provider != "efa") {
@@ -55,7 +55,7 @@ std::vector<Request> requests_for(const std::string& provider) {
     }
     return requests;
   }
-  // FI_REMOTE_COMM alone says that the fabric "efa" must not go through shm to peers on this host.
+  // FI_REMOTE_COMM alone keeps the fabric "efa" from going through shm to peers on this host.
   for (const auto& [fabric, caps] : {std::pair{"efa-direct", std::uint64_t{0}},
                                      std::pair{"efa", std::uint64_t{FI_REMOTE_COMM}}}) {
     for (const std::uint64_t mode : {std::uint64_t{0}, std::uint64_t{FI_RX_CQ_DATA}}) {

@@ -6,7 +6,7 @@
 namespace kvxfer::ofi {
 namespace {
 
-// One in four waits, for up to this many polls.
+// One completion in kHeldOneIn waits, for fewer than kMostPolls polls.
 constexpr unsigned kHeldOneIn = 4;
 constexpr unsigned kMostPolls = 32;
 

@@ -1,5 +1,5 @@
-// Holds completions back and shuffles them, as EFA may: what relies on any order among them, or
-// between them and anything else, then fails on every provider.
+// Holds completions back and shuffles them, as EFA may, so that code that relies on any order among
+// them, or between them and anything else, fails on every provider.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 namespace kvxfer::ofi {
 
 struct Completion {
-  std::uint64_t sequence = 0;  // of a write of ours
-  std::optional<Imm> imm;      // of one that arrived
+  std::uint64_t sequence = 0;  // the delivered write, if one of ours
+  std::optional<Imm> imm;      // the immediate, if one arrived
   std::uint64_t bytes = 0;
 };
 
@@ -24,14 +24,14 @@ class Disorder {
   std::uint64_t seed() const { return seed_; }
   bool empty() const { return held_.empty(); }
   void hold(const Completion& completion);
-  // Those whose time has come; call it at every poll.
+  // Returns the completions whose time has come; called at every poll.
   std::vector<Completion> release();
   std::vector<Completion> release_all();
 
  private:
   struct Held {
     Completion completion;
-    unsigned polls;  // left to wait
+    unsigned polls;  // polls left to wait
   };
 
   std::uint64_t seed_;

@@ -14,9 +14,9 @@ namespace {
 
 constexpr std::size_t kMaxAddressBytes = 256;
 constexpr std::size_t kCompletionBatch = 64;
-// Of one endpoint at one poll, so that no other waits for long.
+// The most batches of completions of an endpoint in one poll, so that no other waits long.
 constexpr int kBatches = 8;
-// libfabric ends a shut connection when it sees it, at once.
+// libfabric ends a shut connection as soon as it sees it.
 constexpr std::uint64_t kEndConnectionsNs = 1'000'000'000u;
 
 std::string_view remedy(int error) {
@@ -39,7 +39,7 @@ std::string_view remedy(int error) {
     case FI_ENOKEY:
     case FI_EKEYREJECTED:
     case FI_EFAULT:
-      return "; its memory region may be registered no more";
+      return "; its memory region may no longer be registered";
     case FI_EMSGSIZE:
       return "; the provider does not take writes of 1 MiB";
     default:
@@ -155,12 +155,13 @@ Result<void> Endpoint::leave_gpus_to_nic() const {
   return {};
 }
 
-// --- its life --------------------------------------------------------------------------------
+// --- life of the endpoint --------------------------------------------------------------------
 
 Result<void> Endpoint::attach(const std::string& peer_address) {
   if (peer_address.size() != address_.size()) {
-    return Error{Errc::protocol_error, "the peer's address is none of NIC " + domain_->device.name +
-                                           "'s provider; use the same ofi_provider on both sides"};
+    return Error{Errc::protocol_error, "the peer's address is not one of the provider of NIC " +
+                                           domain_->device.name +
+                                           "; use the same ofi_provider on both sides"};
   }
   const int inserted = ::fi_av_insert(peers_.get(), peer_address.data(), 1, &to_, 0, nullptr);
   if (inserted == 1) return {};
@@ -170,7 +171,8 @@ Result<void> Endpoint::attach(const std::string& peer_address) {
 void Endpoint::serve(CompletionSink& path, Poller& poller) {
   thread_.check("Endpoint");
   path_ = &path;
-  // Linux refuses where too many queues wait for one device: then as if it had none.
+  // Linux refuses if too many queues wait for one device; then the queue counts as one without a
+  // wait object.
   if (wait_fd_ >= 0 && !poller.add(wait_fd_, EPOLLIN, *this)) wait_fd_ = -1;
 }
 
@@ -186,12 +188,12 @@ void Endpoint::close() {
   closed_ = true;
 }
 
-// By the queue alone, read for no entry: libfabric serves its sockets then.
+// Ends the endpoint's connections. Reading no entry of the queue makes libfabric serve its sockets.
 void Endpoint::end_connections() {
   const auto serve_sockets = [this] { ::fi_cq_read(queue_.get(), nullptr, 0); };
   TcpListener listener(address_);
   listener.shut();
-  serve_sockets();  // what another thread was accepting is there now
+  serve_sockets();  // connections that another thread was accepting exist now
   const std::uint64_t deadline = now_ns() + kEndConnectionsNs;
   while (listener.shut_accepted() > 0 && now_ns() < deadline) serve_sockets();
 }
@@ -205,7 +207,7 @@ void Endpoint::reset() {
 
 ssize_t Endpoint::post(const Write& write) {
   thread_.check("Endpoint");
-  // What EFA does not take.
+  // Refuses writes that EFA does not take.
   if (disorder_ && (write.length == 0 || write.length > kMaxWriteBytes || !write.descriptor)) {
     return -FI_EINVAL;
   }
@@ -224,7 +226,8 @@ ssize_t Endpoint::post(const Write& write) {
                            .rma_iov_count = 1,
                            .context = &context.space,
                            .data = write.imm.value_or(0)};
-  // The provider may keep what has FI_MORE until one without it: there is room for that one.
+  // The provider may keep writes with FI_MORE until one without it, so there must be room for that
+  // one.
   Context* const next = context.next;
   const bool more = write.more && next;
   const std::uint64_t flags = FI_COMPLETION | FI_DELIVERY_COMPLETE |
@@ -254,7 +257,7 @@ void Endpoint::post_receives() {
     Context* const next = context.next;
     const ssize_t error = ::fi_recv(endpoint_.get(), landing_.data(), landing_.size(),
                                     landing_descriptor(), FI_ADDR_UNSPEC, &context.space);
-    if (error != 0) return;  // at the next poll
+    if (error != 0) return;  // tried again at the next poll
     unposted_ = next;
   }
 }
@@ -302,7 +305,7 @@ bool Endpoint::prepare_sleep() {
 
 void Endpoint::take_completions() {
   thread_.check("Endpoint");
-  // No more than the queue holds.
+  // Reads no more than the queue holds.
   for (std::size_t left = queue_size(); left > 0 && read_completions() >= 0; --left) {
   }
   if (disorder_) {
@@ -320,7 +323,7 @@ ssize_t Endpoint::read_completions() {
     read = ::fi_cq_read(queue_.get(), entries.data(), kCompletionBatch);
   }
   if (read == -FI_EAVAIL) {
-    read_errors();  // until then no completion can be seen
+    read_errors();  // no completion can be read before
     return 0;
   }
   if (read <= 0) return read;
@@ -330,7 +333,8 @@ ssize_t Endpoint::read_completions() {
 
 void Endpoint::take(const fi_cq_data_entry& entry) {
   if ((entry.flags & FI_REMOTE_CQ_DATA) != 0) {
-    // It consumed a receive only if it says which; its context means nothing otherwise.
+    // The immediate consumed a receive only if its context is one; otherwise its context means
+    // nothing.
     Context* const receive =
         domain_->device.mode(FI_RX_CQ_DATA) ? context_of(entry.op_context) : nullptr;
     if (receive && receive->receive) put_back(*receive);

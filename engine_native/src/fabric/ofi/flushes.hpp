@@ -2,9 +2,9 @@
 // software on the receiving side places the bytes: closing a key refuses the writes that begin
 // later, but not one that is half received.
 //
-// Where the provider has one ordered connection for both directions (tcp), a write of ours is
-// acknowledged behind whatever the peer was sending, so its completion tells. Otherwise, and if
-// the peer does not answer, the endpoint is closed.
+// If the provider has one ordered connection for both directions (tcp), a write of ours is
+// acknowledged after whatever the peer was sending, so its completion is the proof. Otherwise, and
+// if the peer does not answer, the endpoint is closed.
 #pragma once
 
 #include <atomic>
@@ -24,30 +24,31 @@ namespace kvxfer::ofi {
 
 class Flushes {
  public:
-  // One path's. It posts a write whenever more are wanted than were done when it posted the last.
+  // The flushes of one path, which posts a write whenever more are wanted than are done and none is
+  // under way.
   struct Entry {
     Entry(PeerId of, Endpoint* on) : peer(of), endpoint(on) {}
     PeerId peer;
     Endpoint* endpoint;
     std::atomic<std::uint64_t> wanted = 0;
-    std::uint64_t done = 0;  // guarded
-    bool closed = false;     // guarded
+    std::uint64_t done = 0;  // guarded by mutex_
+    bool closed = false;     // guarded by mutex_
   };
   using EntryPtr = std::shared_ptr<Entry>;
 
-  // `ordered`: the provider keeps the promise above.
+  // `ordered`: the provider has such an ordered connection.
   Flushes(bool ordered, Duration timeout, const Poller& poller)
       : ordered_(ordered), timeout_(timeout), poller_(poller) {}
 
   // --- engine thread
-  // The peer may write through the endpoint from now on.
+  // Adds an endpoint through which the peer may write from now on.
   EntryPtr add(PeerId peer, Endpoint& endpoint);
   void finish(Entry& entry, std::uint64_t wanted);
-  // Its endpoint is closed, or about to be by the caller.
+  // Removes an entry whose endpoint is closed, or is about to be closed by the caller.
   void remove(Entry& entry);
 
   // --- any other thread
-  // After this nothing that these peers had begun to write before is placed any more.
+  // Waits until nothing that these peers had begun to write before is placed any more.
   void wait_for(const std::vector<PeerId>& peers);
 
  private:

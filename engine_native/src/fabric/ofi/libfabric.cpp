@@ -11,7 +11,7 @@ namespace kvxfer::ofi {
 Result<Libfabric> Libfabric::load() {
   // NOLINTBEGIN(concurrency-mt-unsafe): the environment is read and set before any library that
   // looks at it is loaded, and dlerror() is the thread's own in glibc.
-  // Debian's library loads one for Omni-Path that would take over the signals of a crash.
+  // Debian's library loads one for Omni-Path, which would take over the signals of a crash.
   ::setenv("IPATH_NO_BACKTRACE", "1", 0);
   ::setenv("HFI_NO_BACKTRACE", "1", 0);
 

@@ -28,15 +28,17 @@ struct Libfabric {
   decltype(&::fi_version) version;
   decltype(&::fi_strerror) strerror;
 
-  // From the file that KVXFER_LIBFABRIC names, or AWS's own, or the system's. Never unloaded.
+  // Loads the file that KVXFER_LIBFABRIC names, or else AWS's, or else the system's. Never unloads
+  // it.
   static Result<Libfabric> load();
 
   std::string version_text() const;
-  // What failed, with libfabric's name of `error`, which it returned (negative).
+  // Returns an error of what failed, with libfabric's name of `error`, the negative number that it
+  // returned.
   Error failed(std::string_view what, ssize_t error) const;
 };
 
-// Closes what libfabric opened, after all that was opened from it.
+// Closes an object of libfabric, after all objects that were opened from it.
 struct FidCloser {
   template <class Fid>
   void operator()(Fid* fid) const {
@@ -53,8 +55,8 @@ struct InfoFreer {
 };
 using InfoPtr = std::unique_ptr<fi_info, InfoFreer>;
 
-// The version of the interface that we ask for: efa-direct is as old. Structures that newer
-// libraries have enlarged are given to it with room at their end.
+// The version of the interface that we ask for, the first with efa-direct. Structures that newer
+// libraries have enlarged are passed with room at their end.
 inline constexpr std::uint32_t kInterface = FI_VERSION(2, 1);
 
 struct ErrorEntry : fi_cq_err_entry {
@@ -64,8 +66,9 @@ struct MemoryAttributes : fi_mr_attr {
   std::uint64_t added_later[8];
 };
 
-// What headers before 1.20 do not have: memory that a file of a GPU's driver stands for. It begins
-// for others at `base_address` + `offset`. In fi_mr_attr a pointer to it takes the place of mr_iov.
+// Memory that a file of a GPU's driver stands for (fi_mr_dmabuf, which headers before 1.20 lack).
+// Remote writers see it begin at `base_address` + `offset`. In fi_mr_attr a pointer to it takes the
+// place of mr_iov.
 struct Dmabuf {
   int fd;
   std::uint64_t offset;

@@ -14,10 +14,11 @@
 namespace kvxfer::ofi {
 namespace {
 
-// Besides a path's writes: a greeting and a flush.
+// A greeting and a flush, besides a path's other writes.
 constexpr std::size_t kWritesOfItsOwn = 2;
 constexpr std::uint32_t kPollsBetweenEvents = 256;
-// Where nothing can wake the thread, it looks again after this long, and longer each time.
+// If nothing can wake the thread, it polls again after the first nap, then after twice as long each
+// time.
 constexpr std::uint64_t kFirstNapNs = 50'000;
 constexpr std::uint64_t kLongestNapNs = 2'000'000;
 
@@ -39,7 +40,7 @@ Result<std::unique_ptr<OfiDomain>> OfiDomain::open(std::shared_ptr<const OpenDom
   }
   EventSink& sink = *made;
   if (auto good = context.poller.add(made->timer_.get(), EPOLLIN, sink); !good) return good.error();
-  // One now: where that fails the NIC is of no use, and it is not reported.
+  // Opens one endpoint now, so that a NIC that cannot open any is not reported.
   const auto first = Endpoint::open(made->domain_, context.poller, made->endpoint_options());
   if (!first) return first.error();
   return made;
@@ -60,7 +61,7 @@ OfiDomain::OfiDomain(std::shared_ptr<const OpenDomain> domain, const NicContext&
       gpu_ways_(
           {.name = info_.name,
            .by_address = "FI_HMEM_CUDA",
-           .is_up = [] { return true; },  // it may not know
+           .is_up = [] { return true; },  // libfabric may not know
            .open_loop = [domain = domain_,
                          &poller = context.poller] { return OfiLoop::open(domain, poller); }}) {}
 
@@ -77,7 +78,7 @@ Result<std::shared_ptr<NicRegistration>> OfiDomain::register_memory(const Memory
                           ? ": libfabric " + domain_->library.version_text() +
                                 " does not offer FI_HMEM; it has to find CUDA, and a NIC that can "
                                 "register memory of GPUs"
-                          : ": of libfabric's providers, efa alone is asked for FI_HMEM")};
+                          : ": only libfabric's provider efa is asked for FI_HMEM")};
   }
   return register_gpu_memory(region, gpu_ways_, context_.gpus, [&](MemoryWay way) {
     return OfiRegistration::create(domain_, flushes_, region, way);
@@ -133,7 +134,7 @@ void OfiDomain::take_back(std::shared_ptr<Endpoint> endpoint) {
 
 // --- progress --------------------------------------------------------------------------------
 
-// Also of a device that failed: its paths count what had arrived before they are shut.
+// Also polls a device that failed, so that its paths count what had arrived before they are shut.
 void OfiDomain::poll() {
   thread_.check("OfiDomain");
   for (OfiPath* path : paths_) path->poll();

@@ -23,7 +23,7 @@ class OfiDomain final : public NicDomain, private EventSink {
  public:
   struct Settings {
     bool wait_object = true;
-    bool strict = false;  // held to EFA's limits and disorder
+    bool strict = false;  // keeps to EFA's limits, and disorders completions
   };
 
   static Result<std::unique_ptr<OfiDomain>> open(std::shared_ptr<const OpenDomain> domain,
@@ -49,7 +49,7 @@ class OfiDomain final : public NicDomain, private EventSink {
   std::string text_of(ssize_t error) const { return domain_->library.failed("", error).text; }
   void add(OfiPath& path) { paths_.push_back(&path); }
   void remove(OfiPath& path) { std::erase(paths_, &path); }
-  // Null where closing a key stops what is being placed.
+  // Returns null if closing a key stops a write that is being placed.
   Flushes* flushes() const { return flushes_.get(); }
   // Ends a path's endpoint.
   void take_back(std::shared_ptr<Endpoint> endpoint);
@@ -71,7 +71,7 @@ class OfiDomain final : public NicDomain, private EventSink {
   NicLoad load_;
   bool usable_ = true;
   std::vector<OfiPath*> paths_;  // owned by their links
-  std::size_t endpoints_ = 0;    // all, also those that are being made or destroyed
+  std::size_t endpoints_ = 0;    // including those that are being made or destroyed
   std::uint32_t polls_ = 0;
   std::uint64_t seen_activity_ = 0;
   std::uint64_t nap_ns_ = 0;

@@ -11,7 +11,7 @@
 namespace kvxfer::ofi {
 namespace {
 
-// libfabric, and what it has of the provider.
+// libfabric, and the provider's devices.
 struct Found {
   Libfabric library;
   std::vector<Device> devices;
@@ -27,7 +27,7 @@ Result<Found> look(const EngineOptions& options, const Libfabric* simulated) {
                  "this host has no EFA: no device in /sys/class/infiniband is driven by efa; "
                  "attach one to the instance and load its driver (modprobe efa)"};
   }
-  // Its buffers for messages, which are not used here: 17 MB of each domain otherwise.
+  // Shrinks tcp's buffers for messages, which are not used here: 17 MB of each domain otherwise.
   // NOLINTNEXTLINE(concurrency-mt-unsafe): before libfabric, which reads it, is loaded
   if (options.ofi_provider == "tcp") ::setenv("FI_TCP_MAX_RX_SIZE", "128", 0);
   const auto library = simulated ? Result<Libfabric>(*simulated) : Libfabric::load();
@@ -75,7 +75,7 @@ Result<OpenedNics> OfiFactory::open(const NicContext& context) {
   auto found = look(options, overrides_.library.get());
   if (!found) {
     if (required || found.error().code == Errc::invalid_argument) return found.error();
-    // Without an EFA, or without the library, it was not meant to be used.
+    // A host without an EFA, or without the library, is not meant to use ofi.
     if (options.ofi_provider == "efa" && efa_device_present() && Libfabric::load()) {
       opened.notices.push_back("ofi cannot be used here: " + found.error().text);
     }

@@ -59,7 +59,7 @@ Result<void> OfiLoop::write(const NicRegistration& source, std::uint64_t from, c
     from_->poll();
     to_->poll();
     if (now_ns() > deadline) {
-      from_->close();  // before the memory that it is of
+      from_->close();  // before the memory of the write is freed
       to_->close();
       return broken("a write within the NIC did not end");
     }

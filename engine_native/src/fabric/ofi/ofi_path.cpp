@@ -9,11 +9,11 @@
 namespace kvxfer::ofi {
 namespace {
 
-// At once; the others of a peer get their turn then.
+// The most writes posted at a time, so that other paths of the peer get their turn.
 constexpr std::size_t kWriteBatch = 64;
-// libfabric's efa-direct (up to 2.5) does not get writes without bytes right.
+// libfabric's efa-direct (up to 2.5) mishandles writes without bytes.
 constexpr std::uint32_t kLandingBytes = 1;
-// No counter and no batch has these.
+// An immediate and sequences that no counter and no batch has.
 constexpr Imm kGreeting = 0;
 constexpr std::uint64_t kGreetingSequence = 0;
 constexpr std::uint64_t kFlushSequence = UINT64_MAX;
@@ -83,7 +83,7 @@ void OfiPath::poll() {
 }
 
 void OfiPath::greet() {
-  // From then on the peer may write.
+  // The peer may write from the greeting on.
   if (domain_.flushes() && !flushes_) {
     flushes_ = domain_.flushes()->add(identity().peer, *endpoint_);
   }
@@ -134,8 +134,8 @@ ssize_t OfiPath::post_one(const Operation& operation, const WireWrite& write, bo
                           .more = more});
 }
 
-// A provider that cannot reach a peer may answer "later" for ever. It also does where the queue is
-// full of writes to others.
+// A provider that cannot reach a peer may return -FI_EAGAIN for ever. It also does while the queue
+// is full of writes to others.
 bool OfiPath::took(ssize_t error) {
   if (error == 0) {
     refused_last_ns_ = 0;
@@ -147,7 +147,7 @@ bool OfiPath::took(ssize_t error) {
   }
   const auto patience = static_cast<std::uint64_t>(domain_.context().options.peer_timeout.count());
   const std::uint64_t now = now_ns();
-  // After a while in which nothing was asked it is another matter.
+  // After a pause in which nothing was tried, the time begins anew.
   if (now - refused_last_ns_ > patience / 2) refused_since_ns_ = now;
   refused_last_ns_ = now;
   if (endpoint_->in_flight() > 0 || now - refused_since_ns_ < patience) return false;
@@ -182,12 +182,12 @@ void OfiPath::on_arrived(Imm imm, std::uint64_t count) {
   count_immediates(imm, count);
 }
 
-// AWS's security groups drop what they do not let through, and EFA's traffic is not IP: a rule for
-// addresses or ports does not let it through.
+// AWS's security groups drop all traffic that no rule permits. EFA's traffic is not IP, so no rule
+// for addresses or ports permits it.
 std::string_view OfiPath::likely_cause() const {
   return domain_.info().network == "ofi-efa"
-             ? "the security group of each instance has to let all traffic from and to itself "
-               "through, by rules that name the group, inbound and outbound"
+             ? "the security group of each instance has to permit all traffic from and to itself, "
+               "inbound and outbound, by rules that name the group"
              : "check that the network between both hosts lets libfabric's traffic through";
 }
 
@@ -204,11 +204,11 @@ void OfiPath::shut(std::function<void()> then) {
   shutting_ = true;
   const auto patience = static_cast<std::uint64_t>(domain_.context().options.peer_timeout.count());
   stop_by_ns_ = now_ns() + patience / 4;
-  if (!joining_) stop();  // else on_joined() goes on
+  if (!joining_) stop();  // else on_joined() continues
 }
 
-// A peer that leaves has counted writes whose completions have yet to come. Once sealed, none is
-// waited for.
+// Closes the endpoint, after a wait for completions: a peer that leaves has counted writes whose
+// completions have yet to come. Once sealed, the path waits for none.
 void OfiPath::stop() {
   if (closing_ || (!sealed() && endpoint_->in_flight() > 0 && now_ns() < stop_by_ns_)) return;
   closing_ = true;
@@ -216,7 +216,7 @@ void OfiPath::stop() {
                                      [this] { end(); });
 }
 
-// Where the provider keeps what had arrived before the fence, it is counted.
+// Ends the path. Counts what had arrived before the fence, if the provider keeps it.
 void OfiPath::end() {
   endpoint_->take_completions();
   if (flushes_) domain_.flushes()->remove(*flushes_);

@@ -1,8 +1,8 @@
 // A path over libfabric: a pair of endpoints, one of them ours.
 //
-// It carries writes once each end has had a greeting from the other's, a write to its landing with
-// an immediate that no counter has, and knows that its greeting has arrived. The initiator greets
-// first. So a path that is open works, in both directions.
+// It carries writes once each end has received a greeting from the other, and knows that its
+// greeting has arrived. A greeting is a write to the other's landing, with an immediate that no
+// counter has. The initiator greets first. So an open path works in both directions.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +20,10 @@ namespace kvxfer::ofi {
 class OfiDomain;
 struct PathEndpoint;
 
-// Under way on one path.
+// The most writes under way on one path.
 inline constexpr std::size_t kMaxWritesOfPath = 1024;
-// Immediates of one path's peer that may be under way: 4 KiB each fill a link of 200 Gbit/s for
-// 160 us, in which credit comes back over the control stream.
+// The most immediates of a path's peer under way: with 4 KiB each they fill a link of 200 Gbit/s
+// for 160 us, in which credit comes back over the control stream.
 inline constexpr std::uint64_t kImmWindow = 1024;
 
 class OfiPath final : public NicPath, private CompletionSink {
@@ -39,11 +39,11 @@ class OfiPath final : public NicPath, private CompletionSink {
   std::size_t post(const OperationPtr& operation, const WriteRange& writes) override;
   void shut(std::function<void()> then) override;
 
-  // The NIC is down.
+  // Loses the path, because the NIC is down.
   void fail(Error error) { on_failed(std::move(error)); }
-  // Takes completions, and sends what is due besides writes: a greeting, a flush.
+  // Takes completions, and posts a greeting or a flush that is due.
   void poll();
-  // Null once it is being closed.
+  // Returns null once the endpoint is being closed.
   Endpoint* served() const { return closing_ ? nullptr : endpoint_.get(); }
 
  private:
@@ -56,7 +56,7 @@ class OfiPath final : public NicPath, private CompletionSink {
   void on_joined(Result<void> joined, const PathEndpoint& theirs);
   void greet();
   void flush();
-  // Whether it was posted.
+  // Handles the result of posting a write. Returns true if it was posted.
   bool took(ssize_t error);
   void stop();
   void end();
@@ -69,7 +69,7 @@ class OfiPath final : public NicPath, private CompletionSink {
   std::uint64_t next_sequence_ = 1;
   std::size_t in_flight_ = 0;
   std::uint64_t refused_since_ns_ = 0;
-  std::uint64_t refused_last_ns_ = 0;  // 0: not since something was taken
+  std::uint64_t refused_last_ns_ = 0;  // 0: none since a write was taken
   bool joining_ = false;
   bool joined_ = false;
   bool shutting_ = false;
@@ -77,10 +77,10 @@ class OfiPath final : public NicPath, private CompletionSink {
   std::uint64_t stop_by_ns_ = 0;
   mutable bool told_ = false;  // the peer knows our endpoint
   bool may_greet_ = false;
-  bool greeted_ = false;  // the peer was, by us
+  bool greeted_ = false;  // we have greeted the peer
   bool greeting_arrived_ = false;
-  bool heard_ = false;          // its greeting
-  Flushes::EntryPtr flushes_;   // from the greeting on; null where keys fence
+  bool heard_ = false;          // the peer's greeting has come
+  Flushes::EntryPtr flushes_;   // set from the greeting on; null if keys fence
   std::uint64_t flushing_ = 0;  // the flush under way; 0: none
   std::uint64_t flushed_ = 0;
   Connected then_connected_;

@@ -60,7 +60,8 @@ Result<void> OfiRegistration::close() {
   {
     const std::lock_guard lock(mutex_);
     if (!memory_) return closed_;
-    // Once only: libfabric's efa frees what it keeps of it, whether or not the NIC let go.
+    // Closed only once: libfabric's efa frees its object, whether or not the NIC gave up the
+    // memory.
     if (const int error = ::fi_close(&memory_.release()->fid)) {
       closed_ = Error{
           Errc::nic_lost,

@@ -1,5 +1,5 @@
-// A memory region at one libfabric domain. Its one key works for a peer only at an endpoint that
-// this peer was told of: closing that is the peer's fence. Any thread.
+// A memory region registered with one libfabric domain. A peer can use its one key only at an
+// endpoint that this peer was told of, so closing the endpoint is the peer's fence. Any thread.
 #pragma once
 
 #include <memory>
@@ -15,7 +15,7 @@ namespace kvxfer::ofi {
 
 class OfiRegistration final : public NicRegistration {
  public:
-  // `flushes`: where closing a key does not stop the write that is being placed, otherwise null.
+  // `flushes`: null if closing a key stops a write that is being placed.
   static Result<std::shared_ptr<NicRegistration>> create(std::shared_ptr<const OpenDomain> domain,
                                                          std::shared_ptr<Flushes> flushes,
                                                          const MemoryRegion& region, MemoryWay way);
@@ -26,7 +26,7 @@ class OfiRegistration final : public NicRegistration {
   void unshare(PeerId peer) override;
   Result<void> close() override;
 
-  // For writing from it; null where the provider needs none.
+  // Returns the descriptor for writing from the region; null if the provider needs none.
   void* descriptor() const { return descriptor_; }
 
  private:
@@ -40,8 +40,8 @@ class OfiRegistration final : public NicRegistration {
   MemoryWay way_;
   std::mutex mutex_;
   UniqueFid<fid_mr> memory_;            // null once closed
-  Result<void> closed_;                 // how that went
-  std::unordered_set<PeerId> writers_;  // that know the key
+  Result<void> closed_;                 // result of closing
+  std::unordered_set<PeerId> writers_;  // peers that know the key
 };
 
 }  // namespace kvxfer::ofi

@@ -7,7 +7,7 @@
 namespace kvxfer::ofi {
 namespace {
 
-// Collisions of random keys: only where keys are short.
+// Random keys collide only if keys are short.
 constexpr int kKeyAttempts = 64;
 
 }  // namespace
@@ -17,7 +17,7 @@ void EndpointErrors::add(const fid* endpoint, std::atomic<int>& error) {
   errors_[endpoint] = &error;
 }
 
-// Another endpoint may have its name already.
+// Finds the entry by its error, because another endpoint may have the same fid already.
 void EndpointErrors::remove(const std::atomic<int>& error) {
   const std::lock_guard lock(mutex_);
   std::erase_if(errors_, [&](const auto& each) { return each.second == &error; });
@@ -88,7 +88,7 @@ Result<UniqueFid<fid_mr>> OpenDomain::register_memory(const Memory& memory,
     attributes.requested_key = 0;  // random: knowing it is the permission to write
     if (choose) random_bytes(&attributes.requested_key, key_bytes);
     fid_mr* registered = nullptr;
-    errno = 0;  // efa returns it also where it has not called the kernel
+    errno = 0;  // efa returns it even if it has not called the kernel
     error = ::fi_mr_regattr(domain.get(), &attributes, memory.dmabuf ? kDmabuf : 0, &registered);
     if (error == 0) return UniqueFid<fid_mr>(registered);
     if (!choose || error != -FI_ENOKEY) break;

@@ -1,4 +1,4 @@
-// What two ends of a path tell each other.
+// The data that the two ends of a path exchange.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@ struct PathEndpoint {
   std::uint64_t landing_address = 0;
   std::uint64_t landing_key = 0;
   std::uint64_t imm_window = 0;  // receives reserved here for the other end's immediates
-  std::string address;           // the provider's
+  std::string address;           // the provider's format
 
   std::string encode() const {
     return ByteWriter().put(landing_address).put(landing_key).put(imm_window).text(address).take();
   }
-  // Empty if the bytes are none.
+  // Returns nullopt if the bytes are not a valid endpoint.
   static std::optional<PathEndpoint> decode(std::string_view bytes) {
     ByteReader reader(bytes);
     PathEndpoint endpoint;

@@ -37,8 +37,8 @@ bool same_address(const std::string& one, const std::string& other) {
          std::memcmp(&a.sin6_addr, &b.sin6_addr, sizeof a.sin6_addr) == 0;
 }
 
-// Each socket of this process with this address, by a duplicate descriptor: the owner may close the
-// original at any time, and its number may then name another file.
+// Calls `action` for each socket of this process with this address, with a duplicate descriptor:
+// the owner may close the original at any time, and its number may then name another file.
 template <class Action>
 void for_each_socket(const std::string& address, const Action& action) {
   std::error_code error;
@@ -76,7 +76,7 @@ void TcpListener::shut() {
 std::size_t TcpListener::shut_accepted() {
   std::size_t count = 0;
   for_each_socket(address_, [&](int socket, ino_t inode, bool listens) {
-    // One that listens has got the free port for another endpoint.
+    // A socket that listens is another endpoint's, which has got the free port.
     if (inode == inode_ || listens) return;
     ::shutdown(socket, SHUT_RDWR);
     ++count;

@@ -1,4 +1,4 @@
-// Scattered small pages, brought near before the kernel copies them.
+// Prefetches scattered small pages before the kernel copies them.
 #pragma once
 
 #include <cstddef>

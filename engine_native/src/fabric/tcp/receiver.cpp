@@ -17,7 +17,7 @@ namespace {
 constexpr std::size_t kScratchBytes = 64u << 10;
 constexpr std::uint64_t kPumpBytes = 4u << 20;
 constexpr unsigned kPumpBatches = 256;
-// Batches that wait for a GPU; more are not read.
+// The most batches that wait for a GPU; with so many, no more are read.
 constexpr std::size_t kMostPlacing = 1024;
 
 Error bad_frame(const std::string& what) {
@@ -31,7 +31,7 @@ Result<std::uint64_t> Receiver::pump() {
   std::uint64_t budget = kPumpBytes;
   drained_ = false;
   waits_ = false;
-  // What was read ahead is used up in any case: no event tells of it again.
+  // Bytes read ahead are always used up, because no event reports them again.
   while (budget > 0 || ahead_first_ < ahead_end_) {
     const std::uint64_t before = unread_;
     Result<bool> more = true;
@@ -163,7 +163,7 @@ Result<void> Receiver::begin_batch() {
   return {};
 }
 
-// All of the batch goes there, one write behind the other.
+// Takes a slot for the whole batch, whose writes follow each other in it.
 bool Receiver::take_slot() {
   slot_ = placement_->gpu()->slot_to_receive();
   if (!slot_) return false;
@@ -184,7 +184,7 @@ Result<bool> Receiver::read_payload() {
     if (granted()) {
       const iovec& next = iovecs_[next_iovec_];
       got = read(next.iov_base, std::min(most, next.iov_len));
-    } else {  // refused: it is not read
+    } else {  // refused: skip the bytes
       ahead_first_ += most;
       got = most;
     }

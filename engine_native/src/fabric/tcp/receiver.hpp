@@ -1,6 +1,7 @@
-// The receiving half of a lane: reads frames and places payload straight into its pages, but for
-// what came in one read with the header. Payload for a GPU goes by a staging slot; then the batch
-// is "placing" until its copies have ended, and those behind it wait for their turn to be counted.
+// The receiving half of a lane. It reads frames and receives payload directly into its pages,
+// except bytes that one read returned with the header. Payload for a GPU goes through a staging
+// slot; its batch is "placing" until the copies have ended, and batches behind it are counted after
+// it.
 #pragma once
 
 #include <sys/uio.h>
@@ -19,7 +20,7 @@
 
 namespace kvxfer::tcp {
 
-// What the lane does with what was received.
+// The consumer of finished batches and received acknowledgements.
 class FrameSink {
  public:
   virtual void on_batch_done(std::uint64_t sequence, Errc status) = 0;
@@ -34,12 +35,13 @@ class Receiver {
   Receiver(int fd, PeerId writer, ReceiveContext& receive_context, FrameSink& sink)
       : fd_(fd), writer_(writer), receive_context_(receive_context), sink_(sink) {}
 
-  // Reads what is there, up to a budget that keeps lanes and heartbeats fair; how much payload that
-  // was.
+  // Reads what the socket holds, up to a budget that keeps lanes and heartbeats fair. Returns the
+  // payload bytes read.
   Result<std::uint64_t> pump();
-  // Ends the batches whose copies have ended, in the order in which they came.
+  // Ends the batches whose copies have ended, in order of arrival.
   void end_placed();
-  // A GPU is copying: end_placed() is to be called again; or it has no room yet: pump() is.
+  // True if a GPU still copies, so end_placed() is to be called again, or has no room, so pump()
+  // is.
   bool waits_for_gpu() const { return waits_ || !placing_.empty(); }
   bool waits_for_room() const { return waits_; }
 
@@ -50,26 +52,26 @@ class Receiver {
   // A batch that has arrived.
   struct Placing {
     Placement placement;
-    cuda::Ticket copied = 0;  // 0: it needed no copy
+    cuda::Ticket copied = 0;  // 0 if it needed no copy
     std::uint32_t writes = 0;
     std::uint64_t immediates = 0;
     std::uint64_t bytes = 0;
   };
 
-  // True: go on; false: the socket is empty.
+  // Returns false if the socket is empty or the GPU has no room.
   Result<bool> read_header();
   Result<bool> read_descriptors();
   Result<bool> read_payload();
   Result<void> begin_batch();
-  // False: the GPU has no room for it now.
+  // Returns false if the GPU has no room for the batch now.
   bool finish_batch();
   void end(Placing& batch);
   void placed(std::size_t size);
   bool granted() const { return placement_->status() == Errc::ok; }
   bool take_slot();
-  // From the bytes read ahead, which it fills once they are used up.
+  // Reads from the bytes read ahead, and refills them when they are used up.
   Result<std::size_t> read(void* out, std::size_t size);
-  // 0: the socket is empty.
+  // Returns 0 if the socket is empty.
   Result<std::size_t> receive(std::span<iovec> into);
 
   enum class State { header, descriptors, payload };
@@ -79,28 +81,29 @@ class Receiver {
   ReceiveContext& receive_context_;
   FrameSink& sink_;
 
-  // Headers and small writes in one system call: a copy of 4 KiB costs less than a second one.
+  // Bytes read ahead: one system call reads headers and small writes, because a copy of 4 KiB costs
+  // less than a second call.
   std::array<std::byte, 8u << 10> ahead_;
   std::size_t ahead_first_ = 0;
   std::size_t ahead_end_ = 0;
-  bool drained_ = false;  // the last of these reads got less than it had room for
+  bool drained_ = false;  // the last read into ahead_ did not fill it
 
   State state_ = State::header;
   FrameHeader header_{};
-  std::size_t got_ = 0;  // bytes of the header or of the descriptors
+  std::size_t got_ = 0;  // bytes received of the header or the descriptors
   std::vector<WriteDescriptor> descriptors_;
   std::uint64_t sequence_ = 0;
-  unsigned finished_ = 0;  // batches, by one pump()
+  unsigned finished_ = 0;  // batches finished by this pump()
 
   std::optional<Placement> placement_;
   std::uint64_t batch_bytes_ = 0;
   std::uint64_t batch_immediates_ = 0;
-  std::uint64_t unread_ = 0;   // payload bytes of this batch
-  std::vector<iovec> iovecs_;  // where they go; not used once the batch is refused
+  std::uint64_t unread_ = 0;   // payload bytes of this batch still to be read
+  std::vector<iovec> iovecs_;  // destinations of the payload; unused once the batch is refused
   std::size_t next_iovec_ = 0;
 
-  // Of a batch for a GPU.
-  std::vector<cuda::DeviceCopy> copies_;  // out of the slot, whose address is added later
+  // State of a batch for a GPU.
+  std::vector<cuda::DeviceCopy> copies_;  // copies out of the slot, whose address is added later
   std::optional<cuda::StagingSlot> slot_;
   bool waits_ = false;
 

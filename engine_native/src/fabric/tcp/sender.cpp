@@ -28,7 +28,7 @@ std::size_t Sender::post(const OperationPtr& operation, const WriteRange& range)
   if (operation->source && operation->source->gpu()) return stage(operation, range);
   const auto& writes = operation->writes;
   const std::size_t first = range.first;
-  const bool with_acks = owes_acks();  // in the same system call
+  const bool with_acks = owes_acks();  // sent in the same system call
   const std::size_t count =
       operation->batch(range, kMaxBatchWrites - (with_acks ? 1 : 0), kMaxBatchBytes);
   const std::byte* const source = operation->source ? operation->source->host() : nullptr;
@@ -39,7 +39,7 @@ std::size_t Sender::post(const OperationPtr& operation, const WriteRange& range)
   next_iovec_ = 0;
   if (with_acks) load_acks();
   iovecs_.push_back({&header_, sizeof header_});
-  const std::size_t more = iovecs_.size();  // descriptors, once their number is known
+  const std::size_t more = iovecs_.size();  // index of the descriptors, set below
   iovecs_.push_back({nullptr, 0});
   std::uint64_t bytes = 0;
   for (std::size_t i = first; i < first + count; ++i) {
@@ -103,7 +103,7 @@ bool Sender::may_send_staged() const {
 
 void Sender::drop_lost(PathEvents& events) {
   while (staging() && staged_.front().gpu->failure()) {
-    // It is the first of those that were not sent.
+    // The first batch that was not sent.
     const auto lost = unacked_.end() - static_cast<std::ptrdiff_t>(staged_.size());
     const Batch batch = std::move(*lost);
     unacked_.erase(lost);
@@ -132,7 +132,8 @@ void Sender::send_staged() {
 // --- acknowledgements ------------------------------------------------------------------------
 
 void Sender::acknowledge(std::uint64_t sequence, Errc status) {
-  // One acknowledgement covers all before it, unless it has to carry a failure.
+  // One acknowledgement covers all batches before it; after one that carries a failure, the next
+  // begins.
   if (!acks_.empty() && acks_.back().status == 0) {
     acks_.back().key_or_sequence = sequence;
     acks_.back().status = static_cast<std::uint16_t>(status);
@@ -174,7 +175,7 @@ Result<void> Sender::flush() {
       partly.iov_base = static_cast<std::byte*>(partly.iov_base) + left;
       partly.iov_len -= left;
     }
-    if (!sending()) sending_slot_.reset();  // others wait for it
+    if (!sending()) sending_slot_.reset();  // other batches wait for the slot
   }
   return {};
 }

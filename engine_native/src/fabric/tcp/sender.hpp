@@ -27,27 +27,29 @@ class Sender {
     const bool on_gpu = operation.source && operation.source->gpu();
     return on_gpu ? staged_.size() < kMostStaged : !sending() && !staging();
   }
-  // Of the peer's batches, as far as it has not read them.
+  // Returns the number of acknowledgements to be written, and of those last given to the socket.
   std::size_t acks_waiting() const { return acks_.size() + sending_acks_.size(); }
-  // Whether some of them were not given to the socket yet.
+  // True if acknowledgements wait to be given to the socket.
   bool owes_acks() const { return !acks_.empty(); }
-  // Whether bytes wait for the socket to become writable.
+  // True if bytes wait for the socket to become writable.
   bool blocked() const { return sending() || !acks_.empty(); }
 
-  // Posts the first of these writes as one batch; returns how many. 0: it has no room for such.
+  // Posts the first of these writes as one batch. Returns their number, 0 if there is no room.
   std::size_t post(const OperationPtr& operation, const WriteRange& writes);
-  // Whether batches wait for a GPU.
+  // True if batches wait for a GPU, or to be sent after its copy.
   bool staging() const { return !staged_.empty(); }
-  // Whether the next of them is copied, and nothing else is being sent: then send_staged().
+  // True if send_staged() may be called: the next staged batch is copied, and nothing is being
+  // sent.
   bool may_send_staged() const;
   void send_staged();
-  // Those whose GPU has failed are not sent, and fail.
+  // Fails the staged batches whose GPU has failed, without sending them.
   void drop_lost(PathEvents& events);
   void acknowledge(std::uint64_t sequence, Errc status);
   // Writes until everything is out or the socket is full.
   Result<void> flush();
 
-  // The peer finished all batches up to `sequence`; the last one with `status`.
+  // Handles an acknowledgement: the peer finished all batches up to `sequence`, the last one with
+  // `status`.
   Result<void> on_ack(std::uint64_t sequence, Errc status, std::string_view peer,
                       PathEvents& events, EngineStats& stats);
 
@@ -59,7 +61,7 @@ class Sender {
     bool staged = false;
   };
 
-  // Copied, or being copied, out of a GPU. They are the last of unacked_.
+  // A batch that is copied, or being copied, out of a GPU. Staged batches are the last of unacked_.
   struct Staged {
     FrameHeader header;
     std::vector<WriteDescriptor> descriptors;
@@ -85,12 +87,12 @@ class Sender {
   std::vector<FrameHeader> sending_acks_;
   std::vector<iovec> iovecs_;
   std::size_t next_iovec_ = 0;
-  bool sending_batch_ = false;  // not acks
+  bool sending_batch_ = false;  // a batch is being written, not only acks
   std::optional<cuda::StagingSlot> sending_slot_;
   std::deque<Staged> staged_;
 
-  std::vector<FrameHeader> acks_;  // to be written before or between batches
-  std::deque<Batch> unacked_;      // in order of sequence
+  std::vector<FrameHeader> acks_;  // written before or between batches
+  std::deque<Batch> unacked_;      // ordered by sequence
   std::uint64_t last_acked_ = 0;   // sequence of the batch before unacked_.front()
   std::uint64_t unacked_bytes_ = 0;
 };

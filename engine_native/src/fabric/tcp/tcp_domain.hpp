@@ -1,5 +1,5 @@
-// One tcp lane of an engine: a stand-in for one NIC. The poller drives its paths, but for their
-// acknowledgements.
+// One tcp lane of an engine: a stand-in for one NIC. The poller drives its paths, except for their
+// acknowledgements and copies by GPUs, which poll() drives.
 #pragma once
 
 #include <memory>
@@ -22,7 +22,7 @@ class TcpDomain final : public Domain {
         window_bytes_(window_bytes) {}
 
   std::string_view fabric() const override { return "tcp"; }
-  // Goes on with what GPUs have copied, then sends what paths owe since the last one.
+  // Continues with batches that GPUs have copied, then sends the acknowledgements that paths owe.
   void poll() override {
     thread_.check("TcpDomain");
     for (TcpPath* const path : std::exchange(due_.copying, {})) path->step();

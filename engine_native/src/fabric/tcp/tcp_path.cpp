@@ -9,9 +9,11 @@
 namespace kvxfer::tcp {
 namespace {
 
-// Of refused batches; a peer that reads never leaves so many.
+// The most acknowledgements that may wait. Only those of refused batches add up, and a peer that
+// reads never leaves so many.
 constexpr std::size_t kMaxAcksWaiting = 1u << 16;
-// The writer of so many bytes may wait for room; that of fewer has time until the next step.
+// After more bytes than this, acknowledgements are sent at once, because the writer may wait for
+// room; after fewer, at the next poll.
 constexpr std::uint64_t kMuchBytes = 64u << 10;
 
 }  // namespace
@@ -38,7 +40,7 @@ TcpPath::TcpPath(UniqueFd socket, PathPeer peer, std::size_t window_bytes, Polle
       receiver_(socket_.get(), peer_.id, receive_context_, *this) {}
 
 TcpPath::~TcpPath() {
-  // What was placed was delivered, also where this end goes.
+  // Batches that were placed are delivered, so their acknowledgements go out even now.
   if (!lost_ && !waiting_for_room_) (void)sender_.flush();
   if (owes_) std::erase(due_.owing, this);
   if (copies_) std::erase(due_.copying, this);
@@ -99,7 +101,7 @@ bool TcpPath::receive(std::uint64_t& read) {
   if (!pumped) {
     lose(pumped.error());
   } else if (sender_.acks_waiting() > kMaxAcksWaiting) {
-    lose({Errc::backpressure, "it does not read what became of its writes"});
+    lose({Errc::backpressure, "it does not read the acknowledgements of its writes"});
   } else {
     read = *pumped;
   }

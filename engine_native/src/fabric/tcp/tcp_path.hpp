@@ -15,8 +15,8 @@ namespace kvxfer::tcp {
 
 class TcpPath;
 
-// The paths of a domain that have something to do at its next poll: acknowledgements to send, which
-// else go with the path's next batch, or batches that wait for a GPU.
+// The paths of a domain that have work at its next poll: acknowledgements to send, unless the
+// path's next batch takes them along, or batches that wait for a GPU.
 struct DuePaths {
   std::vector<TcpPath*> owing;
   std::vector<TcpPath*> copying;
@@ -39,7 +39,7 @@ class TcpPath final : public Path, private EventSink, private FrameSink {
   }
   std::size_t post(const OperationPtr& operation, const WriteRange& writes) override;
   void send_acks();
-  // Goes on with what a GPU has copied.
+  // Continues with batches that a GPU has copied.
   void step();
   void tick(std::uint64_t now, std::uint64_t stalled_ns, std::uint64_t timeout_ns) override;
   std::uint64_t last_heard_ns() const override { return last_heard_ns_; }
@@ -54,7 +54,7 @@ class TcpPath final : public Path, private EventSink, private FrameSink {
   void on_batch_done(std::uint64_t sequence, Errc status) override;
   Result<void> on_ack(std::uint64_t sequence, Errc status) override;
   void flush();
-  // False: it is lost.
+  // Returns false if the path is lost.
   bool receive(std::uint64_t& read);
   void owe();
   void note_copies();
@@ -70,10 +70,11 @@ class TcpPath final : public Path, private EventSink, private FrameSink {
   Sender sender_;
   Receiver receiver_;
   bool waiting_for_room_ = false;  // EPOLLOUT is armed
-  bool owes_ = false;              // it is one of due_.owing
-  bool copies_ = false;            // it is one of due_.copying
+  bool owes_ = false;              // the path is in due_.owing
+  bool copies_ = false;            // the path is in due_.copying
   std::uint64_t last_heard_ns_ = 0;
-  std::uint64_t acknowledged_ns_ = 0;  // up to then the peer's host had all, or answered
+  // The last time when the peer's host acknowledged bytes, or none were under way.
+  std::uint64_t acknowledged_ns_ = 0;
   bool lost_ = false;
 };
 

@@ -11,7 +11,7 @@ static_assert(std::endian::native == std::endian::little);
 enum class FrameType : std::uint8_t { writes = 1, ack = 2 };
 
 struct WriteDescriptor {
-  std::uint64_t offset;  // from the start of the destination region
+  std::uint64_t offset;  // bytes from the start of the destination region
   std::uint32_t length;
   std::uint32_t grouped;  // see WireWrite; 0 in version 2
 };

@@ -1,4 +1,5 @@
-// What a device tells unasked: links that go up and down, queue pairs that fail. Engine thread.
+// A device's asynchronous events: links that go up or down, queue pairs that fail. Engine thread
+// only.
 #pragma once
 
 #include <memory>
@@ -25,7 +26,7 @@ class AsyncEvents final : private EventSink {
   AsyncEvents(const AsyncEvents&) = delete;
   AsyncEvents& operator=(const AsyncEvents&) = delete;
 
-  // Hands over all that is there.
+  // Passes all pending events to the handler.
   void take();
 
  private:

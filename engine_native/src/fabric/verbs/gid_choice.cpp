@@ -58,7 +58,7 @@ bool is_of_this_namespace(const std::string& device, const ibv_gid_entry& entry)
   std::ifstream("/sys/class/infiniband/" + device + "/ports/" + std::to_string(entry.port_num) +
                 "/gid_attrs/ndevs/" + std::to_string(entry.gid_index)) >>
       name;
-  // Another namespace's interface may have the same name, or the same number; hardly both.
+  // An interface of another namespace may have the same name or the same number, but hardly both.
   return ::if_nametoindex(name.c_str()) == entry.ndev_ifindex;
 }
 

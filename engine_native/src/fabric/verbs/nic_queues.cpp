@@ -13,12 +13,13 @@
 namespace kvxfer::verbs {
 namespace {
 
-// As much as a NIC with these limits offers: ConnectX has 32,767 receives, rxe as many completions.
+// The most entries that are requested of a NIC. ConnectX has 32,767 receives, rxe 32,767
+// completions.
 constexpr std::uint32_t kMaxCompletions = 1u << 16;
 constexpr std::uint32_t kMaxReceivesOfNic = 32767;
-// Acknowledging takes a lock.
+// Events are acknowledged in batches, because acknowledging takes a lock.
 constexpr unsigned kAcknowledgeAt = 256;
-// Of one NIC: some 6,000 paths on ConnectX.
+// The most NicQueues of one NIC: enough for some 6,000 paths on ConnectX.
 constexpr std::size_t kMaxQueues = 64;
 
 }  // namespace
@@ -79,7 +80,7 @@ void NicQueues::take_share(VerbsNic& nic, Taken then) {
                                        " paths); connect to fewer peers, or use more NICs"});
   }
   nic.want_queues.push_back(std::move(then));
-  if (nic.want_queues.size() > 1) return;  // they are being made
+  if (nic.want_queues.size() > 1) return;  // new queues are being made
   nic.context.background.run<Result<std::unique_ptr<NicQueues>>>(
       [device = nic.device, speed = nic.port.bits_per_second, &poller = nic.context.poller] {
         return create(device, speed, poller);
@@ -115,7 +116,7 @@ std::size_t NicQueues::poll() {
   const int polled = ibv_poll_cq(queue_, kBatch, done.data());
   if (polled <= 0) return 0;
   const auto end = done.begin() + polled;
-  // Before any of them is counted, because counting gives credit for new ones.
+  // Used receives are replaced before any is counted, because counting gives credit for new ones.
   const auto used =
       std::count_if(done.begin(), end, [](const ibv_wc& one) { return one.wr_id == kReceiveId; });
   if (used > 0) receives_->replace(static_cast<std::uint32_t>(used));
@@ -133,7 +134,7 @@ std::size_t NicQueues::poll() {
     } else if (one.wr_id != kReceiveId) {
       path->on_sent(one.wr_id);
     } else if (one.opcode != IBV_WC_RECV_RDMA_WITH_IMM) {
-      path->on_failed("it sent a message, which is no write");
+      path->on_failed("it sent a message instead of a write");
     } else {
       std::uint64_t count = 1;
       for (; next != end && next->wr_id == kReceiveId && next->qp_num == number &&
@@ -161,7 +162,7 @@ void NicQueues::drain() {
 bool NicQueues::arm() {
   thread_.check("NicQueues");
   if (!armed_) armed_ = ibv_req_notify_cq(queue_, 0) == 0;
-  // One that came before it was armed wakes no thread.
+  // A completion that came before the queue was armed wakes no thread.
   return poll() == 0;
 }
 

@@ -1,4 +1,5 @@
-// A completion queue and receives of a NIC, and the paths that share them. Engine thread only.
+// A completion queue and a receive queue of a NIC, and the paths that share them. Engine thread
+// only.
 #pragma once
 
 #include <array>
@@ -20,10 +21,10 @@ struct VerbsNic;
 
 class NicQueues final : private EventSink {
  public:
-  // Any thread. watch() is to follow.
+  // Creates the queues; call watch() next. Any thread.
   static Result<std::unique_ptr<NicQueues>> create(std::shared_ptr<const VerbsDevice> device,
                                                    std::uint64_t bits_per_second, Poller& poller);
-  // The engine is woken by its completions.
+  // Lets completions wake the engine.
   Result<void> watch();
   ~NicQueues();
   NicQueues(const NicQueues&) = delete;
@@ -33,17 +34,18 @@ class NicQueues final : private EventSink {
   ibv_srq* receives() const { return receives_->get(); }
   void on_receives_low() { receives_->on_limit_reached(); }
 
-  // --- what paths hold of the queues
+  // --- shares of the queues
   struct Share {
     NicQueues* of;
     PathShare share;
   };
-  // Of the first of the NIC's that has room; of a new one where none has, later.
+  // Calls `then` with a share of the NIC's first queues that have room. If none has, makes new
+  // queues in the background and calls `then` later.
   using Taken = std::function<void(Result<Share>)>;
   static void take_share(VerbsNic& nic, Taken then);
   void give_back(const PathShare& share);
 
-  // --- paths by their queue pairs' numbers
+  // --- paths by queue pair number
   void add(std::uint32_t queue_pair, VerbsPath& path) { paths_[queue_pair] = &path; }
   void remove(std::uint32_t queue_pair, const VerbsPath& path) {
     if (find(queue_pair) == &path) paths_.erase(queue_pair);
@@ -52,14 +54,15 @@ class NicQueues final : private EventSink {
   const std::unordered_map<std::uint32_t, VerbsPath*>& paths() const { return paths_; }
 
   // --- completions
-  // Hands some over to their paths; how many.
+  // Passes some completions to their paths. Returns their number.
   std::size_t poll();
-  // Hands over all that were there when it was called.
+  // Passes on all completions that the queue held at the call.
   void drain();
-  // The engine is woken by the next completion. False if there are some already.
+  // Lets the next completion wake the engine. Returns false if there are completions already.
   bool arm();
 
-  // Requests are written here, then posted: one call for all. Shared, so that it stays in cache.
+  // Requests that a path fills in, then posts in one call. All paths share them, so that they stay
+  // in cache.
   static constexpr std::size_t kMaxChain = 64;
   std::array<ibv_send_wr, kMaxChain> chain{};
   std::array<ibv_sge, kMaxChain> pieces{};

@@ -12,10 +12,10 @@ namespace {
 constexpr std::uint32_t kMinSends = kMaxGroupWrites;
 constexpr std::uint32_t kMinReceives = 64;
 constexpr std::uint32_t kMaxReceivesOfPath = 1024;
-// Of what is left, for one path.
+// A path gets 1/kSendsPart and 1/kReceivesPart of what is left.
 constexpr std::uint32_t kSendsPart = 64;
 constexpr std::uint32_t kReceivesPart = 32;
-// There and back through a loaded network, and until this engine looks.
+// The round trip through a loaded network, and the time until this engine polls.
 constexpr std::uint64_t kDelayNs = 80'000;
 constexpr std::uint64_t kPageBits = std::uint64_t{8} * 4096;
 constexpr std::uint64_t kShallow = 256;
@@ -33,7 +33,8 @@ PathBudget::PathBudget(std::uint32_t completions, std::uint32_t receives, std::u
       completions_left_(completions),
       receives_left_(receives) {}
 
-// After an error every send completes, signalled or not; one more marks the end (VerbsPath::shut).
+// Counts every send, because after an error each completes, signalled or not; one more marks the
+// end (VerbsPath::shut).
 std::uint32_t PathBudget::completions_of(const PathShare& share) {
   return share.sends + share.receives + PathWindows::kMaxRequests + 1;
 }

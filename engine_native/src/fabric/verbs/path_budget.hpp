@@ -1,5 +1,4 @@
-// How a NIC's completion queue and receives are shared out over its paths, so that neither can
-// ever overrun. Pure.
+// Divides a NIC's completion queue and receives among its paths, so that neither can overrun. Pure.
 #pragma once
 
 #include <cstdint>
@@ -7,19 +6,19 @@
 
 namespace kvxfer::verbs {
 
-// Of one path: writes under way, and receives for the peer's immediates.
+// The share of one path: writes under way, and receives for the peer's immediates.
 struct PathShare {
   std::uint32_t sends = 0;
   std::uint32_t receives = 0;
 };
 
-// So many writes fill a link: its bandwidth times the time until a write is known to be delivered,
-// in pages of 4 KiB.
+// Returns the number of writes that fill a link: its bandwidth times the time until a write is
+// known to be delivered, in pages of 4 KiB.
 std::uint32_t deep_enough(std::uint64_t bits_per_second);
 
-// The first paths get as many sends as fill the link (`most_sends`), and many receives, because
-// credit for used ones comes back over the control stream, which takes a while; later ones get a
-// part of what is left.
+// The shares of a NIC. The first paths get as many sends as fill the link (`most_sends`), and many
+// receives, because credit for used ones comes back slowly, over the control stream. Later paths
+// get a part of what is left.
 class PathBudget {
  public:
   PathBudget(std::uint32_t completions, std::uint32_t receives, std::uint32_t most_sends);

@@ -1,4 +1,4 @@
-// What two ends of a path tell each other to join their queue pairs.
+// The data that the two ends of a path exchange to connect their queue pairs.
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -12,7 +12,7 @@ namespace kvxfer::verbs {
 
 struct PathEndpoint {
   std::uint32_t queue_pair = 0;
-  std::uint32_t packet_sequence = 0;  // of the first packet sent from here
+  std::uint32_t packet_sequence = 0;  // number of the first packet sent from here
   std::uint32_t imm_window = 0;       // receives reserved here for the other end's immediates
   std::uint16_t lid = 0;
   std::uint8_t mtu = 0;  // enum ibv_mtu
@@ -20,7 +20,7 @@ struct PathEndpoint {
   ibv_gid gid{};
 
   std::string encode() const;
-  // Empty if the bytes are none.
+  // Returns nullopt if the bytes are not a valid endpoint.
   static std::optional<PathEndpoint> decode(std::string_view bytes);
 };
 

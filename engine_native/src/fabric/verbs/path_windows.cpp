@@ -61,7 +61,7 @@ void PathWindows::close(std::uint64_t grant) {
   const std::size_t index = found->second;
   by_grant_.erase(found);
   windows_[index].wanted = false;
-  // One that is being opened is closed when that is done; one that waits is in the queue already.
+  // A window that is being opened is closed once it is open; one that waits is queued already.
   if (windows_[index].state == State::open) waiting_.push_back(index);
 }
 
@@ -100,7 +100,7 @@ int PathWindows::post_request(std::size_t index) {
   }
   ibv_send_wr* refused = nullptr;
   const int error = ibv_post_send(pair_, &request, &refused);
-  // Drivers leave it to their users to know the window's new key.
+  // Drivers leave it to the caller to record the window's new key.
   if (error == 0 && window.wanted) window.window->rkey = request.bind_mw.rkey;
   return error;
 }

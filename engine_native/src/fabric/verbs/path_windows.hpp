@@ -1,8 +1,8 @@
-// The memory windows of one queue pair (type 2): each opens a range of a memory region to the other
-// end, without anybody else's key. Engine thread only.
+// The memory windows (type 2) of one queue pair. Each opens a range of a memory region to the other
+// end, with a key that no other queue pair can use. Engine thread only.
 //
-// Opening and closing are requests of the queue pair, in order with its writes. A window that was
-// closed is used again, with its next key.
+// Opening and closing are requests of the queue pair, in order with its writes. A closed window is
+// reused, with its next key.
 #pragma once
 
 #include <cstdint>
@@ -18,19 +18,19 @@
 
 namespace kvxfer::verbs {
 
-// What of a NIC a window opens.
+// A range of a NIC's memory region that a window opens.
 struct WindowRange {
   ibv_mr* region;
   std::uint64_t address;
   std::uint64_t length;
 };
 
-// Any thread; outlived by its device. Making and freeing one takes the firmware.
+// A memory window; its device outlives it. The firmware makes and frees windows. Any thread.
 class MemoryWindow {
  public:
   MemoryWindow() = default;
   explicit MemoryWindow(ibv_mw* window) : window_(window) {}
-  // Fewer where the device has none left.
+  // Makes `count` windows; fewer if the device has none left.
   static std::vector<MemoryWindow> make(const std::shared_ptr<const VerbsDevice>& device,
                                         std::size_t count);
   ibv_mw* get() const { return window_.get(); }
@@ -46,29 +46,32 @@ class MemoryWindow {
 
 class PathWindows {
  public:
-  // Requests that may be in the queue pair for windows, besides its writes.
+  // The most requests for windows in the queue pair, besides its writes.
   static constexpr std::uint32_t kMaxRequests = 16;
-  // In the wr_id of all of them.
+  // Marks the wr_id of each of these requests.
   static constexpr std::uint64_t kRequest = std::uint64_t{1} << 62;
 
   explicit PathWindows(ibv_qp* pair) : pair_(pair) {}
   PathWindows(const PathWindows&) = delete;
   PathWindows& operator=(const PathWindows&) = delete;
 
-  // Both are done by post(), once there are unmade() more.
+  // Queues the opening or the closing of a grant's window for post(). Opening may need another
+  // window, which add() supplies.
   void open(std::uint64_t grant, const WindowRange& range);
   void close(std::uint64_t grant);
   std::size_t unmade() const { return unmade_.size(); }
-  // For the first of those, in order; returns the grants that got none.
+  // Supplies windows for the first `asked` of the unmade(), in order. Returns the grants that got
+  // none.
   std::vector<std::uint64_t> add(std::vector<MemoryWindow> made, std::size_t asked);
   // Posts as many requests as the queue pair takes. Returns 0, or an errno.
   int post();
-  // Returns the grant whose window is open now, if any; post() is to follow.
+  // Handles a completed request; post() is to follow. Returns the grant whose window is open now,
+  // if any.
   std::optional<std::uint64_t> on_done(std::uint64_t request);
-  // To be freed before the queue pair is destroyed, once it has stopped.
+  // Returns all windows, to be freed after the queue pair has stopped and before it is destroyed.
   std::vector<MemoryWindow> take_all();
 
-  // Whether any is not free that opens, or opened, part of this.
+  // True if a window that is not free opens, or opened, part of this region.
   bool any_of(const ibv_mr* region) const;
   std::optional<RemoteKey> find(std::uint64_t grant) const;
 
@@ -91,7 +94,7 @@ class PathWindows {
   std::vector<std::size_t> free_;
   std::unordered_map<std::uint64_t, std::size_t> by_grant_;
   std::deque<std::size_t> unmade_;
-  std::deque<std::size_t> waiting_;  // to be opened or closed
+  std::deque<std::size_t> waiting_;  // windows to be opened or closed
   std::uint32_t requests_ = 0;
 };
 

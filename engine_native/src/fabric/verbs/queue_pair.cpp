@@ -11,18 +11,19 @@
 namespace kvxfer::verbs {
 namespace {
 
-// What is written from within the request; fewer where the device offers less.
+// Bytes that a request may carry inline; if a device refuses a number, the next is tried.
 constexpr std::array<std::uint32_t, 3> kInlineBytes{256, 64, 0};
-// A write that is not answered fails after (7 + 1) x 4.096 us x 2^17, 4.3 s at least: an incast or
-// a link that moves to another switch costs no queue pair. rxe tries for ever. A path that makes no
-// progress is taken out earlier, after EngineOptions::path_timeout.
+// An unanswered write fails after (7 + 1) x 4.096 us x 2^17, at least 4.3 s, so that an incast or a
+// link that moves to another switch loses no queue pair. rxe retries for ever. A path without
+// progress is removed earlier, after EngineOptions::path_timeout.
 constexpr std::uint8_t kTimeout = 17;
 constexpr std::uint8_t kRetries = 7;
-// Credits keep a receive ready for every immediate; should one be missing, 7 tries 5.12 ms apart.
+// Credits keep a receive ready for every immediate; if one is missing, the NIC tries 7 times, 5.12
+// ms apart.
 constexpr std::uint8_t kReceiverWaits = 18;  // IBTA 1.4, table 45
 constexpr std::uint8_t kReceiverRetries = 6;
 constexpr std::uint8_t kHopLimit = 64;
-// Where the path MTU is not being set; the enumeration has no zero.
+// Passed where the path MTU is not set; the enumeration has no zero.
 constexpr ibv_mtu kNoMtu = IBV_MTU_256;
 
 }  // namespace
@@ -30,7 +31,7 @@ constexpr ibv_mtu kNoMtu = IBV_MTU_256;
 ibv_ah_attr address_vector(const Port& port, const PathEndpoint& theirs,
                            const TrafficMarks& marks) {
   ibv_ah_attr way{.dlid = theirs.lid, .sl = marks.service_level, .port_num = port.number};
-  // Within one InfiniBand subnet the LID is enough, where the port does not ask for more.
+  // Within an InfiniBand subnet the LID is enough, unless the port requires a global route.
   way.is_global = port.needs_grh || port.link_layer == IBV_LINK_LAYER_ETHERNET ||
                   port.gid.global.subnet_prefix != theirs.gid.global.subnet_prefix;
   way.grh = {.dgid = theirs.gid,

@@ -9,18 +9,19 @@
 
 namespace kvxfer::verbs {
 
-// What switches sort a path's packets by.
+// The packet fields by which switches classify a path's traffic.
 struct TrafficMarks {
   std::uint8_t traffic_class = 0;
   std::uint8_t service_level = 0;
 };
 
-// The way from a port to the other end.
+// Returns the route from a port to the other end.
 ibv_ah_attr address_vector(const Port& port, const PathEndpoint& theirs, const TrafficMarks& marks);
 
 class QueuePair {
  public:
-  // For `sends` writes at a time, requests for windows, and one more to mark the end.
+  // Creates a queue pair for `sends` writes at a time, requests for windows, and one request to
+  // mark the end.
   static Result<std::shared_ptr<QueuePair>> create(std::shared_ptr<const VerbsDevice> device,
                                                    const Port& port, ibv_cq* completions,
                                                    ibv_srq* receives, std::uint32_t sends);
@@ -28,14 +29,15 @@ class QueuePair {
   QueuePair(const QueuePair&) = delete;
   QueuePair& operator=(const QueuePair&) = delete;
 
-  // Both return 0, or an errno. The first may wait for the network, on any thread; nothing of the
-  // other end's is placed until the second. `ours` is what the other end was told.
+  // Joins the queue pair to the other end, then starts it; both return 0 or an errno. join() may
+  // wait for the network, on any thread; no write of the other end is placed before start(). `ours`
+  // is the endpoint sent to the other end.
   int join(const ibv_ah_attr& way, const PathEndpoint& ours, const PathEndpoint& theirs);
   int start(const PathEndpoint& ours);
   bool started() const { return started_; }
-  // Nothing is sent or taken from now on; what is under way ends with errors, soon.
+  // Stops sending and receiving; requests under way soon end with errors.
   void stop();
-  // After this the NIC does nothing for it any more. Idempotent.
+  // Destroys the queue pair: the NIC does nothing more for it. Idempotent.
   void destroy();
 
   ibv_qp* get() const { return pair_; }

@@ -51,7 +51,7 @@ void ReceiveQueue::replace(std::uint32_t used) {
 bool ReceiveQueue::post_missing() {
   while (posted_ < wanted_) {
     const std::uint32_t count = std::min<std::uint32_t>(wanted_ - posted_, kChain);
-    // The chain is cut behind the last one, for this call.
+    // Cuts the chain behind the last request, for this call.
     ibv_recv_wr& last = chain_[count - 1];
     ibv_recv_wr* const rest = std::exchange(last.next, nullptr);
     ibv_recv_wr* refused = nullptr;

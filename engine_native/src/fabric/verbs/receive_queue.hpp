@@ -1,5 +1,5 @@
-// The receives of one NIC, shared by its paths: each immediate that arrives uses one up. They have
-// no memory; the bytes go where the write says. Engine thread only.
+// A shared receive queue of a NIC. Each immediate that arrives uses up one receive. Receives have
+// no memory, because the write says where its bytes go. Engine thread only.
 #pragma once
 
 #include <array>
@@ -11,9 +11,9 @@
 
 namespace kvxfer::verbs {
 
-// wr_id of every receive.
+// The wr_id of every receive.
 inline constexpr std::uint64_t kReceiveId = UINT64_MAX;
-// Posted beyond what the paths have reserved: a queue pair that fails may keep one for itself.
+// Receives posted beyond those that paths reserve: a queue pair that fails may keep one.
 inline constexpr std::uint32_t kSpareReceives = 64;
 
 class ReceiveQueue {
@@ -25,15 +25,16 @@ class ReceiveQueue {
   ReceiveQueue& operator=(const ReceiveQueue&) = delete;
 
   ibv_srq* get() const { return queue_; }
-  // False if they cannot be posted.
+  // Posts receives for a path. Returns false if they cannot be posted.
   bool reserve(std::uint32_t receives);
   void release(std::uint32_t receives) {
     assert(receives <= wanted_ - kSpareReceives);
     wanted_ -= receives;
   }
-  // So many were used up; to be called before anybody gets credit for them.
+  // Replaces used receives; to be called before peers get credit for them.
   void replace(std::uint32_t used);
-  // The NIC has fewer than were posted: some were lost with their queue pairs.
+  // Replaces receives that were lost with their queue pairs, when the NIC reports that few are
+  // left.
   void on_limit_reached();
 
  private:

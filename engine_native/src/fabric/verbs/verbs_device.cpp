@@ -13,10 +13,11 @@
 namespace kvxfer::verbs {
 namespace {
 
-// Where the device does not say, e.g. while its link is down.
+// Assumed if the device reports no speed, e.g. while its link is down.
 constexpr std::uint64_t kUnknownSpeed = 10'000'000'000u;
 
-// Of one lane, in Mbit/s, by the port's speed code (IBTA, PortInfo's LinkSpeed components).
+// Returns the speed of one lane in Mbit/s for the port's speed code (IBTA, PortInfo's LinkSpeed
+// components).
 std::uint64_t lane_speed(std::uint32_t code) {
   switch (code) {
     case 1:  // SDR
@@ -58,7 +59,7 @@ std::uint64_t lane_count(std::uint8_t active_width) {
   }
 }
 
-// The largest enum ibv_mtu that is no more.
+// Returns the largest enum ibv_mtu that is no more than `bytes`.
 std::uint8_t mtu_of_bytes(unsigned bytes) {
   return static_cast<std::uint8_t>(std::bit_width(std::clamp(bytes, 256u, 4096u)) - 8);
 }
@@ -90,7 +91,7 @@ Result<std::shared_ptr<const VerbsDevice>> VerbsDevice::open(
   ibv_context* const context = library->open_device(device);
   if (!context) {
     const std::string path = "/dev/infiniband/" + std::string(device->dev_name);
-    const int error = errno;  // of the last way that the library tried; this one is the first
+    const int error = errno;  // the library's last attempt set it; this path is its first
     if (::access(path.c_str(), R_OK | W_OK) == 0) errno = error;
     return failed(path + " cannot be opened",
                   "give this user (group rdma) or container access to /dev/infiniband");
@@ -168,7 +169,7 @@ std::vector<ibv_gid_entry> VerbsDevice::query_gids(const ibv_port_attr& attribut
       library_->query_gid_table(context_, entries.data(), entries.size(), 0, sizeof(ibv_gid_entry));
   entries.resize(count < 0 ? 0 : static_cast<std::size_t>(count));
   std::erase_if(entries, [this](const ibv_gid_entry& entry) {
-    // All that a path can name.
+    // Keeps the entries of this port whose index a path can name.
     return entry.port_num != choice_.number || entry.gid_index > UINT8_MAX;
   });
   return entries;

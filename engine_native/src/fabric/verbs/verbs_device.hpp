@@ -1,4 +1,4 @@
-// An open RDMA device and its protection domain, shared by everything made of it.
+// An open RDMA device and its protection domain, shared by everything created from it.
 #pragma once
 
 #include <memory>
@@ -10,20 +10,20 @@
 
 namespace kvxfer::verbs {
 
-// Which port of a device is used, and what of it where the device should not choose.
+// The port of a device to use, and the settings that the device does not choose.
 struct PortChoice {
-  std::string name;  // of the NIC, for its users: DEVICE or DEVICE:PORT
+  std::string name;  // the NIC's, as users write it: DEVICE or DEVICE:PORT
   std::uint8_t number = 1;
   int gid_index = -1;      // -1: see choose_gid
   std::uint16_t pkey = 0;  // 0: see choose_pkey
   unsigned mtu_bytes = 0;  // 0: the port's
 };
 
-// What our own end of a path is, as its port is now.
+// The port of our end of a path, as it is now.
 struct Port {
   bool active = false;  // the link is up and has an address
   std::uint8_t number = 1;
-  std::uint16_t pkey = 0;  // of InfiniBand: with its membership bit
+  std::uint16_t pkey = 0;  // on InfiniBand, with its membership bit
   std::uint16_t pkey_index = 0;
   bool needs_grh = false;
   std::uint64_t bits_per_second = 0;
@@ -48,7 +48,8 @@ class VerbsDevice {
   const std::string& name() const { return choice_.name; }
   std::uint8_t port() const { return choice_.number; }
   const ibv_device_attr& limits() const { return limits_; }
-  // Memory windows that are opened by requests of a queue pair, and good for it alone.
+  // True if the device has memory windows that requests of a queue pair open, valid for that queue
+  // pair alone.
   bool has_windows() const {
     return (limits_.device_cap_flags &
             (IBV_DEVICE_MEM_WINDOW_TYPE_2A | IBV_DEVICE_MEM_WINDOW_TYPE_2B)) != 0;

@@ -11,12 +11,12 @@
 namespace kvxfer::verbs {
 namespace {
 
-// Completions handed over in one call, so that no NIC keeps the engine thread to itself.
+// The most completions that one poll takes from a queue, so that no NIC occupies the engine thread.
 constexpr std::size_t kMaxPolled = 256;
-// mlx5 binds no more (rdma-core, providers/mlx5/qp.c, set_bind_wr).
+// The longest window that mlx5 binds (rdma-core, providers/mlx5/qp.c, set_bind_wr).
 constexpr std::uint64_t kMaxWindow = std::uint64_t{1} << 31;
 
-// NICs of other partitions do not hear each other.
+// Names the network of a port. NICs of different partitions cannot communicate.
 std::string network_of(const Port& port) {
   if (port.link_layer == IBV_LINK_LAYER_ETHERNET) return "roce";
   const int partition = port.pkey & ~kFullMember;
@@ -94,7 +94,7 @@ void VerbsDomain::poll() {
 }
 
 bool VerbsDomain::prepare_sleep() {
-  // A NIC that is dying may never say that it has stopped.
+  // A failing NIC may never report that it has stopped, so the thread stays awake for the deadline.
   if (std::ranges::any_of(nic_.waiting, [](auto* path) { return path->is_stopping(); }))
     return false;
   return std::ranges::all_of(nic_.queues, [](const auto& queues) { return queues->arm(); });

@@ -12,7 +12,7 @@
 namespace kvxfer::verbs {
 namespace {
 
-// What the kernel has, whether or not this process may use it.
+// Returns the kernel's RDMA devices, whether or not this process may use them.
 std::vector<std::string> kernel_devices() {
   std::vector<std::string> names;
   std::error_code none;
@@ -23,7 +23,7 @@ std::vector<std::string> kernel_devices() {
   return names;
 }
 
-// Which port a name is of, where it is one of the device's: DEVICE is its first, or DEVICE:PORT.
+// Returns the port that `name` means if it names this device: 1 for DEVICE, PORT for DEVICE:PORT.
 std::optional<std::uint8_t> port_of(const std::string& device, const std::string& name) {
   if (name == device) return 1;
   if (!name.starts_with(device + ":")) return std::nullopt;
@@ -80,7 +80,7 @@ Result<OpenedNics> VerbsFactory::open(const NicContext& context) {
   OpenedNics opened{.names = kernel_devices()};
   if (!library_) {
     if (required) return unusable(library_.error().text);
-    // Without the library they were not meant to be used.
+    // A host without the library is not meant to use them.
     if (!opened.names.empty() && VerbsLibrary::installed()) {
       opened.notices.push_back(unusable(library_.error().text).text);
     }
@@ -107,7 +107,7 @@ Result<OpenedNics> VerbsFactory::open(const NicContext& context) {
     }
   }
   if (devices) (*library_)->free_device_list(devices);
-  // In the order in which they are asked for, which pairs them (pair_nics).
+  // The order asked for decides which NICs are paired (pair_nics).
   if (!asked.empty()) {
     std::ranges::sort(opened.nics, {}, [&](const auto& nic) {
       return std::ranges::find(asked, nic->info().name) - asked.begin();

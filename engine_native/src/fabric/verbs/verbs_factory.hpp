@@ -14,8 +14,8 @@ class VerbsFactory final : public NicFactory {
   explicit VerbsFactory(Result<std::shared_ptr<const VerbsLibrary>> library)
       : library_(std::move(library)) {}
 
-  // Those in options.nics, as DEVICE or DEVICE:PORT; if that is empty, the first port of all that
-  // have an InfiniBand or Ethernet port.
+  // Opens the NICs in options.nics, named DEVICE or DEVICE:PORT; if that is empty, the first port
+  // of every InfiniBand or RoCE device.
   Result<OpenedNics> open(const NicContext& context) override;
 
  private:

@@ -1,5 +1,5 @@
-// libibverbs, loaded at run time: a host without it runs all the same. What the headers inline
-// (posting, polling, arming) is not here. Any thread.
+// libibverbs, loaded at run time, so that a host without it can run the engine. Functions that the
+// headers inline (posting, polling, arming) are not listed here. Any thread.
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -10,23 +10,23 @@
 
 namespace kvxfer::verbs {
 
-// A port's attributes with those that this build's header may not know yet: rdma-core has added
-// active_speed_ex behind the rest.
+// A port's attributes, with room for those that this build's header may lack: rdma-core has
+// appended active_speed_ex.
 struct PortAttributes {
-  // The speed code of a lane. A code above 128 (XDR is 256) is in active_speed_ex alone.
+  // Returns the speed code of a lane. Codes above 128 (XDR is 256) are in active_speed_ex alone.
   std::uint32_t speed() const;
 
   ibv_port_attr known;
-  std::uint32_t room;  // of a header that knows as much as this one
+  std::uint32_t room;  // room for active_speed_ex, if the header lacks it
 };
 
 struct VerbsLibrary {
-  // Whether the host has it at all.
+  // True if the host has the library.
   static bool installed();
   // Fails with fabric-unavailable.
   static Result<std::shared_ptr<const VerbsLibrary>> load();
 
-  // The header's ibv_query_port is a wrapper that needs the symbol.
+  // Replaces the header's ibv_query_port, a wrapper that needs the symbol.
   int query_port(ibv_context* context, std::uint8_t port, PortAttributes& attributes) const;
 
   // Named as in libibverbs, without the prefix.

@@ -12,7 +12,7 @@ namespace kvxfer::verbs {
 
 class VerbsLoop final : public NicLoop {
  public:
-  // nic-lost where the link is down.
+  // Fails with nic-lost if the link is down.
   static Result<std::unique_ptr<NicLoop>> open(const std::shared_ptr<const VerbsDevice>& device);
   ~VerbsLoop() override;
   VerbsLoop(const VerbsLoop&) = delete;

@@ -16,16 +16,17 @@
 namespace kvxfer::verbs {
 namespace {
 
-// wr_id of a write that completes: its batch's sequence, and how many requests the batch has.
+// The wr_id of a signalled write: the sequence of its batch, and the number of requests in the
+// batch.
 constexpr unsigned kCountBits = 16;
 constexpr std::uint64_t kCountMask = (1u << kCountBits) - 1;
-// wr_id of the request that marks the end of a queue pair.
+// The wr_id of the request that marks the end of a queue pair.
 constexpr std::uint64_t kEndId = UINT64_MAX - 1;
 static_assert(kEndId != kReceiveId);
-// Flushing takes microseconds; a NIC that is dying may never say that it is done.
+// Flushing takes microseconds; a failing NIC may never report that it is done.
 constexpr std::uint64_t kStopNs = 100'000'000u;
-// Joining a queue pair asks the kernel for the hardware address of the peer's NIC. Where that is
-// not known yet the kernel asks the network, and waits a second and more if nothing answers.
+// Joining a queue pair asks the kernel for the hardware address of the peer's NIC. If it is
+// unknown, the kernel asks the network, and waits a second or more if nothing answers.
 constexpr std::uint64_t kLookupNs = 200'000'000u;
 
 std::uint32_t random_packet_sequence() {
@@ -34,10 +35,10 @@ std::uint32_t random_packet_sequence() {
   return sequence & 0xffffff;
 }
 
-// "its NIC does not answer …"; to be read after the name of the peer.
+// Returns the cause, to be read after the name of the peer: "its NIC does not answer …".
 std::string cause_of(const ibv_wc& completion, const VerbsLibrary& library) {
   if (completion.wr_id == kReceiveId && completion.status == IBV_WC_REM_ACCESS_ERR) {
-    return "this NIC refused a write of its (remote access error): the memory region was "
+    return "this NIC refused one of its writes (remote access error): the memory region was "
            "deregistered here, or the key is wrong";
   }
   switch (completion.status) {
@@ -73,7 +74,8 @@ void VerbsPath::open(NicPathIdentity identity, VerbsNic& nic, NicDomain::Opened 
     if (!taken) return then(taken.error());
     const NicQueues::Share share = *taken;
     const auto on_made = [&nic, identity, then, share, port = nic.port](Made pair) {
-      // What an earlier queue pair with its number has left is not taken for its own.
+      // Takes completions of an earlier queue pair with the same number, so that they do not count
+      // here.
       share.of->drain();
       if (pair && nic.usable()) {
         return then(
@@ -142,11 +144,12 @@ void VerbsPath::connect(std::string_view endpoint, Connected then) {
       });
 }
 
-// Not in one with joining: nothing waits for that, and nothing is to be placed afterwards.
+// Starts the queue pair in a separate call: shut() does not wait for joining, and a queue pair that
+// is started after shut() would place writes.
 void VerbsPath::on_joined(int error, const PathEndpoint& theirs) {
   leave(State::starting);
   if (error != 0) return no_way(errno_text(error));
-  // shut() waits for it.
+  // shut() waits for this call.
   nic_.context.background.fence<int>([pair = pair_, ours = ours_] { return pair->start(ours); },
                                      [this, theirs](int refused) { on_started(refused, theirs); });
 }
@@ -210,7 +213,7 @@ std::size_t VerbsPath::post(const OperationPtr& operation, const WriteRange& wri
   last.wr_id = batch.sequence << kCountBits | count;
   sends_left_ -= static_cast<std::uint32_t>(count);
   ibv_send_wr* refused = nullptr;
-  // Those before the refused one are under way: closing the path tells which of them arrived.
+  // Requests before the refused one are under way; closing the path shows which of them arrived.
   if (const int error = ibv_post_send(pair_->get(), queues_.chain.data(), &refused)) {
     on_failed("this NIC refused a write: " + errno_text(error));
   }
@@ -231,14 +234,14 @@ void VerbsPath::write_request(std::size_t at, const Operation& operation, const 
   request.wr.rdma = {};
   if (write.length == 0) return;
   const auto& source = static_cast<const VerbsRegistration&>(
-      *operation.source->registration(identity_.nic));  // our own: it has our number
+      *operation.source->registration(identity_.nic));  // made by our NIC of this number
   piece = {.addr = operation.source->address() + write.source,
            .length = write.length,
            .lkey = source.local_key()};
   request.num_sge = 1;
   request.wr.rdma = {.remote_addr = key.address + write.destination,
                      .rkey = static_cast<std::uint32_t>(key.rkey)};
-  // The processor reads what is inlined.
+  // The processor reads inlined bytes.
   const bool inlined = write.length <= pair_->max_inline() && operation.source->host();
   if (inlined) request.send_flags = IBV_SEND_INLINE;
 }
@@ -271,7 +274,7 @@ void VerbsPath::make_windows() {
           return background.run([unwanted] { unwanted->clear(); }, [] {});
         }
         making_windows_ = false;
-        // For these the NIC has none left.
+        // The NIC has no window left for these.
         for (const std::uint64_t grant : windows_.add(std::move(made), wanted)) {
           events_.on_window(*this, grant);
         }
@@ -312,7 +315,7 @@ void VerbsPath::on_sent(std::uint64_t request) {
 void VerbsPath::on_failed(const ibv_wc& completion) {
   if (completion.wr_id == kEndId) stopped_ = true;
   if (stopping() || lost()) return;
-  // Flushed work is not the cause; the NIC may have told that already.
+  // Flushed work is not the cause; the NIC may have reported the cause as an event.
   if (completion.status == IBV_WC_WR_FLUSH_ERR) nic_.events->take();
   on_failed(cause_of(completion, nic_.device->library()));
 }
@@ -329,15 +332,17 @@ void VerbsPath::shut(std::function<void()> then) {
   then_shut_ = std::move(then);
   then_connected_ = nullptr;
   if (state_ == State::connected) return stop();
-  if (state_ == State::starting) return;  // on_started() goes on
-  // It has placed nothing and never will. One that is being joined is destroyed when that ends.
+  if (state_ == State::starting) return;  // on_started() continues
+  // The queue pair has placed nothing and never will. If it is being joined, it is destroyed after
+  // that.
   leave(State::gone);
   nic_.context.background.run([pair = std::move(pair_)] {}, [] {});
   finish();
 }
 
-// Requests complete in order, also those that are flushed: behind the last one nothing comes.
-// What the peer sent had completed before, because the queue pair takes nothing once it is stopped.
+// Stops the queue pair and posts a last request. Requests complete in order, even if flushed, so
+// nothing completes after it. Writes of the peer have completed before, because a stopped queue
+// pair takes none.
 void VerbsPath::stop() {
   if (!pair_->started() || nic_.broken) return destroy();
   nic_.context.background.fence<bool>(
@@ -360,10 +365,9 @@ void VerbsPath::destroy() {
         pair->destroy();
       },
       [this] {
-        // Some drivers drop what a destroyed queue pair left in the completion queue, which is why
-        // stop() takes it first. Others leave it there: it is taken here, while the number is
-        // still ours, so that it is never taken for that of a later queue pair with the same
-        // number.
+        // Some drivers drop the completions of a destroyed queue pair, so stop() takes them first.
+        // Others leave them in the completion queue: they are taken here, while the number is still
+        // ours, so that they never count for a later queue pair with that number.
         queues_.drain();
         finish();
       });

@@ -13,18 +13,18 @@
 
 namespace kvxfer::verbs {
 
-// What the paths of one NIC share; outlives them.
+// The state that the paths of one NIC share; it outlives them.
 struct VerbsNic {
   std::shared_ptr<const VerbsDevice> device;
   NicContext context;
-  // More are made when the others are full of paths.
+  // More are made when these are full of paths.
   std::vector<std::unique_ptr<NicQueues>> queues;
-  std::vector<NicQueues::Taken> want_queues;  // while they are made
+  std::vector<NicQueues::Taken> want_queues;  // callers that wait for new queues
   std::unique_ptr<AsyncEvents> events;
-  Port port;  // as it is now
+  Port port;  // current state
   NicLoad load;
-  bool broken = false;              // for good
-  std::vector<VerbsPath*> waiting;  // for what VerbsPath::step() looks at
+  bool broken = false;              // permanently
+  std::vector<VerbsPath*> waiting;  // paths whose step() is to be called
   bool usable() const { return port.active && !broken; }
   Error down() const { return {Errc::nic_lost, "NIC " + device->name() + " is down"}; }
 };
@@ -52,18 +52,18 @@ class VerbsPath final : public NicPath {
     return windows_.find(grant);
   }
 
-  // --- from the NIC's queues and events
+  // --- calls of the NIC's queues and events
   void on_sent(std::uint64_t request);
   void on_immediates(Imm imm, std::uint64_t count) { count_immediates(imm, count); }
   void on_failed(const ibv_wc& completion);
   void on_failed(const std::string& cause);
   void on_nic_down(const std::string& why) { lose({Errc::nic_lost, why}); }
-  // For those of VerbsNic::waiting.
+  // Ends the wait of a path in VerbsNic::waiting, once it is over.
   void step(std::uint64_t now);
   bool is_stopping() const { return state_ == State::stopping; }
 
  private:
-  // Of the queue pair. All that leads to another state takes the NIC some time.
+  // State of the queue pair. Each change of state takes the NIC some time.
   enum class State { made, joining, starting, connected, stopping, gone };
 
   VerbsPath(NicPathIdentity identity, NicQueues::Share share, const Port& port,
@@ -75,12 +75,13 @@ class VerbsPath final : public NicPath {
   void no_way(const std::string& why);
   void make_windows();
   void post_windows();
-  // Also once it has stopped: the peer may not have closed its end yet.
+  // True from shut() on, also after the queue pair has stopped: the peer may not have closed its
+  // end.
   bool stopping() const { return then_shut_ != nullptr || state_ == State::gone; }
   void stop();
   void destroy();
   void finish();
-  // Among those that wait.
+  // Waits in this state, as one of VerbsNic::waiting, for `ns` nanoseconds at most.
   void wait(State state, std::uint64_t ns);
   void leave(State next);
 
@@ -89,18 +90,18 @@ class VerbsPath final : public NicPath {
   NicQueues& queues_;
   PathShare share_;
   std::shared_ptr<QueuePair> pair_;  // null once shut
-  Port port_;                        // as the peer was told
+  Port port_;                        // sent to the peer
   PathEndpoint ours_;
   PathWindows windows_;
   std::uint32_t sends_left_;
   State state_ = State::made;
   bool stopped_ = false;           // every request that was posted has completed
-  std::uint64_t deadline_ns_ = 0;  // of waiting
+  std::uint64_t deadline_ns_ = 0;  // end of the wait
   ibv_gid their_gid_{};
   Connected then_connected_;
   std::function<void()> then_shut_;  // shut() was called
   bool making_windows_ = false;
-  // For what may come when this is gone.
+  // Expires with the path, for calls that come later.
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);
 };
 

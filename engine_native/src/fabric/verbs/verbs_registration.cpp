@@ -15,9 +15,9 @@
 namespace kvxfer::verbs {
 namespace {
 
-// Relaxed ordering (where the device has it; ignored otherwise) lets PCIe place the bytes of writes
-// out of order among themselves. The completion of an immediate is itself a strictly ordered PCIe
-// write, which overtakes no earlier one, and no byte is looked at here before that completion.
+// Relaxed ordering (ignored by devices that lack it) lets PCIe place the bytes of writes in any
+// order. The completion of an immediate is itself a strictly ordered PCIe write, which overtakes no
+// earlier one, and no byte is read here before that completion.
 constexpr unsigned kAccess =
     IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_RELAXED_ORDERING;
 
@@ -51,7 +51,7 @@ Error cannot_register_gpu(const std::string& nic, const MemoryRegion& region, in
               (full ? "; its BAR1 may be too small or full: nvidia-smi -q -d MEMORY" : "")};
 }
 
-// Null, with errno, where the NIC refuses it.
+// Returns null, with errno, if the NIC refuses the memory.
 Result<ibv_mr*> register_dmabuf(const VerbsDevice& device, const MemoryRegion& region) {
   if (!device.library().reg_dmabuf_mr) {
     return Error{Errc::fabric_unavailable, "libibverbs is older than rdma-core 34"};
@@ -100,7 +100,7 @@ ibv_mr* VerbsRegistration::get() {
   return region_;
 }
 
-// A window that its queue pair is closing keeps it for a moment (EBUSY).
+// Retries for a while: a window that its queue pair is closing keeps the region busy (EBUSY).
 Result<void> VerbsRegistration::close() {
   const std::lock_guard lock(mutex_);
   if (!region_) return {};

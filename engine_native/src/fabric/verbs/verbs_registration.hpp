@@ -20,14 +20,14 @@ class VerbsRegistration final : public NicRegistration {
                                                          const MemoryRegion& region, MemoryWay way);
   ~VerbsRegistration() override { (void)close(); }
 
-  // A region made of a dmabuf takes none (man ibv_reg_dmabuf_mr).
+  // True unless the region is made of a dmabuf, which takes no windows (man ibv_reg_dmabuf_mr).
   bool takes_windows() const override { return way_ != MemoryWay::dmabuf; }
   MemoryWay way() const override { return way_; }
   Result<RemoteKey> share(PeerId peer) override;
   void unshare(PeerId) override {}
   Result<void> close() override;
 
-  // Null once closed, which is after the engine thread has closed all windows of the region.
+  // Returns null once closed, after the engine thread has closed all windows of the region.
   ibv_mr* get();
   std::uint32_t local_key() const { return local_key_; }
   std::uint32_t remote_key() const { return remote_key_; }
@@ -45,7 +45,7 @@ class VerbsRegistration final : public NicRegistration {
   std::shared_ptr<const VerbsDevice> device_;
   std::mutex mutex_;
   ibv_mr* region_;         // null once closed; guarded by mutex_
-  std::uint64_t address_;  // ibv_mr::addr of a dmabuf is none
+  std::uint64_t address_;  // kept, because ibv_mr::addr of a dmabuf is not an address
   std::uint32_t local_key_;
   std::uint32_t remote_key_;
   MemoryWay way_;

@@ -1,5 +1,5 @@
-"""vLLM's own weight transfer with the backend `kvxfer`: what a trainer needs of it. docs/vllm.md
-says how it is used."""
+"""vLLM's own weight transfer with the backend `kvxfer`: the part that a trainer needs. docs/vllm.md
+describes its use."""
 
 from __future__ import annotations
 

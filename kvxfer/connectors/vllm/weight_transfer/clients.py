@@ -12,13 +12,13 @@ __all__ = ["PausingClient"]
 
 class PausingClient(HTTPVLLMWeightSyncClient):
     """vLLM's own client, with /pause before /start_weight_update and /resume after
-    /finish_weight_update. vLLM empties its prefix cache with the pause, so nothing of the old
-    weights is used afterwards."""
+    /finish_weight_update. vLLM empties its prefix cache with the pause, so no KV of the old weights
+    is used afterwards."""
 
     def __init__(
         self, base_url: str, mode: Literal["abort", "wait"] = "wait", timeout: float = 300
     ) -> None:
-        """mode: whether requests that are under way are aborted, or end before the update."""
+        """`mode`: "abort" aborts running requests, "wait" lets them end before the update."""
         super().__init__(base_url, timeout)
         self._mode = mode
 
@@ -39,5 +39,5 @@ class PausingClient(HTTPVLLMWeightSyncClient):
         self._post("resume")
 
     def _resume(self) -> None:
-        with contextlib.suppress(Exception):  # an instance that is gone
+        with contextlib.suppress(Exception):  # the instance may have ended
             self._post("resume")

@@ -1,4 +1,4 @@
-"""How all workers of vLLM pin an update and apply it: vLLM's own control path."""
+"""vLLM's own control path, over which all its workers pin an update and apply it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 
 PIN: Final = "pin"
-"""Action of an update: what this worker has staged is what it will apply; nothing drops it."""
+"""The action that pins what this worker has staged: it will apply that, and nothing drops it."""
 UNPIN: Final = "unpin"
-"""Whatever is pinned is dropped, and finishing applies nothing."""
+"""The action that drops what is pinned: finishing applies nothing."""
 
 
 class ControlPath:
-    """Has all workers of vLLM pin an update and apply it, over vLLM's own control path."""
+    """A control path to all workers of vLLM, by which they pin an update and apply it."""
 
     def __init__(self, client: VLLMWeightSyncClient) -> None:
         self._client = client
@@ -27,7 +27,7 @@ class ControlPath:
         self._client.finish_weight_update(str(version))
 
     def unpin(self, update_id: str) -> None:
-        # The worker that told of the refusal thinks that no update is under way any more.
+        # The worker that reported the refusal has no update under way any more.
         self._client.start_weight_update()
         try:
             self._client.update_weights({"action": UNPIN, "update_id": update_id})

@@ -37,12 +37,12 @@ from kvxfer.errors import InvalidArgument, KvxferError, NotStaged, WeightUpdateE
 from kvxfer.weights.holdings import Holdings
 from kvxfer.weights.transfer.staged import Staged
 
-# vLLM shows what its own loggers tell; of others only warnings.
+# vLLM shows its own loggers' info messages, and only warnings of others.
 _LOG: Final = logging.getLogger("vllm.kvxfer")
 
 
 class KvxferWeightTransferEngine(WeightTransferEngine[KvxferInitInfo, KvxferUpdateInfo]):
-    """Belongs to the worker's thread."""
+    """The weight updates of one worker. Belongs to the worker's thread."""
 
     init_info_cls = KvxferInitInfo
     update_info_cls = KvxferUpdateInfo
@@ -57,11 +57,11 @@ class KvxferWeightTransferEngine(WeightTransferEngine[KvxferInitInfo, KvxferUpda
         self._version = 0
 
     def init_transfer_engine(self, init_info: KvxferInitInfo) -> None:
-        """Joins the coordinator, with what this worker's model wants of the trainer's parameters.
-        Called again, by another trainer, it leaves the one before.
+        """Joins the coordinator, with the boxes of the trainer's parameters that this worker's
+        model wants. A later call, for another trainer, first leaves the previous coordinator.
 
-        Raises WeightsMismatch where these do not fill the model or vLLM cannot reload it,
-        InvalidArgument, and DeadlineExceeded where the coordinator does not answer."""
+        Raises WeightsMismatch if the parameters do not fill the model or vLLM cannot reload it,
+        InvalidArgument, and DeadlineExceeded if the coordinator does not answer."""
         self.shutdown()
         together(self.parallel_config, lambda: self._join(init_info), self.shutdown)
 
@@ -93,13 +93,13 @@ class KvxferWeightTransferEngine(WeightTransferEngine[KvxferInitInfo, KvxferUpda
         )
 
     def start_weight_update(self) -> None:
-        """An update that was begun before, by a trainer that is gone, is given up."""
+        """Gives up an update that an earlier trainer began and did not finish."""
         self._drop()
         self._given_up = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Raises WeightUpdateError, at the last worker, where any has not staged the update that is
-        to be pinned; then none has pinned it."""
+        """Pins or unpins an update on all workers. Raises WeightUpdateError, on the last worker, if
+        any has not staged the update that is to be pinned; then none has pinned it."""
         together(
             self.parallel_config,
             lambda: self.receive_weights(self.parse_update_info(update_info)),
@@ -107,10 +107,10 @@ class KvxferWeightTransferEngine(WeightTransferEngine[KvxferInitInfo, KvxferUpda
         )
 
     def receive_weights(self, update_info: KvxferUpdateInfo) -> None:
-        """Of this worker. Raises NotStaged."""
+        """Pins or unpins an update on this worker. Raises NotStaged."""
         if update_info.action == PIN:
             if self._pinned is not None and self._pinned.update_id == update_info.update_id:
-                return  # a client that asks again
+                return  # the client repeats its request
             self._drop()
             self._pinned = self._joined().pin(update_info.update_id)
         elif update_info.action == UNPIN:
@@ -121,12 +121,12 @@ class KvxferWeightTransferEngine(WeightTransferEngine[KvxferInitInfo, KvxferUpda
 
     def finish_weight_update(self) -> None:
         """Serves the pinned update from now on. If that fails, this process ends: vLLM would serve
-        half of it. After "unpin" it does nothing.
+        half of the update. After "unpin" it does nothing.
 
-        Raises NotStaged where nothing is pinned."""
+        Raises NotStaged if nothing is pinned."""
         staged, self._pinned = self._pinned, None
         if staged is None:
-            # All workers are here, or none, as they pin together; that place says which one raises.
+            # All workers get here, or none, as they pin together. The last one raises: `together`.
             if self._given_up or self.parallel_config.rank < self.parallel_config.world_size - 1:
                 return
             raise NotStaged('no update is pinned; update_weights needs the action "pin" before')
@@ -148,8 +148,8 @@ class KvxferWeightTransferEngine(WeightTransferEngine[KvxferInitInfo, KvxferUpda
         try:
             member.applied(staged, SYSTEM_CLOCK.monotonic() - began)
         except (KvxferError, TimeoutError) as error:
-            # The coordinator takes this rank for lost; it serves the update all the same.
-            _LOG.warning("kvxfer: version %d is served, untold: %s", staged.version, error)
+            # The coordinator considers this rank lost; it serves the update nevertheless.
+            _LOG.warning("kvxfer: version %d is served, unreported: %s", staged.version, error)
 
     def shutdown(self) -> None:
         member, self._member, self._pinned = self._member, None, None
@@ -169,7 +169,7 @@ class KvxferWeightTransferEngine(WeightTransferEngine[KvxferInitInfo, KvxferUpda
             try:
                 self._member.unpin(staged)
             except (KvxferError, TimeoutError) as error:  # not all ranks may raise: `together`
-                _LOG.warning("kvxfer: %s is dropped, untold: %s", staged.update_id, error)
+                _LOG.warning("kvxfer: %s is dropped, unreported: %s", staged.update_id, error)
 
     def _end_process(self, member: Member, staged: Staged, error: BaseException) -> None:
         _LOG.critical(
@@ -182,13 +182,13 @@ class KvxferWeightTransferEngine(WeightTransferEngine[KvxferInitInfo, KvxferUpda
         with contextlib.suppress(Exception):
             member.broken(staged, error)
             member.close()
-        # vLLM catches every exception of a worker and goes on.
+        # vLLM catches every exception of a worker and continues.
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _begin_anew() -> None:
-    """vLLM's worker refuses to start an update while one is under way. A trainer that is killed in
-    the middle leaves one, and an error of several workers is what must not be (`together`)."""
+    """Lets vLLM's worker start an update while one is under way, which it refuses by itself. A
+    trainer that is killed leaves one, and several workers must not raise (`together`)."""
     start = Worker._start_weight_update
 
     def begin(worker: Any, is_draft: bool = False) -> None:

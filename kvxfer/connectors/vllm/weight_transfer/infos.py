@@ -1,4 +1,4 @@
-"""What a trainer tells the workers of a vLLM instance, over vLLM's own control path."""
+"""The messages of a trainer to the workers of a vLLM instance, over vLLM's own control path."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from kvxfer.weights.transfer.settings import UpdateSettings
 
 @dataclass
 class KvxferInitInfo(WeightTransferInitInfo):
-    """Where the job's coordinator is, and what the trainer has. The cluster key is not in it: each
-    side has it from its operator."""
+    """The address of the job's coordinator, and the trainer's parameters. The cluster key is not
+    included: each side gets it from its operator."""
 
     coordinator: str
     names: list[str]
     dtypes: list[str]
-    """As torch names them, without `torch.`."""
+    """Dtypes as torch names them, without `torch.`."""
     shapes: list[list[int]]
-    """Of whole parameters."""
+    """Shapes of whole parameters."""
 
     def checkpoint(self) -> list[ParamMeta]:
-        """Raises InvalidArgument."""
+        """Returns the parameters. Raises InvalidArgument."""
         if not len(self.names) == len(self.dtypes) == len(self.shapes):
             raise InvalidArgument(
                 f"{len(self.names)} names, {len(self.dtypes)} dtypes and {len(self.shapes)} shapes "
@@ -49,7 +49,7 @@ class KvxferInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class KvxferUpdateInfo(WeightTransferUpdateInfo):
-    """A step of an update that is staged."""
+    """A step of a staged update."""
 
     action: str
     """"pin": the update that this worker has staged is the one to apply, and nothing drops it any
@@ -59,22 +59,23 @@ class KvxferUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class KvxferTrainerInitInfo(TrainerInitInfo):
-    """Of one training rank."""
+    """The settings of one training rank."""
 
     backend: ClassVar[str] = BACKEND
 
     world_size: int = 1
     """Training ranks of the job."""
     coordinator: str | None = None
-    """What rank 0's engine says. None: by torch.distributed, where there are several ranks."""
+    """The address that rank 0's engine reports. None: torch.distributed broadcasts it to the other
+    ranks."""
     instances: int = 1
     """vLLM instances that the client drives; data parallel ranks count as instances."""
     version: int = 0
-    """That vLLM serves now. The first update has the next one."""
+    """The version that vLLM serves now. The first update has the next one."""
     cluster_key: str | None = None
-    """None: KVXFER_CLUSTER_KEY."""
+    """The cluster key. None: KVXFER_CLUSTER_KEY."""
     join_seconds: float = 120.0
-    """Until all instances are connected."""
+    """Seconds until all instances must be connected."""
     settings: UpdateSettings = field(default_factory=UpdateSettings)
     options: EngineOptions = field(default_factory=EngineOptions)
-    """Of the transfer engines: `host`, `fabrics`, …"""
+    """Options of the transfer engines: `host`, `fabrics`, …"""

@@ -23,7 +23,7 @@ from kvxfer.weights.holdings import Holdings
 from kvxfer.weights.transfer.receiver import WeightReceiver
 from kvxfer.weights.transfer.staged import Staged
 
-# vLLM shows what its own loggers tell; of others only warnings.
+# vLLM shows its own loggers' info messages, and only warnings of others.
 _LOG: Final = logging.getLogger("vllm.kvxfer")
 _CALL_SECONDS: Final = 10.0
 _JOIN_SECONDS: Final = 0.75 * START_SECONDS
@@ -33,17 +33,17 @@ _SETTING: Final = "kvxfer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberSettings:
-    """What an operator sets: vLLM's `--additional-config '{"kvxfer": {…}}'`; what is not there is
-    as in the configuration of the instance's KvxferConnector, if it has one."""
+    """Settings from vLLM's `--additional-config '{"kvxfer": {…}}'`. Missing ones come from the
+    configuration of the instance's KvxferConnector, if it has one."""
 
     cluster_key: bytes = field(repr=False)
     options: OperatorOptions = field(default_factory=OperatorOptions)
-    """Of the transfer engine of each rank."""
+    """Options of the transfer engine of each rank."""
 
     @classmethod
     def read(cls, vllm_config: Any, host: str | None = None) -> Self:
-        """Raises InvalidArgument, which names the setting. `host` is where engines listen unless
-        the operator says so."""
+        """Reads the settings. Raises InvalidArgument, which names the setting. Engines listen at
+        `host` if the settings have none."""
         own = (vllm_config.additional_config or {}).get(_SETTING, {})
         unknown = sorted(own.keys() - {_KEY_FILE, *OPERATOR_OPTIONS})
         if unknown:
@@ -110,7 +110,7 @@ class Member(LoopThread):
                 await self._closing.wait()
 
     def pin(self, update_id: str) -> Staged:
-        """Raises NotStaged."""
+        """Pins a staged update. Raises NotStaged."""
 
         async def pin() -> Staged:
             return self.receiver.pin(update_id)
@@ -124,7 +124,7 @@ class Member(LoopThread):
         self.run(unpin(), _CALL_SECONDS)
 
     def applied(self, staged: Staged, seconds: float) -> None:
-        """The coordinator is told that this rank serves the update, and how long that took."""
+        """Reports to the coordinator that this rank serves the update, and how long that took."""
 
         async def applied() -> None:
             self.receiver.applied(staged, seconds)
@@ -132,7 +132,7 @@ class Member(LoopThread):
         self.run(applied(), _CALL_SECONDS)
 
     def broken(self, staged: Staged, error: BaseException) -> None:
-        """The coordinator is told that this instance is out of service."""
+        """Reports to the coordinator that this instance is out of service."""
 
         async def broken() -> None:
             self.receiver.broken(staged, error)

@@ -12,8 +12,8 @@ BACKEND: Final = "kvxfer"
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes, any number of times. A trainer calls vLLM's
-    load_general_plugins()."""
+    """Registers the backend. vLLM calls this in each of its processes, any number of times. A
+    trainer calls vLLM's load_general_plugins()."""
     from vllm.distributed.weight_transfer.factory import (
         WeightTransferEngineFactory,
         WeightTransferTrainerFactory,

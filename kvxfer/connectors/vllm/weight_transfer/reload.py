@@ -23,8 +23,8 @@ from kvxfer.weights.window import window_over
 
 
 def check_reloadable(model: torch.nn.Module) -> None:
-    """Raises WeightsMismatch for a model that would go on with earlier weights: vLLM 0.32 prepares
-    those of some kernels (all experts on CPUs) once, and not again when they are loaded anew."""
+    """Raises WeightsMismatch for a model that would keep using earlier weights: vLLM 0.32 prepares
+    the weights of some kernels (all experts on CPUs) once, and not again after a reload."""
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None:
@@ -42,8 +42,8 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 def windows_over(arena: Arena, memory: Any, shapes: Shapes) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters that are staged in an arena's memory. `shapes` are the trainer's; only there a
-    scalar differs from a vector of one element."""
+    """Yields the parameters that are staged in an arena's memory. `shapes` are the trainer's; only
+    these distinguish a scalar from a vector of one element."""
     staged = torch.frombuffer(memory, dtype=torch.uint8)
     for name, (holding, offset, nbytes) in arena.places.items():
         yield name, window_over(holding, _box(staged, holding, offset, nbytes), shapes[name])
@@ -60,22 +60,22 @@ def load_in_place(
     device: torch.device,
     weights: Iterator[tuple[str, torch.Tensor]],
 ) -> None:
-    """The model serves with these weights from now on. Parameters keep their addresses, which
-    captured graphs know. Where it raises, some layers have the new weights and others the old ones.
-    """
+    """Loads weights into a model, which serves with them from now on. Parameters keep their
+    addresses, which captured graphs use. If it raises, some layers have the new weights and others
+    the old ones."""
     loading: Any = model
     with torch.no_grad(), device:
         initialize_layerwise_reload(model)
         loading.load_weights(weights)
         finalize_layerwise_reload(model, model_config)
         for layer, method in _tied(model):
-            # On CPUs vLLM computes logits with a packed copy. It has not renewed that of an lm_head
-            # whose weights are the embedding's, as nothing was loaded there.
+            # On CPUs vLLM computes logits with a packed copy. The copy of an lm_head that shares
+            # the embedding's weights is still the old one, as nothing was loaded there.
             method.process_weights_after_loading(layer)
 
 
 def _tied(model: torch.nn.Module) -> list[tuple[torch.nn.Module, UnquantizedEmbeddingMethod]]:
-    """Embeddings and output heads that share their weights with another layer."""
+    """Returns the embeddings and output heads that share their weights with another layer."""
     found: dict[int, list[tuple[torch.nn.Module, UnquantizedEmbeddingMethod]]] = {}
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)

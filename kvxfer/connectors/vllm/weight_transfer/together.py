@@ -1,4 +1,4 @@
-"""What all workers of a vLLM instance do, or none."""
+"""Steps that all workers of a vLLM instance take, or none."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvxfer.errors import WeightUpdateError
 
-# vLLM shows what its own loggers tell; of others only warnings.
+# vLLM shows its own loggers' info messages, and only warnings of others.
 _LOG: Final = logging.getLogger("vllm.kvxfer")
 
 
 def together(parallel_config: Any, step: Callable[[], None], undo: Callable[[], None]) -> None:
-    """Takes a step that may fail on any worker; where it does, all undo it. Called by all.
+    """Takes a step that may fail on any worker; if it does, all undo it. All workers call this.
 
-    The last worker alone raises. vLLM 0.32 reads the answers of workers in the order of their ranks
-    and stops at an error, so it would take what later ranks have answered for their answers to its
-    next call, and so on for ever.
+    Only the last worker raises. vLLM 0.32 reads the answers of workers in the order of their ranks
+    and stops at an error. It would take the unread answers of later ranks for their answers to its
+    next call, and so on for all calls.
     """
     failed: Exception | None = None
     try:
@@ -37,7 +37,7 @@ def together(parallel_config: Any, step: Callable[[], None], undo: Callable[[], 
 
 
 def _first(text: str | None) -> str | None:
-    """What one of the workers says, the same for all of them; None if none says anything."""
+    """Returns the text of one worker, the same on all of them; None if no worker has one."""
     for group in (get_tp_group(), get_pp_group()):
         said: list[str | None] = [None] * group.world_size
         torch.distributed.all_gather_object(said, text, group=group.cpu_group)

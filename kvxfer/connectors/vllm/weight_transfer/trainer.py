@@ -31,29 +31,29 @@ __all__ = ["KvxferTrainerWeightTransferEngine", "ShardSource", "StateSource"]
 
 
 class ShardSource(WeightSource):
-    """A source that gives what this rank holds, as it holds it: nothing is gathered."""
+    """A source of the shards that this rank holds: nothing is gathered."""
 
     @abc.abstractmethod
     def holdings(self) -> Holdings:
-        """The boxes of this rank, by the names of the checkpoint."""
+        """Returns the boxes of this rank, by the names of the checkpoint."""
 
     @abc.abstractmethod
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """What is in these boxes now, contiguous."""
+        """Returns the current contents of these boxes, contiguous."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         raise InvalidArgument("a source of shards has no whole parameters; use it with kvxfer only")
 
 
 class StateSource(ShardSource):
-    """Of what `kvxfer.weights.torch_state.state_of()` says of this rank's module: FSDP's and other
-    DTensors are sent as they are sharded."""
+    """The source of a state from `kvxfer.weights.torch_state.state_of()` for this rank's module:
+    FSDP's and other DTensors are sent as they are sharded."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
 
     def metadata(self) -> list[ParamMeta]:
-        """Of the parameters that this rank has a part of."""
+        """Returns the metadata of the parameters that this rank has a part of."""
         return [
             ParamMeta(each.name, getattr(torch, each.dtype), each.whole)
             for each in self._state.holdings.parameters
@@ -67,7 +67,7 @@ class StateSource(ShardSource):
 
 
 class KvxferTrainerWeightTransferEngine(TrainerWeightTransferEngine[KvxferTrainerInitInfo]):
-    """Belongs to one thread of the training loop."""
+    """The weight updates of one training rank. Belongs to one thread of the training loop."""
 
     init_info_cls = KvxferTrainerInitInfo
 
@@ -80,7 +80,7 @@ class KvxferTrainerWeightTransferEngine(TrainerWeightTransferEngine[KvxferTraine
     ) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self.version = init_info.version
-        """Of the last update that was sent."""
+        """The version of the last update that was sent."""
         self._trainer = _trainer(init_info, client, source)
         metadata = _of_all_ranks(source, init_info)
         if self.is_sender:
@@ -99,22 +99,23 @@ class KvxferTrainerWeightTransferEngine(TrainerWeightTransferEngine[KvxferTraine
         client: VLLMWeightSyncClient,
         source: WeightSource | None = None,
     ) -> Self:
-        """Called on every training rank. Rank 0 has the workers of vLLM join its coordinator, and
-        returns when they have. Raises InvalidArgument, DeadlineExceeded, and what `client` does."""
+        """Makes the engine; every training rank calls this. On rank 0 it returns when the workers
+        of vLLM have joined its coordinator. Raises InvalidArgument, DeadlineExceeded, and what
+        `client` raises."""
         if source is None:
             raise InvalidArgument("there is no source of weights; pass ModuleSource(model)")
         return cls(init_info, client=client, source=source)
 
     def send_weights(self, version: int | None = None) -> UpdateReport:
-        """Sends the source's weights as the next version, or as the given one. Called on every
-        training rank; returns when vLLM serves them. vLLM serves while they are sent: have the
-        client pause it between start_weight_update() and finish_weight_update() only
+        """Sends the source's weights as the next version, or as the given one. Every training rank
+        calls this; it returns when vLLM serves them. vLLM serves while they are sent: the client
+        should pause it only between start_weight_update() and finish_weight_update()
         (`clients.PausingClient`).
 
-        Raises WeightUpdateAborted where nothing was applied: vLLM serves what it served. Raises
-        WeightsMismatch where the same would be refused again, also where another rank cannot send
-        its parameters. Raises WeightUpdateError where no instance has applied it, so that none is
-        in service any more.
+        Raises WeightUpdateAborted if nothing was applied: vLLM serves the previous weights. Raises
+        WeightsMismatch if the same update would be refused again, also if another rank cannot send
+        its parameters. Raises WeightUpdateError if no instance has applied the update: none is in
+        service any more.
         """
         version = self.version + 1 if version is None else version
         report = self._trainer.push(version).result()
@@ -130,7 +131,7 @@ class KvxferTrainerWeightTransferEngine(TrainerWeightTransferEngine[KvxferTraine
         return report
 
     def shutdown(self) -> None:
-        """Ends the coordinator and the transfer engines; vLLM serves on."""
+        """Ends the coordinator and the transfer engines; vLLM continues to serve."""
         self._trainer.close()
 
 
@@ -160,7 +161,7 @@ def _trainer(
     if not torch.distributed.is_initialized():
         raise InvalidArgument(
             f"training rank {info.rank} of {info.world_size} has no coordinator: pass the address "
-            "that rank 0's engine has, or initialise torch.distributed, which tells it"
+            "that rank 0's engine has, or initialise torch.distributed, which broadcasts it"
         )
     made: list[Trainer] = []
 
@@ -179,7 +180,7 @@ def _trainer(
 
 
 def _holdings(source: WeightSource) -> Holdings:
-    """Of a source of whole parameters, every rank has those that it says it holds."""
+    """Returns this rank's holdings: with a source of whole parameters, those that it holds here."""
     if isinstance(source, ShardSource):
         return source.holdings()
     held = source.held_names()
@@ -202,15 +203,15 @@ def _tensors(source: WeightSource) -> dict[str, torch.Tensor]:
     if isinstance(source, ShardSource):
         found = dict(source.tensors())
     else:
-        whole: Iterator[tuple[str, torch.Tensor | None]] = iter(source)  # None: held elsewhere
+        whole: Iterator[tuple[str, torch.Tensor | None]] = iter(source)  # held elsewhere if None
         found = {name: each.detach().contiguous() for name, each in whole if each is not None}
     settle(found.values())
     return found
 
 
 def _of_all_ranks(source: WeightSource, info: KvxferTrainerInitInfo) -> list[ParamMeta]:
-    """A source of shards knows of its rank's parameters only, which with pipeline or expert
-    parallelism are not all."""
+    """Returns the metadata of all ranks' parameters. A source of shards knows only those of its
+    rank, which are not all with pipeline or expert parallelism."""
     mine: list[ParamMeta] = source.metadata()
     if not isinstance(source, ShardSource) or info.world_size == 1:
         return mine
@@ -222,7 +223,7 @@ def _of_all_ranks(source: WeightSource, info: KvxferTrainerInitInfo) -> list[Par
 
 
 def _told(metadata: list[ParamMeta], coordinator: str) -> dict[str, Any]:
-    """What each worker's KvxferInitInfo is made of."""
+    """Returns the values of each worker's KvxferInitInfo."""
     return {
         "coordinator": coordinator,
         "names": [each.name for each in metadata],

@@ -1,4 +1,4 @@
-"""Which boxes of a checkpoint's parameters a worker of a live vLLM needs."""
+"""The boxes of a checkpoint's parameters that a worker of a live vLLM needs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _SHOWN: Final = 5
 
 
 def record_wants(model: torch.nn.Module, checkpoint: Sequence[ParamMeta]) -> tuple[Holding, ...]:
-    """The boxes that the model's own `load_weights` reads of a checkpoint, sorted by name. What it
-    ignores is not wanted. The model serves afterwards as before.
+    """Returns the boxes that the model's own `load_weights` reads of a checkpoint, sorted by name,
+    without those that it ignores. The model serves afterwards as before.
 
-    Raises WeightsMismatch where a parameter of the model would not be filled, where the model has
-    no place for a name, such as one of scales, and where it would take 8 bits without their scales.
+    Raises WeightsMismatch if a parameter of the model would not be filled, if the model has no
+    place for a name, such as one of scales, and if it would take 8-bit weights without scales.
     """
     wants = Wants()
     given: list[str] = []
@@ -48,25 +48,25 @@ def _load(model: Any, windows: Iterator[tuple[str, torch.Tensor]], given: list[s
         model.load_weights(windows)
     except KvxferError:
         raise
-    except Exception as error:  # each of vLLM's models has another for a name that it lacks
+    except Exception as error:  # vLLM's models raise various errors for a name that they lack
         name = given[-1] if given else "no parameter"
         raise WeightsMismatch(
             f"vLLM's {type(model).__name__} refuses {name}: {type(error).__name__}: {error}. Pass "
-            "the names of the checkpoint that it loads, and scales of what it has in 8 bits "
+            "the names of the checkpoint that it loads, and scales for its 8-bit parameters "
             "(kvxfer.weights.quantized_for_vllm)"
         ) from error
 
 
 @contextlib.contextmanager
 def _in_checkpoint_format(model: torch.nn.Module) -> Iterator[None]:
-    """The model's parameters are as its loaders expect them, without memory. Those that it serves
-    with are put back afterwards, untouched."""
+    """Gives the model parameters as its loaders expect them, without memory. Afterwards, puts back
+    those that it serves with, untouched."""
     layerwise.initialize_layerwise_reload(model)
     try:
         for layer in model.modules():
             for tensor in get_layer_tensors(layer).values():
                 if hasattr(tensor, "weight_loader"):
-                    # The wrapper would process the layer, with weights that are not there.
+                    # The wrapper would process the layer, whose weights have no memory.
                     tensor.weight_loader = layerwise._get_original_loader(tensor)
         yield
     finally:
@@ -79,8 +79,8 @@ def _in_checkpoint_format(model: torch.nn.Module) -> Iterator[None]:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the elements that are written of each memory, and keeps what the model serves with
-    from being written."""
+    """A mode of torch that counts the elements written to each memory, and prevents writes to the
+    weights that the model serves with."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -89,7 +89,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._elements: dict[int, int] = {}
 
     def of(self, tensor: torch.Tensor) -> int:
-        """How many elements of this tensor were written."""
+        """Returns how many elements of this tensor's memory were written."""
         return self._elements.get(_memory(tensor), 0)
 
     def __torch_dispatch__(
@@ -109,12 +109,13 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Equal for views of one tensor, also of one without memory."""
+    """Returns a number that is equal for views of one tensor, also of one without memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _check_filled(model: torch.nn.Module, writes: _Writes) -> None:
-    """vLLM would serve with what happens to be in memory where nothing is loaded."""
+    """Raises WeightsMismatch for parameters that are not filled: vLLM would serve with whatever is
+    in their memory."""
     lacking: dict[int, str] = {}
     filled: set[int] = set()
     for prefix, layer in model.named_modules():
@@ -124,7 +125,7 @@ def _check_filled(model: torch.nn.Module, writes: _Writes) -> None:
         for name, parameter in layer._parameters.items():
             if parameter is None or name in SKIP_LOAD_TENSORS:
                 continue
-            # Parameters that are tied are one while they serve.
+            # Tied parameters are one while they serve.
             served = id(kept[0].get(name)) if kept else id(parameter)
             written, needed = writes.of(parameter), get_tensor_load_numel(parameter)
             if written >= needed:

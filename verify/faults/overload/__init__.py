@@ -1,0 +1,1 @@
+"""Three times as many requests as a fleet can serve."""
