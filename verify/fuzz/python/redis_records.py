@@ -13,9 +13,10 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from kvxfer.errors import ControlPlaneError, ControlPlaneUnavailable, KvxferError
-from kvxfer.instances import ChangeCause, InstanceSpec, InstanceState, Role
+from kvxfer.instances import ChangeCause, InstanceSpec, InstanceState, Load, Role, Traffic
 from kvxfer.layout import KvLayout
 from kvxfer.prefix_hashes import HASH_BYTES
 from kvxfer.scheduler.lease_policy import LeasePolicy
@@ -30,11 +31,11 @@ from kvxfer.weight_updates import UpdateState
 from verify.fuzz.python.choices import Choices
 
 DECODERS = {
-    "kvxfer/scheduler/redis_registry/records.py": None,
-    "kvxfer/scheduler/redis_registry/answers.py": None,
-    "kvxfer/scheduler/redis_registry/snapshot.py": ["load", "load_blocks", "_text"],
-    "kvxfer/scheduler/redis_registry/mirror.py": ["Mirror.apply", "Mirror._*", "Mirror.instance"],
-    "kvxfer/scheduler/scaling/redis_leader.py": ["_token"],
+    "scheduler/redis_registry/records.py": None,
+    "scheduler/redis_registry/answers.py": None,
+    "scheduler/redis_registry/snapshot.py": ["load", "load_blocks", "_text"],
+    "scheduler/redis_registry/mirror.py": ["Mirror.apply", "Mirror._*", "Mirror.instance"],
+    "scheduler/scaling/redis_leader.py": ["_token"],
 }
 
 _NAMES = ("p", "d", "x")
@@ -56,7 +57,18 @@ _REFUSALS = (
     "unknown-instance",
     "table-exists",
     "unknown-transfer",
+    "wrong-secret",
+    "leaving",
 )
+_MEMBER: dict[str, Any] = {
+    "epoch": 7,
+    "state": "ready",
+    "role": "prefill",
+    "registered_at": 1.0,
+    "heartbeat_at": 2.0,
+    "reserved": {"transfers": 0, "blocks": 0},
+    "load": {"running": 1, "ttft_p90": 0.5, "free_blocks": 8},
+}
 
 
 @functools.cache
@@ -71,17 +83,33 @@ def run(data: bytes) -> None:
 
 def _values(choices: Choices) -> None:
     """Checks that a record is read as it was written."""
-    kind, raw = choices.below(3), choices.rest()
-    with suppress(ControlPlaneUnavailable), records.reading("a value"):
-        if kind == 0:
-            transfer = records.decode_transfer(raw)
-            assert records.decode_transfer(records.encode_transfer(transfer)) == transfer
-        elif kind == 1:
-            load_of = records.decode_load(raw)
-            assert records.decode_load(records.encode_load(load_of)) == load_of
-        else:
-            table = records.decode_table(raw)
-            assert repr(records.decode_table(records.encode_table(table))) == repr(table)
+    decode, encode = choices.one_of(_VALUES)
+    try:
+        with records.reading("a value"):
+            value = decode(choices.rest())
+    except ControlPlaneUnavailable:
+        return
+    if isinstance(value, Load):
+        value = replace(value, sent=())  # a load's traffic is written beside it
+    assert repr(decode(encode(value))) == repr(value)  # a NaN is not equal to itself
+
+
+def _encode_sent(sent: tuple[Traffic, ...]) -> bytes:
+    return records.encode_sent(Load(sent=sent)) or msgspec.msgpack.encode(())
+
+
+def _encode_secret(secret: str) -> bytes:
+    return msgspec.msgpack.encode({**_MEMBER, "secret": secret})
+
+
+_VALUES: tuple[tuple[Callable[[bytes], Any], Callable[[Any], bytes]], ...] = (
+    (records.decode_transfer, records.encode_transfer),
+    (records.decode_load, records.encode_load),
+    (records.decode_table, records.encode_table),
+    (records.decode_update, records.encode_update),
+    (records.decode_sent, _encode_sent),
+    (records.decode_secret, _encode_secret),
+)
 
 
 def _answer(choices: Choices) -> None:
@@ -92,7 +120,7 @@ def _answer(choices: Choices) -> None:
     if kind == 0xFF:
         answer = answer[1:] or None
     with suppress(ControlPlaneError):
-        rest = accepted("heartbeat", answer, ("p", "1"))
+        rest = accepted("register", answer, ("p", "", "", "8", "http://h:1"))
         lease("p", LeasePolicy(10), rest)
     with suppress(ControlPlaneUnavailable):
         _token(choices.rest(), "kvxfer:{scaling}:token")
@@ -154,13 +182,11 @@ def _everything(choices: Choices) -> tuple[Sequence[object], dict[str, list[byte
     names = [_name(choices) for _ in range(choices.below(4))]
     members = {name: _member(choices) for name in names}
     specs = {name: _spec(choices, name) for name in names if choices.byte() != 0xFF}
-    blocks: dict[str, list[bytes | None]] = {
-        _name(choices).decode(errors="replace"): [
-            _hashes(choices, HASH_BYTES - 1),
-            *[None] * (records.PARTS - 1),
-        ]
-        for _ in range(choices.below(3))
-    }
+    blocks: dict[str, list[bytes | None]] = {}
+    for _ in range(choices.below(3)):
+        name = _name(choices).decode(errors="replace")
+        blocks[name] = [None for _ in records.fields_of(name)]
+        blocks[name][0] = _hashes(choices, HASH_BYTES - 1)
     transfers: dict[bytes, bytes] = {}
     for _ in range(choices.below(3)):
         transfer = _transfer(choices)
@@ -174,10 +200,10 @@ def _everything(choices: Choices) -> tuple[Sequence[object], dict[str, list[byte
 
 def _record(choices: Choices, after: int, kind: int) -> tuple[bytes, dict[bytes, bytes]]:
     name = _name(choices)
-    transfer = choices.one_of((b"t", b"u"))
+    told = choices.one_of((b"t", b"u"))  # a transfer or an update
     fields: dict[bytes, bytes]
-    match kind % 8:
-        case 0 | 1:
+    match kind % 10:
+        case 0:
             cause = choices.one_of(tuple(ChangeCause))
             fields = {
                 b"kind": b"change",
@@ -186,7 +212,7 @@ def _record(choices: Choices, after: int, kind: int) -> tuple[bytes, dict[bytes,
                 b"member": _member(choices),
                 b"spec": _spec(choices, name),
             }
-        case 2:
+        case 1:
             load_of = choices.one_of((b"", msgspec.msgpack.encode({"running": 3}), choices.bytes()))
             seconds = choices.one_of((b"7.5", b"7.5", b"nan", b"x"))
             fields = {
@@ -195,7 +221,7 @@ def _record(choices: Choices, after: int, kind: int) -> tuple[bytes, dict[bytes,
                 b"heartbeat_at": seconds,
                 b"load": load_of,
             }
-        case 3:
+        case 2:
             fields = {
                 b"kind": b"blocks",
                 b"instance": name,
@@ -203,18 +229,21 @@ def _record(choices: Choices, after: int, kind: int) -> tuple[bytes, dict[bytes,
                 b"go": _hashes(choices),
                 b"anew": choices.one_of((b"", b"1")),
             }
-        case 4:
+        case 3:
             fields = {b"kind": b"open", b"transfer": _transfer(choices)}
+        case 4:
+            fields = {b"kind": b"table", b"transfer": told}
         case 5:
-            fields = {b"kind": b"table", b"transfer": transfer}
+            reason = choices.one_of((b"released", b"expired"))
+            fields = {b"kind": b"end", b"transfer": told, b"reason": reason}
         case 6:
-            fields = {b"kind": b"end", b"transfer": transfer}
+            fields = {b"kind": b"update", b"update": _update(choices)}
+        case 7:
+            fields = {b"kind": b"no-update", b"update": told}
+        case 8:
+            fields = {b"kind": b"spared", b"leases": choices.one_of((b"12", b"x"))}
         case _:
-            kind_of = choices.bytes()
-            fields = {b"kind": kind_of}
-            if kind_of[:1] in (b"+", b"-"):
-                told = b"update" if kind_of[:1] == b"+" else b"no-update"
-                fields = {b"kind": told, b"update": _update(choices)}
+            fields = {b"kind": choices.bytes()}
     fields[b"after"] = str(after).encode() if choices.byte() != 0xFF else choices.bytes()
     if choices.byte() == 0xFF:
         del fields[choices.one_of(sorted(fields))]
@@ -234,24 +263,19 @@ def _hashes(choices: Choices, size: int = HASH_BYTES) -> bytes:
 
 def _member(choices: Choices) -> bytes:
     held = {
+        **_MEMBER,
         "epoch": choices.one_of((7, 8)),
         "state": choices.one_of(tuple(InstanceState)),
         "role": choices.one_of(tuple(Role)),
-        "registered_at": 1.0,
-        "heartbeat_at": 2.0,
-        "reserved": {"transfers": 0, "blocks": 0},
-        "load": {"running": 1, "ttft_p90": 0.5, "free_blocks": 8},
     }
     return _packed(choices, held, msgspec.msgpack.encode)
 
 
 def _spec(choices: Choices, name: bytes) -> bytes:
-    spec = {
-        **msgspec.to_builtins(_SPEC),
-        "instance_id": name.decode(errors="replace"),
-        "labels": {"host": choices.one_of(("a", "b"))},
-    }
-    return _packed(choices, spec, msgspec.json.encode)
+    labels = {"host": choices.one_of(("a", "b"))}
+    spec = replace(_SPEC, instance_id=name.decode(errors="replace"), labels=labels)
+    written = msgspec.json.decode(records.encode_spec(spec))
+    return _packed(choices, written, msgspec.json.encode)
 
 
 def _transfer(choices: Choices) -> bytes:

@@ -12,7 +12,7 @@ from kvxfer.tracing.otlp import read_spans
 from kvxfer.tracing.span import is_recorded
 from verify.fuzz.python.choices import Choices
 
-DECODERS = {"kvxfer/tracing/otlp.py": None, "kvxfer/api/trace_store.py": ["TraceStore"]}
+DECODERS = {"kvxfer/tracing/otlp.py": None, "api/trace_store.py": ["TraceStore"]}
 
 
 def run(data: bytes) -> None:
