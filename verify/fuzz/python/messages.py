@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
 
 from kvxfer.engine import pool_wire
 from kvxfer.errors import InvalidArgument, LayoutMismatch, ProtocolError
@@ -71,21 +73,16 @@ _MOE_MESSAGES = (
     moe_messages.Members({1: "kvx://"}),
     moe_messages.Members({}, taken=True),
 )
-_GROUPED = KvLayout(
-    num_layers=2,
-    num_kv_heads=1,
-    head_size=1,
-    dtype="int8",
-    block_size=1,
-    layer_groups=(0, 1),
-)
+_GROUPED = replace(OURS, layer_groups=(0, 1, 0, 1))
 
 
 def run(data: bytes) -> None:
     choices = Choices(data)
     kind = choices.byte()
     if kind == _OF_WEIGHTS:
-        _weight_update(choices)
+        # The limit is small enough for a known message to exceed it.
+        with mock.patch.object(weight_messages, "_FRAGMENT_BYTES", 256):
+            _weight_update(choices)
     elif kind == _OF_MOE:
         _moe(choices)
     else:
@@ -146,7 +143,7 @@ def _message(choices: Choices) -> None:
     if isinstance(message, Hello):
         with contextlib.suppress(ProtocolError, LayoutMismatch):
             check_hello(message)
-            plan_transfer(OURS, message.layout)
+            plan_transfer(_GROUPED if message.layout.layer_groups else OURS, message.layout)
 
 
 def _pool_offer(choices: Choices) -> None:

@@ -59,13 +59,16 @@ def router_bodies() -> Iterator[bytes]:
     for member in ("prompt_embeds", "echo", "use_beam_search", "request_id"):
         yield body(0, prompt="a", logprobs=0, **{member: "1"})
     yield body(0, prompt="a", max_tokens=0)
+    for priority in (-1000, 1001, True):
+        yield body(0, prompt="a", priority=priority)
     yield body(0, kv_transfer_params={})
     for wrong in (b"{", b"[]", b"", b'{"a": NaN}', b'{"prompt": "\\ud800"}', b"\xff", b"{}"):
         yield b"\x00" + wrong
     parts = [{"type": "text", "text": "t"}, {"type": "image_url"}, "x"]
     for content in ("text", parts, None, 7):
         for route in (1, 3):
-            yield body(route, messages=[{"role": "user", "content": content}], system=content)
+            messages = [{"role": "user", "content": content}]
+            yield body(route, messages=messages, system=content, max_tokens=1)
     for member in ("echo", "use_beam_search", "return_prompt_text"):
         yield body(1, messages=[], **{member: True})
     for member in ("background", "previous_response_id", "previous_input_messages"):
@@ -88,13 +91,15 @@ def router_bodies() -> Iterator[bytes]:
         name: {"a": None, "b": 1} for name in ("prompt_tokens_details", "input_tokens_details")
     }
     choices = [{"prompt_logprobs": [None]}, {}, 7]
-    whole = {"usage": details, "choices": choices, "prompt_logprobs": [None]}
+    usage = {**details, "input_tokens": 1}
+    whole = {"usage": usage, "choices": choices, "prompt_logprobs": [None]}
     for answer in (whole, {"response": whole}, {"choices": 1}, {"usage": 1, "message": whole}):
         for route in range(5):
             yield b"\x07" + bytes([route]) + json.dumps(answer).encode()
     errors: tuple[Any, ...] = (
         {"message": "m", "code": 400},
         {"code": "ticket-invalid"},
+        {"code": "layout-mismatch"},
         {"type": "x"},
         7,
         None,
@@ -105,6 +110,8 @@ def router_bodies() -> Iterator[bytes]:
     stream = b": c\n\nevent: e\ndata: 1\ndata:2\n\ndata: x\r\n\r\ndata: y\r\rdata: half"
     for size in (0, 2, 255):
         yield b"\x08" + bytes([size]) + stream
+    yield b"\x08\xff" + b"data: " + b"x" * 600
+    yield body(9, input="text")
 
 
 def sglang_bootstrap() -> Iterator[bytes]:

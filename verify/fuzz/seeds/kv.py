@@ -28,13 +28,13 @@ from kvxfer.kv.messages import (
     encode,
 )
 from kvxfer.kv_versions import NEWEST, OLDEST
-from kvxfer.layout import KvLayout
+from kvxfer.layout import KvLayout, LayerShape
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.ticket import Ticket, TicketKeys, sign_ticket
 
 _OTHER_KEY: Final = b"another key that no one here has."
 
-ODD_FIELDS: Final = (
+_ODD_LAYOUTS: Final = (
     {"num_kv_heads": 2},
     {"kv": "opaque", "order": "HND"},
     {"kv": "opaque", "order": "HND", "packing": "vec"},
@@ -42,6 +42,44 @@ ODD_FIELDS: Final = (
     {"block_size": 65535},
     {"layer_groups": (0, 1, 0, 1)},
     {"order": "HND", "tp_size": 2, "block_size": 8},
+    {"layer_groups": (0, 1, 0, 1), "block_size": 8},
+    {"shapes": (LayerShape(1, 8, "int8"),), "layer_shapes": (0, 1, 0, 1)},
+)
+_SMALL_LAYOUT: Final = {
+    "num_layers": 2,
+    "num_kv_heads": 2,
+    "head_size": 16,
+    "dtype": "int8",
+    "block_size": 16,
+}
+_SHAPE: Final = {"num_kv_heads": 1, "head_size": 8, "dtype": "int8"}
+_OF_TWO_SHAPES: Final = {"shapes": [_SHAPE], "layer_shapes": [0, 1]}
+_WRONG_LAYOUTS: Final[tuple[dict[str, object], ...]] = (
+    {"dtype": "?"},
+    {"mla": True},
+    {"kv": "opaque"},
+    {"packing": "amx"},
+    {"packing": "amx", "kv": "opaque", "order": "HND", "block_size": 8},
+    {"sections": [1]},
+    {"layer_groups": [1, 1]},
+    {"layer_groups": [0, 2**31 - 1]},
+    {"layer_shapes": [0]},
+    {**_OF_TWO_SHAPES, "layer_shapes": [0, 0]},
+    {**_OF_TWO_SHAPES, "shapes": [{**_SHAPE, "block_size": 24}]},
+    {**_OF_TWO_SHAPES, "shapes": [{**_SHAPE, "block_size": 32}]},
+    {"tp_rank": 1},
+    {"tp_size": 3},
+    {"pp_size": 3},
+)
+_FP8: Final = "float8_e4m3fn"
+_WRONG_STEPS: Final = (
+    {"experts": 1 << 17},
+    {"top_k": 5},
+    {"combine": _FP8},
+    {"input": _FP8, "wire": "bfloat16"},
+    {"scale_block": 512},
+    {"scale_block": 128},
+    {"wire": _FP8},
 )
 
 
@@ -92,25 +130,17 @@ def messages() -> Iterator[bytes]:
         {"block_strides": ((1, 1),) * 4},
         {"block_strides": ()},
         {"version": 1},
-        *({"layout": replace(good.layout, **field)} for field in ODD_FIELDS),
+        *({"layout": replace(good.layout, **field)} for field in _ODD_LAYOUTS),
     ):
         strides = good.block_strides
         if (layout := change.get("layout")) is not None:
-            strides = ((1 << 20,) * len(layout.parts),) * layout.layers_per_rank
+            strides = ((1 << 24,) * len(layout.parts),) * layout.layers_per_rank
         hello = msgspec.structs.replace(good, **{"block_strides": strides, **change})
         yield b"\x00" + encode(hello)
     # Fields that a writer of this version cannot make.
-    wrong = json.loads(json.dumps({"num_layers": 1, "num_kv_heads": 1, "head_size": 1}))
-    for more in ({"dtype": "?"}, {"dtype": "int8", "block_size": 1, "layer_groups": [2**31 - 1]}):
-        layout = {**wrong, **more}
-        hello = {
-            "type": "hello",
-            "version": OLDEST,
-            "instance_id": "p",
-            "epoch": 1,
-            "num_blocks": 1,
-        }
-        yield b"\x00" + _packed({**hello, "layout": layout, "block_strides": [], "permutes": True})
+    fields = msgspec.msgpack.decode(encode(good))
+    for more in _WRONG_LAYOUTS:
+        yield b"\x00" + _packed({**fields, "layout": {**_SMALL_LAYOUT, **more}})
     yield b"\x01" + pool_wire.encode(
         pool_wire.PoolOffer(b"region", 4096, (pool_wire.SlotOffer(0, 1, 2),) * 3)
     )
@@ -126,10 +156,45 @@ def messages() -> Iterator[bytes]:
         b"\x00\x00\x00\x91\x01",
     ):
         yield b"\x04" + tail
-    for number in range(6):  # messages of MoE groups, valid and damaged
+    yield from _messages_of_weights()
+    yield from _messages_of_moe()
+
+
+def _messages_of_weights() -> Iterator[bytes]:
+    """Yields messages of weight updates: valid, damaged, and as wrong fragments."""
+    for number in range(7):
+        yield bytes((0xFF, 0, number))
+        yield bytes((0xFF, 0, number, 2, 40, 0xC0, 60, 0xFF))
+    fragment = {"type": "fragment", "at": 0, "of": 1, "data": b""}
+    for change in (
+        {"data": _packed({"type": "compressed", "data": b"no zlib"})},
+        {"data": _packed(fragment)},
+        {"at": 1, "of": 2},
+    ):
+        yield b"\xff\x01" + _packed({**fragment, **change})
+
+
+def _messages_of_moe() -> Iterator[bytes]:
+    """Yields messages of MoE groups: valid, damaged, and of impossible groups."""
+    for number in range(8):
         yield bytes((0xFD, 0, number))
         yield bytes((0xFD, 0, number, 2, 40, 0xC0, 60, 0xFF))
     yield b"\xfd\x01" + _packed({"type": "terms", "remote": 1})
+    shape: dict[str, object] = {"experts": 4, "hidden": 256, "top_k": 2, "max_tokens": 8}
+    hello = {
+        "type": "hello",
+        "rank": 0,
+        "shape": shape,
+        "placement": {"ranks": [[0, 1], [2, 3]]},
+        "address": "kvx://",
+        "socket": "",
+        "secret": bytes(16),
+    }
+    yield b"\xfd\x01" + _packed(hello)
+    for wrong in _WRONG_STEPS:
+        yield b"\xfd\x01" + _packed({**hello, "shape": {**shape, **wrong}})
+    for ranks in ([], [[0, 0]], [[1]], [[]]):
+        yield b"\xfd\x01" + _packed({**hello, "placement": {"ranks": ranks}})
 
 
 def _packed(value: object) -> bytes:
