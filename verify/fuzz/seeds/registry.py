@@ -12,6 +12,11 @@ from kvxfer.transfers import Party, Transfer
 from kvxfer.weight_updates import UpdatePolicy, UpdateState, WeightUpdate
 from verify.fuzz.seeds.kv import table_of
 
+_P: Final = b"\0\0"
+_D: Final = b"\0\1"
+_X: Final = b"\0\2"
+_RIGHT: Final = b"\0\0\0"
+
 
 def redis_records() -> Iterator[bytes]:
     yield from _values()
@@ -76,30 +81,29 @@ def _logs() -> Iterator[bytes]:
     whole = b"\0\2" + _P + _D + _member() + _member(role=1) + _spec() * 2
     whole += b"\1" + _P + b"\0\2\1\2" + b"\1" + _transfer() + b"\0"
     whole += b"\1" + _P + b"\0" + _change() + _RIGHT + b"\0" + _P + b"\1\0" + _update()
-    opened = b"\3" + _P + b"\0"
-    blocks = b"\2" + _P + b"\0"
+    blocks, opened = _record(2), _record(3)
     applied = [
-        b"\0" + _P + b"\0" + _change(),
-        b"\0" + _X + b"\0" + _change(),
-        b"\1" + _P + b"\0" + b"\0\1\0",  # a heartbeat with a load
-        b"\1" + _P + b"\0" + b"\0\0\0",
+        _record(0) + _change(),
+        _record(0, _X) + _change(),
+        _record(1) + b"\0\1\0",  # a heartbeat with a load
+        _record(1) + b"\0\0\0",
         blocks + b"\0\1\3" + b"\0\1\2" + b"\0",
         blocks + b"\0\2\3\3" + b"\0\0" + b"\0",
         opened + _transfer(name=1),
-        b"\4" + _P + b"\0",  # a block table
-        b"\5" + _P + b"\0\0",  # the end of a transfer
-        b"\6" + _P + b"\0" + _update(name=1),
-        b"\7" + _P + b"\0",  # no longer an update
-        b"\x08" + _P + b"\0\0",  # spared leases
-        b"\0" + _P + b"\0" + _change(state=3),
+        _record(4),  # a block table
+        _record(5) + b"\0",  # the end of a transfer
+        _record(6) + _update(name=1),
+        _record(7),  # no longer an update
+        _record(8) + b"\0",  # spared leases
+        _record(0) + _change(state=3),
     ]
     refused = [
-        b"\0" + _P + b"\0" + _change()[:-1] + b"\xfe\6\0\0\1x\2",  # it names another instance
-        b"\1" + _P + b"\0" + b"\0\1\2",  # of a time that is no number
-        b"\1" + _X + b"\0" + b"\0\1\0",
+        _record(0) + _change()[:-1] + b"\xfe\6\0\0\1x\2",  # another name
+        _record(1) + b"\0\1\2",  # a time that is no number
+        _record(1, _X) + b"\0\1\0",
         blocks + b"\xff\1x" + b"\0\0" + b"\0",  # a part of a hash
-        opened + _transfer(damaged=b"\xfe\4\0\0\0\6"),  # of -1 blocks
-        b"\x09" + _P + b"\0\1x",
+        opened + _transfer(damaged=b"\xfe\4\0\0\0\6"),  # -1 blocks
+        _record(9) + b"\1x",
     ]
     for record in (*applied, *refused):
         yield whole + record + _RIGHT
@@ -107,12 +111,12 @@ def _logs() -> Iterator[bytes]:
         yield whole + record + b"\xff\1" + b"x" + b"\0\0"
         yield whole + record + b"\0\xff\0" + b"\0"  # a field is missing
         yield whole + record + b"\0\0\xff\1x"  # the id is invalid
-    yield whole + blocks + b"\0\0" * 2 + b"\0" + b"\0\xff\2" + b"\0"  # of an older version
+    yield whole + blocks + b"\0\0" * 2 + b"\0" + b"\0\xff\2" + b"\0"  # from an older version
     yield whole + b"".join(record + _RIGHT for record in applied)
     mine, undo = b"\xff" + _transfer(name=2)[:-1], b"\xfe\0"
     yield whole + mine + undo + mine + opened + _transfer(name=2) + _RIGHT
     yield whole + mine + opened + _transfer(name=2, prefill=1) + _RIGHT
-    yield whole + b"\xff" + _transfer(name=1)[:-1] + b"\5" + _P + b"\1\0" + _RIGHT
+    yield whole + b"\xff" + _transfer(name=1)[:-1] + _record(5, about=b"\1") + b"\0" + _RIGHT
     for at in range(2, len(whole)):
         for wrong in b"\xfe", b"\xff":
             yield whole[:at] + wrong + whole[at + 1 :]
@@ -131,10 +135,8 @@ def _answers() -> Iterator[bytes]:
         yield b"\2" + bytes([refusal]) + b"\3\0"
 
 
-_P: Final = b"\0\0"
-_D: Final = b"\0\1"
-_X: Final = b"\0\2"
-_RIGHT: Final = b"\0\0\0"
+def _record(kind: int, name: bytes = _P, about: bytes = b"\0") -> bytes:
+    return bytes([kind]) + name + about
 
 
 def _member(state: int = 1, role: int = 0) -> bytes:
