@@ -12,14 +12,14 @@
 #include <sstream>
 
 #ifdef KVXFER_HAVE_VERBS
+#include "doubles/simulated_verbs.hpp"
 #include "fabric/verbs/verbs_factory.hpp"
-#include "simulated_verbs.hpp"
 #endif
 #ifdef KVXFER_HAVE_OFI
+#include "doubles/simulated_efa.hpp"
 #include "fabric/ofi/ofi_factory.hpp"
-#include "simulated_efa.hpp"
 #endif
-#include "simulated_nic.hpp"
+#include "doubles/simulated_nic.hpp"
 
 namespace kvxfer::test {
 namespace {

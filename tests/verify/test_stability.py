@@ -27,10 +27,10 @@ os.waitpid(os.posix_spawn("/bin/true", ["true"], os.environ, file_actions=[opene
 
 LOG = """\
 ===============================================================================
-engine_native/tests/test_faults.cpp:40:
+engine_native/tests/engine/test_faults.cpp:40:
 TEST CASE:  a killed peer is named
 
-engine_native/tests/test_faults.cpp:52: ERROR: CHECK( lost ) is NOT correct!
+engine_native/tests/engine/test_faults.cpp:52: ERROR: CHECK( lost ) is NOT correct!
 [doctest] test cases:     57 |     56 passed | 1 failed | 98 skipped
 =========================== short test summary info ============================
 SKIPPED [1] tests/page/looks.py:14: run by `make test-page`
