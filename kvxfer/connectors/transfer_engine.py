@@ -25,6 +25,7 @@ from kvxfer.engine.options import DEFAULT_PEER_TIMEOUT
 from kvxfer.instances import InstanceSpec, InstanceState, Load
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.options import KvIdentity, KvOptions
 from kvxfer.ticket import Ticket, TicketKeys, as_ticket_keys
 from kvxfer.watched_file import WatchedFile
 
@@ -120,17 +121,16 @@ async def transfer_engine(
                 engine,
                 cache,
                 None,
-                instance_id=instance_id,
-                epoch=epoch,
-                ticket_key=settings.ticket_keys or settings.cluster_key,
-                lease_seconds=settings.lease_seconds,
-                # A frozen worker does not answer either.
-                connect_timeout=settings.peer_timeout,
-                on_offer=on_offer,
-                checksums=settings.checksums,
-                tracer=tracer,
-                model=model,
-                clock=clock,
+                KvIdentity(instance_id, settings.ticket_keys or settings.cluster_key, epoch, model),
+                KvOptions(
+                    lease_seconds=settings.lease_seconds,
+                    # A frozen worker does not answer either.
+                    connect_timeout=settings.peer_timeout,
+                    on_offer=on_offer,
+                    checksums=settings.checksums,
+                    tracer=tracer,
+                    clock=clock,
+                ),
             )
             async with endpoint:
                 yield engine, cache, endpoint
