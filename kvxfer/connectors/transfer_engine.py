@@ -10,10 +10,11 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import urlsplit
 
 import httpx2
+from msgspec import Meta
 
 from kvxfer.cached_blocks import CachedBlocks
 from kvxfer.client import ControlPlaneClient, Registration
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_HOST: Final = "127.0.0.1"
-DEFAULT_LEASE_SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.25
 # Seconds from the registration during which a server may not answer without a warning.
 _QUIET_SECONDS: Final = 30.0
@@ -54,7 +54,7 @@ class EngineSettings:
     ticket_keys: WatchedFile[TicketKeys] | None = field(default=None, repr=False)
     options: OperatorOptions = field(default_factory=OperatorOptions)
     """Options of the transfer engine of each rank."""
-    lease_seconds: float = DEFAULT_LEASE_SECONDS
+    lease_seconds: Annotated[float, Meta(gt=0, lt=3600)] = 30.0
     """Seconds that a side waits for the other."""
     checksums: bool = False
     """Whether every transfer's blocks are checked by a checksum, whatever the other side sets."""

@@ -138,11 +138,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
             "workers": {
                 "engine": "vllm",
                 "model": "m",
-                "transferEngine": {"lanes": 4},
-                "connector": {"lanes": 2},
+                "transferEngine": {"traffic_class": 4},
+                "connector": {"traffic_class": 2},
             }
         },
-        "workers.prefill: both transferEngine.lanes and connector.lanes are set",
+        "workers.prefill: both transferEngine.traffic_class and connector.traffic_class are set",
     ),
 }
 
