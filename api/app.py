@@ -55,11 +55,13 @@ def create_app(
     *,
     clock: Clock = SYSTEM_CLOCK,
     autoscaler: Autoscaler | None = None,
+    sweep_seconds: float = 0.5,
 ) -> FastAPI:
     """Makes the control plane over `registry`, which it opens at start and closes at stop.
 
     `autoscaler` runs as long as the application, which closes it. Without one, a plan by the
-    default policy is made on request.
+    default policy is made on request. `sweep_seconds` is the longest delay until a watcher learns
+    that a lease expired.
     """
     metrics = Metrics()
     planner = autoscaler or Autoscaler(registry, clock=clock)
@@ -82,7 +84,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await registry.open()
-        tasks = [asyncio.create_task(_sweep(registry, settings.sweep_seconds))]
+        tasks = [asyncio.create_task(_sweep(registry, sweep_seconds))]
         if autoscaler is not None:
             scaling = autoscaler.run(note_round, metrics.note_scaling_failure)
             tasks.append(asyncio.create_task(scaling))

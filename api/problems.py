@@ -337,11 +337,15 @@ def answer_error(request: Request, error: KvxferError) -> Response:
         members = error.details
     elif isinstance(error, LayoutMismatch):
         members = {"field": error.field, "prefill": error.prefill, "decode": error.decode}
-    headers = _headers(request, error, status)
+    headers = _headers(error, status)
     return _answer(request, status, error.code, str(error), members=members, headers=headers)
 
 
-def _headers(request: Request, error: KvxferError, status: int) -> dict[str, str]:
+# The value of the Retry-After header of a 503.
+_RETRY_AFTER_SECONDS: Final = 1
+
+
+def _headers(error: KvxferError, status: int) -> dict[str, str]:
     match error:
         case Unauthenticated(details={"invalid_token": True}):
             return {"WWW-Authenticate": 'Bearer realm="kvxfer", error="invalid_token"'}
@@ -356,7 +360,7 @@ def _headers(request: Request, error: KvxferError, status: int) -> dict[str, str
         ):
             return {"Retry-After": str(math.ceil(seconds))}
     if status == HTTPStatus.SERVICE_UNAVAILABLE:
-        return {"Retry-After": str(control_plane(request).settings.retry_after_seconds)}
+        return {"Retry-After": str(_RETRY_AFTER_SECONDS)}
     return {}
 
 

@@ -43,12 +43,6 @@ class Settings:
     not count. 0 is no limit."""
     max_body_bytes: Annotated[int, Meta(ge=1)] = 1 << 20
     """The largest body of a request, in bytes; block tables may have 1.5 MiB."""
-    keepalive_seconds: Seconds = 15.0
-    """Silence on a watch after which a comment is sent, so that no proxy cuts the stream."""
-    sweep_seconds: Seconds = 0.5
-    """The longest delay until a watcher learns that a lease expired."""
-    retry_after_seconds: Annotated[int, Meta(ge=1)] = 1
-    """The value of the Retry-After header of a 503."""
 
     def __post_init__(self) -> None:
         as_cluster_key(self.cluster_key)

@@ -3,6 +3,7 @@
 An engine and its objects:
 
     Engine, EngineOptions, EngineHandler    for asyncio programs; its options; a handler of events
+    EngineTuning                            options that few programs set
     PolledEngine                            for programs that poll
     Peer, PeerGroup                         connected engines
     Memory, MemoryRegion, alloc_shared      memory to write from and into
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         Engine,
         EngineHandler,
         EngineOptions,
+        EngineTuning,
         Memory,
         MemoryRegion,
         Operation,
@@ -61,6 +63,7 @@ __all__ = [
     "Engine",
     "EngineHandler",
     "EngineOptions",
+    "EngineTuning",
     "KvxferError",
     "Memory",
     "MemoryRegion",

@@ -11,8 +11,9 @@ MAX_MESSAGE_BYTES: int
 DESCRIPTOR_BYTES: int
 MIN_CLUSTER_KEY_BYTES: int
 BUILT_FABRICS: tuple[str, ...]
-OPTION_NAMES: tuple[str, ...]
-DEFAULT_PEER_TIMEOUT: float
+ENGINE_OPTIONS: dict[str, tuple[Any, float | None, float | None, str]]
+"""The default, the least, the most and the unit of each option, by name. Those of tuning are called
+"tuning.NAME"; most is infinity if there is no upper bound, and both are None if there are none."""
 
 class Error(Exception):
     """args: (code, message); `kvxfer.errors.by_code` has the public class."""
@@ -44,10 +45,10 @@ def null_nics(*, keeps_order: bool) -> NicFactory:
 class EngineOptions(metaclass=_Bound):
     """The options of `kvxfer.EngineOptions`, and a `cluster_key`. Instead of `fabrics` there are
     the flags `local` and `tcp`, and `verbs` and `ofi`: "never", "if_available" or "required".
-    `more_nics` is a NicFactory."""
+    `tuning` is a dict, and `more_nics` a NicFactory."""
 
     def __init__(self, **options: object) -> None:
-        """Takes OPTION_NAMES; those that are left out have the defaults of types.hpp."""
+        """Takes those of ENGINE_OPTIONS."""
 
 class SharedMemory(Buffer):
     """Zeroed host memory that peers on this host can map; a writable buffer of bytes."""

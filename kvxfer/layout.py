@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Final, Literal, NamedTuple, Self, TypeAlias, get_args
+from typing import Annotated, Final, Literal, NamedTuple, Self, TypeAlias
 
 from msgspec import Meta
 
 from kvxfer.errors import InvalidArgument
+from kvxfer.settings import check_bounds
 
 Part: TypeAlias = Literal["K", "V", "KV"]
 HeadOrder: TypeAlias = Literal["NHD", "HND"]
@@ -150,19 +151,13 @@ class KvLayout:
     """Shape of each layer, if there are several: 0, or n for shapes[n - 1]."""
 
     def __post_init__(self) -> None:
-        for field in ("num_layers", "num_kv_heads", "block_size"):
-            self._require_int(field, minimum=1, maximum=_MOST)
-        most = _MOST_ELEMENTS if self.kv == "state" else _MOST
-        self._require_int("head_size", minimum=1, maximum=most)
-        for field in ("tp_size", "pp_size"):
-            self._require_int(field, minimum=1, maximum=_MOST_RANKS)
-        for field in ("tp_rank", "pp_rank"):
-            self._require_int(field, minimum=0, maximum=_MOST_RANKS)
-        self._require_one_of("dtype", tuple(ITEM_BYTES))
-        self._require_one_of("order", get_args(HeadOrder))
-        self._require_one_of("kv", get_args(KvArrangement))
-        if not isinstance(self.mla, bool):
-            raise InvalidArgument(f"KvLayout.mla is {self.mla!r}; pass True or False")
+        check_bounds(self, "KvLayout.")
+        if self.kv != "state" and self.head_size > _MOST:
+            raise InvalidArgument(f"KvLayout.head_size is {self.head_size}; use {_MOST} or less")
+        if self.dtype not in ITEM_BYTES:
+            raise InvalidArgument(
+                f"KvLayout.dtype is {self.dtype!r}; use one of {', '.join(ITEM_BYTES)}"
+            )
         if self.mla and self.num_kv_heads != 1:
             raise InvalidArgument(
                 f"KvLayout.num_kv_heads is {self.num_kv_heads} with mla=True; "
@@ -194,24 +189,7 @@ class KvLayout:
                 "choose one that divides the number of layers"
             )
 
-    def _require_int(self, field: str, *, minimum: int, maximum: int) -> None:
-        value = getattr(self, field)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise InvalidArgument(f"KvLayout.{field} is {value!r}; pass an integer >= {minimum}")
-        if value > maximum:
-            raise InvalidArgument(f"KvLayout.{field} is {value}; pass at most {maximum}")
-
-    def _require_one_of(self, field: str, allowed: tuple[str, ...]) -> None:
-        value = getattr(self, field)
-        if value not in allowed:
-            raise InvalidArgument(f"KvLayout.{field} is {value!r}; use one of {', '.join(allowed)}")
-
     def _require_packing(self) -> None:
-        if not isinstance(self.packing, str) or len(self.packing) > _LONGEST_NAME:
-            raise InvalidArgument(
-                f"KvLayout.packing is {self.packing!r}; pass a name of at most {_LONGEST_NAME} "
-                "characters"
-            )
         if self.packing and not (self.opaque or self.joined or self.state):
             raise InvalidArgument(
                 f"KvLayout.packing is {self.packing!r} with kv={self.kv!r} and mla={self.mla}; "
@@ -254,10 +232,6 @@ class KvLayout:
         shapes, of_layers = self.shapes, self.layer_shapes
         if not shapes and not of_layers:
             return
-        if len(shapes) > _MOST_SHAPES:
-            raise InvalidArgument(
-                f"KvLayout.shapes has {len(shapes)} shapes; pass at most {_MOST_SHAPES}"
-            )
         if (
             not all(isinstance(shape, int) for shape in of_layers)
             or len(of_layers) != self.num_layers

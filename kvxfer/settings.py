@@ -1,7 +1,7 @@
 """Settings: dataclasses or structs that state the bounds of each member with `msgspec.Meta`.
 
-`check_bounds` refuses values beyond them, and the command line makes its options from the same
-annotations (`kvxfer.cli.options`).
+`check_bounds` refuses values of another type or beyond the bounds, `read` takes values from JSON
+and text, and the command line makes its options from the same annotations (`kvxfer.cli.options`).
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import operator
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, reduce
-from types import SimpleNamespace, UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import (
     Annotated,
     Any,
@@ -36,7 +36,11 @@ _HOLDS: Final = {
     "ge": (operator.ge, "{} or more"),
     "lt": (operator.lt, "less than {}"),
     "le": (operator.le, "{} or less"),
+    "min_length": (operator.ge, "a length of {} or more"),
+    "max_length": (operator.le, "a length of {} or less"),
 }
+_WORDS: Final = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+_TYPES: Final = {str: (str,), int: (int,), float: (int, float), bool: (bool,)}
 
 
 class Member(NamedTuple):
@@ -54,19 +58,69 @@ class Member(NamedTuple):
                         yield name, limit
 
 
-def check_bounds(settings: Any) -> None:
-    """Raises InvalidArgument that names the first member beyond its bounds. None is always within
-    bounds."""
+def check_bounds(settings: Any, prefix: str = "") -> None:
+    """Raises InvalidArgument that names, after `prefix`, the first member of another type or beyond
+    its bounds. None is always within bounds."""
     cls: type = type(settings)
     for name, member in members(cls).items():
-        value = getattr(settings, name)
-        if get_origin(member.type) is Literal and value not in get_args(member.type):
-            choices = " or ".join(map(str, get_args(member.type)))
-            raise InvalidArgument(f"{name} is {value}; use {choices}")
-        for bound, limit in member.bounds():
-            holds, words = _HOLDS[bound]
-            if value is not None and not holds(value, limit):  # NaN is within no bounds
-                raise InvalidArgument(f"{name} is {value}; use {words.format(limit)}")
+        _check(getattr(settings, name), member, prefix + name)
+
+
+def _check(value: Any, member: Member, called: str) -> None:
+    if get_origin(member.type) is Literal and value not in get_args(member.type):
+        choices = " or ".join(map(str, get_args(member.type)))
+        raise InvalidArgument(f"{called} is {value!r}; use {choices}")
+    if value is None:
+        return
+    kind = _but_none(member.type)
+    if kind in _TYPES and not (
+        isinstance(value, _TYPES[kind]) and isinstance(value, bool) is (kind is bool)
+    ):
+        raise InvalidArgument(f"{called} is {value!r}; use {_WORDS[kind]}")
+    for bound, limit in member.bounds():
+        holds, words = _HOLDS[bound]
+        measure = len(value) if bound.endswith("_length") else value
+        if not holds(measure, limit):  # NaN is within no bounds
+            raise InvalidArgument(f"{called} is {value!r}; use {words.format(limit)}")
+
+
+def read_members(
+    cls: type, given: Mapping[str, object], setting: Callable[[str], str], *, text: bool = False
+) -> dict[str, Any]:
+    """Returns the members of settings that are in `given`, as `read` does. None, and empty text,
+    count as left out. `setting` returns the operator's name for a member."""
+    known = members(cls)
+    return {
+        name: read(value, known[name], setting(name), text=text)
+        for name, value in given.items()
+        if value is not None and not (text and value == "")
+    }
+
+
+def read(value: Any, member: Member, called: str, *, text: bool = False) -> Any:
+    """Returns the value of a member from JSON or, with `text`, from text, in which lists have
+    commas between their items. Raises InvalidArgument, which names the setting as `called`."""
+    kind = _but_none(member.type)
+    listed = get_origin(kind) is Sequence
+    taken = value
+    if text and listed:
+        taken = [part for part in map(str.strip, value.split(",")) if part]
+    elif text:
+        taken = value.strip()
+    try:
+        taken = msgspec.convert(taken, kind, strict=not text)
+    except msgspec.ValidationError:
+        takes = f"a list, each item {_WORDS[get_args(kind)[0]]}" if listed else _WORDS[kind]
+        raise InvalidArgument(f"{called} is {value!r}; pass {takes}") from None
+    _check(taken, member, called)
+    return taken
+
+
+def _but_none(kind: Any) -> Any:
+    """Returns the type without None."""
+    if get_origin(kind) not in (Union, UnionType):
+        return kind
+    return reduce(operator.or_, [each for each in get_args(kind) if each is not NoneType])
 
 
 def fields(cls: Any) -> tuple[Any, ...]:
@@ -82,24 +136,26 @@ def members(cls: Any) -> Mapping[str, Member]:
     import."""
     found = {}
     for field in fields(cls):
+        home = next(e for e in cls.__mro__ if field.name in vars(e).get("__annotations__", ()))
         # One at a time, so that a name that is not imported leaves out its member only.
         one = SimpleNamespace(__annotations__={field.name: field.type})
         try:
-            kinds = get_type_hints(one, vars(sys.modules[cls.__module__]), include_extras=True)
+            kinds = get_type_hints(one, vars(sys.modules[home.__module__]), include_extras=True)
         except NameError:
             continue
-        found[field.name] = _member(kinds[field.name])
+        found[field.name] = member_of(kinds[field.name])
     return found
 
 
-def _member(kind: Any) -> Member:
+def member_of(kind: Any) -> Member:
+    """Returns the member that has this annotation."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         base, *notes = arguments
-        inner = _member(base)
+        inner = member_of(base)
         return Member(inner.type, (*inner.notes, *notes))
     if origin in (Union, UnionType):
-        parts = [_member(each) for each in arguments]
+        parts = [member_of(each) for each in arguments]
         return Member(
             reduce(operator.or_, [part.type for part in parts]),
             tuple(note for part in parts for note in part.notes),

@@ -59,9 +59,10 @@ class RunningControlPlane:
 
         self.registry = registry or EmbeddedRegistry(LeasePolicy(lease_seconds), clock=clock)
         app = create_app(
-            Settings(cluster_key=CLUSTER_KEY, sweep_seconds=0.02, **settings),
+            Settings(cluster_key=CLUSTER_KEY, **settings),
             self.registry,
             clock=clock,
+            sweep_seconds=0.02,
         )
         listener = bind("127.0.0.1", port)
         self.url = url_of(listener, tls=tls is not None)

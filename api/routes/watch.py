@@ -20,6 +20,8 @@ from kvxfer.web.tokens import Scope
 router = APIRouter(route_class=GuardedRoute, prefix="/v1/instances", tags=["instances"])
 
 _RETRY_MS = 1000
+# Silence after which a comment is sent, so that no proxy cuts the stream.
+_KEEPALIVE_SECONDS = 15.0
 
 
 @router.get(
@@ -76,7 +78,7 @@ async def _events(app: ControlPlane, after: int | None) -> AsyncIterator[bytes]:
         while True:
             done, _ = await asyncio.wait(
                 (pending, stopping),
-                timeout=app.settings.keepalive_seconds,
+                timeout=_KEEPALIVE_SECONDS,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if stopping in done:

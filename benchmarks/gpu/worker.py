@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu.settings import BLOCK_SIZE, Settings
 from kvxfer import Engine
-from kvxfer.kv import BlockPool, KvCache, KvEndpoint
+from kvxfer.kv import BlockPool, KvCache, KvEndpoint, KvIdentity, KvOptions
 from kvxfer.reference.compute import ComputeThread
 from kvxfer.reference.devices import device_of
 from kvxfer.reference.model import LlamaModel
@@ -65,10 +65,8 @@ async def worker(
                 engine,
                 cache,
                 pool,
-                instance_id=name,
-                epoch=EPOCH,
-                ticket_key=key,
-                connect_timeout=_PATIENCE,
+                KvIdentity(name, key, EPOCH),
+                KvOptions(connect_timeout=_PATIENCE),
             )
         )
         view = torch_view(cache, settings.config, model.device)

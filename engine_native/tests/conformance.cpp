@@ -177,7 +177,7 @@ EngineOptions options_for(const std::string& fabric, const std::string& name) {
   options.cluster_key = "a key for the tests only";
   options.name = name;
   // On a busy machine, or with software RDMA under emulation, an engine's thread may have no core.
-  options.peer_timeout = options.path_timeout = std::chrono::seconds(20);
+  options.peer_timeout = options.tuning.path_timeout = std::chrono::seconds(20);
   options.local = fabric == "local";
   options.tcp = fabric == "tcp";
   const unsigned nics = nics_per_engine();
@@ -215,7 +215,7 @@ EngineOptions options_for(const std::string& fabric, const std::string& name) {
   } else if (fabric.starts_with("ofi")) {
     options.ofi = FabricUse::required;
     options.ofi_provider = "tcp";
-    options.ofi_endpoints = nics;
+    options.tuning.ofi_endpoints = nics;
     options.ofi_strict = fabric != "ofi";
   }
   return options;

@@ -66,7 +66,7 @@ PeerId TestEngine::connect_to(TestEngine& other) {
 Pair::Pair(const std::string& fabric, unsigned lanes)
     : writer([&] {
         auto options = options_for(fabric, "writer");
-        options.lanes = lanes;
+        options.tuning.lanes = lanes;
         return options;
       }()),
       reader(options_for(fabric, "reader")),

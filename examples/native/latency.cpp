@@ -103,7 +103,7 @@ struct EngineWay {
     options.cluster_key = "only for this measurement";
     options.local = fabric == "local";
     options.tcp = fabric == "tcp";
-    options.lanes = 1;
+    options.tuning.lanes = 1;
     options.thread = false;
     engine = good(kvxfer::TransferEngine::create(options));
     source = good(engine->allocate(kBytes));

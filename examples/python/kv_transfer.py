@@ -21,7 +21,7 @@ import numpy as np
 
 from kvxfer import Engine
 from kvxfer.errors import PeerError
-from kvxfer.kv import BlockPool, KvCache, KvEndpoint, KvLayout, Ticket, sign_ticket
+from kvxfer.kv import BlockPool, KvCache, KvEndpoint, KvIdentity, KvLayout, Ticket, sign_ticket
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_size=64, dtype="float16", block_size=16)
 BLOCKS = 64
@@ -79,9 +79,8 @@ async def worker(
     async with Engine(cluster_key=key) as engine:
         with KvCache.allocate(engine, layout, BLOCKS) as cache:
             pool = BlockPool(BLOCKS)
-            async with KvEndpoint(
-                engine, cache, pool, instance_id=instance_id, epoch=epoch, ticket_key=key
-            ) as endpoint:
+            identity = KvIdentity(instance_id, key, epoch)
+            async with KvEndpoint(engine, cache, pool, identity) as endpoint:
                 yield Worker(engine, cache, pool, endpoint)
                 pool.check()
                 assert pool.num_free == BLOCKS  # however its transfers ended

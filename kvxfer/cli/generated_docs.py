@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from kvxfer.api.app import create_app
 from kvxfer.api.metrics import Metrics
 from kvxfer.api.settings import Settings
 from kvxfer.connectors.vllm.metrics import FAMILIES as VLLM_FAMILIES
+from kvxfer.docstrings import docstrings
+from kvxfer.engine.options import EngineOptions, EngineTuning, bounds_of, default_of
 from kvxfer.metric_set import Family
 from kvxfer.router.metrics import Metrics as RouterMetrics
 from kvxfer.scheduler.embedded import EmbeddedRegistry
@@ -76,6 +79,44 @@ def _table(of_it: Iterable[Family]) -> str:
     return "\n".join(lines) + "\n"
 
 
+_OPTIONS_HEAD: Final = """\
+# Engine options
+
+The arguments of `kvxfer.Engine`. `python -m kvxfer.cli.generated_docs docs` makes the tables from
+the code.
+"""
+_TUNING_HEAD: Final = """\
+## Tuning
+
+Options that few engines need: `Engine(tuning={"lanes": 4})`.
+"""
+_OPTIONS_REST: Final = "## In a server\n"
+
+
+def engine_options(page: str) -> str:
+    """Returns the text of docs/engine-options.md: the tables, and the rest of the page as it is."""
+    _, begins, rest = page.partition(_OPTIONS_REST)
+    parts = [
+        _OPTIONS_HEAD,
+        _options_table(EngineOptions, ""),
+        _TUNING_HEAD,
+        _options_table(EngineTuning, "tuning."),
+        begins + rest,
+    ]
+    return "\n".join(parts)
+
+
+def _options_table(cls: type, prefix: str) -> str:
+    lines = ["| option | default | bounds | |", "|---|---|---|---|"]
+    for name, text in docstrings(cls).items():
+        if name == "tuning":
+            continue
+        told = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text).replace("|", r"\|")
+        default = default_of(prefix + name)
+        lines.append(f"| `{name}` | {default} | {bounds_of(prefix + name)} | {told} |")
+    return "\n".join(lines) + "\n"
+
+
 def openapi() -> str:
     """Returns the text of docs/openapi.json."""
     # The key signs nothing here: only the routes are read.
@@ -87,5 +128,10 @@ if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m kvxfer.cli.generated_docs FOLDER")
     folder = Path(sys.argv[1])
-    for name, text in (("metrics.md", metrics()), ("openapi.json", openapi())):
+    options = (folder / "engine-options.md").read_text(encoding="utf-8")
+    for name, text in (
+        ("metrics.md", metrics()),
+        ("openapi.json", openapi()),
+        ("engine-options.md", engine_options(options)),
+    ):
         (folder / name).write_text(text, encoding="utf-8")

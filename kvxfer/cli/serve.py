@@ -59,10 +59,7 @@ def serve(
         dict[str, Any],
         OptionsOf(
             Settings,
-            without=(
-                *("cluster_key", "ticket_keys", "tokens", "tenants"),
-                *("keepalive_seconds", "sweep_seconds", "retry_after_seconds"),
-            ),
+            without=("cluster_key", "ticket_keys", "tokens", "tenants"),
             panel=TRUST_PANEL,
             transfer_seconds=typer.Option(),
             weight_update_seconds=typer.Option(),

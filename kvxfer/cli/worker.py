@@ -146,7 +146,8 @@ def _engine_options(given: list[str] | None) -> dict[str, str]:
     found: dict[str, str] = {}
     for text in given or ():
         name, equals, value = text.partition("=")
-        if not equals or name not in there or name in found:
+        known = name in there or f"tuning.{name}" in there  # parse_options() refuses the latter
+        if not equals or not known or name in found:
             raise InvalidArgument(
                 f"--engine-option is {text!r}; write it as NAME=VALUE, once for each of "
                 f"{', '.join(there)}"

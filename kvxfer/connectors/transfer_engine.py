@@ -10,10 +10,11 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import urlsplit
 
 import httpx2
+from msgspec import Meta
 
 from kvxfer.cached_blocks import CachedBlocks
 from kvxfer.client import ControlPlaneClient, Registration
@@ -25,6 +26,7 @@ from kvxfer.engine.options import DEFAULT_PEER_TIMEOUT
 from kvxfer.instances import InstanceSpec, InstanceState, Load
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.options import KvIdentity, KvOptions
 from kvxfer.ticket import Ticket, TicketKeys, as_ticket_keys
 from kvxfer.watched_file import WatchedFile
 
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_HOST: Final = "127.0.0.1"
-DEFAULT_LEASE_SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.25
 # Seconds from the registration during which a server may not answer without a warning.
 _QUIET_SECONDS: Final = 30.0
@@ -53,7 +54,7 @@ class EngineSettings:
     ticket_keys: WatchedFile[TicketKeys] | None = field(default=None, repr=False)
     options: OperatorOptions = field(default_factory=OperatorOptions)
     """Options of the transfer engine of each rank."""
-    lease_seconds: float = DEFAULT_LEASE_SECONDS
+    lease_seconds: Annotated[float, Meta(gt=0, lt=3600)] = 30.0
     """Seconds that a side waits for the other."""
     checksums: bool = False
     """Whether every transfer's blocks are checked by a checksum, whatever the other side sets."""
@@ -120,17 +121,16 @@ async def transfer_engine(
                 engine,
                 cache,
                 None,
-                instance_id=instance_id,
-                epoch=epoch,
-                ticket_key=settings.ticket_keys or settings.cluster_key,
-                lease_seconds=settings.lease_seconds,
-                # A frozen worker does not answer either.
-                connect_timeout=settings.peer_timeout,
-                on_offer=on_offer,
-                checksums=settings.checksums,
-                tracer=tracer,
-                model=model,
-                clock=clock,
+                KvIdentity(instance_id, settings.ticket_keys or settings.cluster_key, epoch, model),
+                KvOptions(
+                    lease_seconds=settings.lease_seconds,
+                    # A frozen worker does not answer either.
+                    connect_timeout=settings.peer_timeout,
+                    on_offer=on_offer,
+                    checksums=settings.checksums,
+                    tracer=tracer,
+                    clock=clock,
+                ),
             )
             async with endpoint:
                 yield engine, cache, endpoint

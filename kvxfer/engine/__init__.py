@@ -11,7 +11,7 @@ from kvxfer.engine.engine import Engine
 from kvxfer.engine.memory import Memory, MemoryRegion, alloc_shared
 from kvxfer.engine.operation import Operation, Scattered
 from kvxfer.engine.operation_group import OperationGroup
-from kvxfer.engine.options import EngineOptions
+from kvxfer.engine.options import EngineOptions, EngineTuning
 from kvxfer.engine.peer import Peer
 from kvxfer.engine.peer_group import PeerGroup
 from kvxfer.engine.polled import PolledEngine
@@ -25,6 +25,7 @@ __all__ = [
     "Engine",
     "EngineHandler",
     "EngineOptions",
+    "EngineTuning",
     "Memory",
     "MemoryRegion",
     "Operation",

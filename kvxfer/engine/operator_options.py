@@ -10,14 +10,12 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Final, Union, cast, get_args, get_origin, get_type_hints
-
-import msgspec
+from typing import Any, Final, cast, get_type_hints
 
 from kvxfer.engine.native import native, translated
-from kvxfer.engine.options import FABRICS, EngineOptions, native_fabrics
+from kvxfer.engine.options import FABRICS, EngineOptions, EngineTuning, native_fabrics
 from kvxfer.errors import InvalidArgument
+from kvxfer.settings import Member, member_of, read
 from kvxfer.topology import Sysfs, choose_nics, closed_nics, read_topology
 
 
@@ -29,29 +27,43 @@ class OperatorOptions(EngineOptions, total=False):
 
 
 # Each rank's engine has its own name and port.
-_NOT_SET: Final = ("name", "port")
-_TYPES: Final[Mapping[str, Any]] = {
-    name: hint for name, hint in get_type_hints(OperatorOptions).items() if name not in _NOT_SET
+_NOT_SET: Final = ("name", "port", "tuning")
+_MEMBERS: Final[Mapping[str, Member]] = {
+    name: member_of(hint)
+    for prefix, cls in (("", OperatorOptions), ("tuning.", EngineTuning))
+    for option, hint in get_type_hints(cls, include_extras=True).items()
+    if (name := prefix + option) not in _NOT_SET
 }
-OPERATOR_OPTIONS: Final = tuple(_TYPES)
-"""The names of OperatorOptions that can be set."""
+OPERATOR_OPTIONS: Final = tuple(_MEMBERS)
+"""The names of OperatorOptions that can be set: "nics", "tuning.lanes"."""
+JSON_OPTIONS: Final = frozenset(name.partition(".")[0] for name in OPERATOR_OPTIONS)
+"""The same as members of a JSON object: "nics", "tuning"."""
 
-_WORDS: Final = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 _NIC_FABRICS: Final = ("verbs", "ofi")
 
 
-def read_options(given: Mapping[str, object], setting: Callable[[str], str]) -> OperatorOptions:
-    """Returns those of OPERATOR_OPTIONS that are in `given`, as JSON values; None and empty values
-    count as left out. `setting` returns the operator's name for an option. Raises InvalidArgument,
-    which names the setting."""
-    return _options(given, setting, _of_json)
+def read_options(
+    given: Mapping[str, Any], setting: Callable[[str], str], beside: Collection[str] = ()
+) -> OperatorOptions:
+    """Returns the options in `given`, as JSON values; None and empty values count as left out.
+    `setting` returns the operator's name for an option, and `beside` has the settings that are no
+    options. Raises InvalidArgument, which names the setting, also for an unknown one."""
+    tuning = given.get("tuning") or {}
+    if not isinstance(tuning, Mapping):
+        raise InvalidArgument(
+            f'{setting("tuning")} is {tuning!r}; pass an object, such as {{"lanes": 4}}'
+        )
+    named = {name: value for name, value in given.items() if name not in ("tuning", *beside)}
+    named |= {f"tuning.{name}": value for name, value in tuning.items()}
+    return _options(named, setting, {*OPERATOR_OPTIONS, *beside}, text=False)
 
 
 def parse_options(
     given: Mapping[str, str | None], setting: Callable[[str], str]
 ) -> OperatorOptions:
-    """Returns the same as `read_options`, from text: lists have commas between their items."""
-    return _options(given, setting, _of_text)
+    """Returns the same as `read_options`, from text by OPERATOR_OPTIONS: lists have commas between
+    their items."""
+    return _options(given, setting, OPERATOR_OPTIONS, text=True)
 
 
 def engine_options(
@@ -105,59 +117,42 @@ def engine_options(
 
 
 def _options(
-    given: Mapping[str, Any],
-    setting: Callable[[str], str],
-    convert: Callable[[Any, Any, bool], Any],
+    given: Mapping[str, Any], setting: Callable[[str], str], known: Collection[str], *, text: bool
 ) -> OperatorOptions:
     options: dict[str, Any] = {}
-    for name in OPERATOR_OPTIONS:
-        value = given.get(name)
+    for name, value in given.items():
+        if text and not value:
+            continue
+        if name not in known:
+            remedy = (
+                f"set {setting(f'tuning.{name}')}"
+                if f"tuning.{name}" in known
+                else f"there are {', '.join(sorted(known))}"
+            )
+            raise InvalidArgument(f"{setting(name)} is no setting of kvxfer; {remedy}")
         if value is None or value in ("", [], ()):
             continue
         called = setting(name)
-        scalar, listed = _kind(_TYPES[name])
+        option = _nested(name, read(value, _MEMBERS[name], called, text=text))
         try:
-            taken = convert(value, scalar, listed)
-        except msgspec.ValidationError:
-            takes = _WORDS[scalar]
-            raise InvalidArgument(
-                f"{called} is {value!r}; pass {f'a list, each item {takes}' if listed else takes}"
-            ) from None
-        try:
-            _check(name, taken)
+            _check(option)
         except InvalidArgument as error:
             raise InvalidArgument(f"{called} is refused: {error}") from None
-        options[name] = taken
+        if "tuning" in option:
+            option = {"tuning": {**options.get("tuning", {}), **option["tuning"]}}
+        options |= option
     return cast("OperatorOptions", options)
 
 
-def _of_json(value: object, scalar: Any, listed: bool) -> Any:
-    return msgspec.convert(value, list[scalar] if listed else scalar)
+def _nested(name: str, value: object) -> dict[str, Any]:
+    of, _, tuning = name.partition(".")
+    return {of: {tuning: value} if tuning else value}
 
 
-def _of_text(value: str, scalar: Any, listed: bool) -> Any:
-    if not listed:
-        return msgspec.convert(value.strip(), scalar, strict=False)
-    parts = [part.strip() for part in value.split(",")]
-    return msgspec.convert([part for part in parts if part], list[scalar], strict=False)
-
-
-def _check(name: str, value: Any) -> None:
+def _check(option: Mapping[str, Any]) -> None:
     """Raises InvalidArgument for a value that no engine accepts. The engine checks the rest."""
-    if name == "exclude_nics":
+    if "exclude_nics" in option:
         return
-    options = native_fabrics(value) if name == "fabrics" else {name: value}
+    options = native_fabrics(option["fabrics"]) if "fabrics" in option else option
     with translated():
         native.EngineOptions(**options)
-
-
-def _kind(hint: Any) -> tuple[Any, bool]:
-    """Returns the type of an option, or of its items, and whether it is a list."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return _kind(arguments[0])
-    if origin in (Union, UnionType):
-        return _kind(next(each for each in arguments if each is not type(None)))
-    if origin is Sequence:
-        return arguments[0], True
-    return hint, False

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kvxfer.kv.decode_session import DecodeSession
     from kvxfer.kv.endpoint import KvEndpoint
     from kvxfer.kv.opening import OpeningSession
+    from kvxfer.kv.options import KvIdentity, KvOptions
     from kvxfer.kv.prefill_session import PrefillSession
     from kvxfer.kv.session_state import DecodeState, PrefillState
     from kvxfer.layout import KvLayout, LayerShape, Packing
@@ -66,7 +67,9 @@ _HOMES: Final = {
     "HeldBlocks": "kvxfer.kv.blocks",
     "KvCache": "kvxfer.kv.cache",
     "KvEndpoint": "kvxfer.kv.endpoint",
+    "KvIdentity": "kvxfer.kv.options",
     "KvLayout": "kvxfer.layout",
+    "KvOptions": "kvxfer.kv.options",
     "KvPlane": "kvxfer.kv.cache",
     "LayerShape": "kvxfer.layout",
     "ModelIdentity": "kvxfer.model_identity",
@@ -102,7 +105,9 @@ __all__ = [
     "HeldBlocks",
     "KvCache",
     "KvEndpoint",
+    "KvIdentity",
     "KvLayout",
+    "KvOptions",
     "KvPlane",
     "LayerShape",
     "ModelIdentity",

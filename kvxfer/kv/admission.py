@@ -17,34 +17,26 @@ from kvxfer.errors import (
 )
 from kvxfer.instances import Role
 from kvxfer.kv.messages import Hello
-from kvxfer.model_identity import ModelIdentity
+from kvxfer.kv.options import KvIdentity
 from kvxfer.ticket import Ticket, TicketKeys, as_ticket_keys, verify_ticket
 from kvxfer.watched_file import WatchedFile
 
 Side: TypeAlias = Literal[Role.PREFILL, Role.DECODE]
 
 
-class Identity:
-    """The identity of an endpoint. Loop only. `epoch` changes with each new registration, `model`
-    with an update of weights. `suspended` says why there is no memory for transfers; it is empty if
-    there is."""
+class CurrentIdentity:
+    """The identity of an endpoint now. Loop only. `epoch` changes with each new registration,
+    `model` with an update of weights. `suspended` says why there is no memory for transfers; it is
+    empty if there is."""
 
-    def __init__(
-        self,
-        instance_id: str,
-        epoch: int,
-        ticket_key: bytes | str | WatchedFile[TicketKeys],
-        clock: Clock,
-        model: ModelIdentity | None = None,
-    ) -> None:
-        self.instance_id = instance_id
-        self.model = model
+    def __init__(self, first: KvIdentity, clock: Clock) -> None:
+        self.instance_id = first.instance_id
+        self.model = first.model
         self.suspended = ""
-        self._epochs = [epoch]
+        self._epochs = [first.epoch]
         self._clock = clock
-        self._key = (
-            ticket_key if isinstance(ticket_key, WatchedFile) else as_cluster_key(ticket_key)
-        )
+        key = first.ticket_key
+        self._key = key if isinstance(key, WatchedFile) else as_cluster_key(key)
 
     @property
     def epoch(self) -> int:

@@ -28,7 +28,7 @@ from kvxfer.kv.block_table import BlockTable, sign_block_table, verify_block_tab
 from kvxfer.kv.messages import Expect
 
 if TYPE_CHECKING:
-    from kvxfer.kv.admission import Identity
+    from kvxfer.kv.admission import CurrentIdentity
     from kvxfer.kv.connections import Connections
     from kvxfer.kv.decode_session import DecodeSession
     from kvxfer.kv.prefill_session import PrefillSession
@@ -73,7 +73,7 @@ class Brokered:
     def __init__(
         self,
         control_plane: BlockTables | None,
-        identity: Identity,
+        identity: CurrentIdentity,
         connections: Connections,
         prefill_side: PrefillSide,
         clock: Clock,
@@ -90,7 +90,7 @@ class Brokered:
         if self._control_plane is None:
             raise InvalidArgument(
                 f"the KV endpoint of instance {self._identity.instance_id!r} has no control plane "
-                "for a brokered handshake; make it with control_plane=, or use the direct one"
+                "for a brokered handshake; pass KvOptions(control_plane=…), or use the direct one"
             )
         return self._control_plane
 

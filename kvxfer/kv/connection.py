@@ -34,7 +34,7 @@ from kvxfer.model_identity import require_same_model
 if TYPE_CHECKING:
     from kvxfer.engine import Peer
     from kvxfer.engine.memory import Region
-    from kvxfer.kv.admission import Identity, Side
+    from kvxfer.kv.admission import CurrentIdentity, Side
     from kvxfer.kv.block_pool import BlockIds
     from kvxfer.kv.cache import KvCache
     from kvxfer.kv.messages import Done
@@ -121,7 +121,7 @@ class Outbox:
 logger = logging.getLogger(__name__)
 
 
-def hello_from(cache: KvCache, identity: Identity, *, checksums: bool = False) -> Hello:
+def hello_from(cache: KvCache, identity: CurrentIdentity, *, checksums: bool = False) -> Hello:
     """Returns the HELLO that introduces a cache."""
     return Hello(
         version=OLDEST,
@@ -214,7 +214,7 @@ class Connection:
         cache: KvCache,
         unreachable: Callable[[Connection, KvxferError], object],
         *,
-        identity: Identity,
+        identity: CurrentIdentity,
         clock: Clock,
         checksums: bool = False,
     ) -> None:

@@ -26,7 +26,7 @@ from kvxfer.kv.waiting import LostWorkers
 
 if TYPE_CHECKING:
     from kvxfer.engine import Engine, Peer
-    from kvxfer.kv.admission import Identity
+    from kvxfer.kv.admission import CurrentIdentity
     from kvxfer.kv.cache import KvCache
     from kvxfer.ticket import Ticket
 
@@ -41,7 +41,7 @@ class Connections:
         self,
         engine: Engine,
         cache: KvCache,
-        identity: Identity,
+        identity: CurrentIdentity,
         connect_timeout: float,
         *,
         checksums: bool,
@@ -194,7 +194,10 @@ _REGISTRATION_SECONDS: Final = 60.0
 
 
 async def follow_first_rank(
-    connections: Connections, identity: Identity, address: str, set_epoch: Callable[[int], None]
+    connections: Connections,
+    identity: CurrentIdentity,
+    address: str,
+    set_epoch: Callable[[int], None],
 ) -> Peer:
     """Takes the epoch of the first rank, whose engine is at `address`, and each later one while the
     connection lasts. Returns when it has one.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import (
     EngineClosed,
     InvalidArgument,
@@ -16,8 +15,8 @@ from kvxfer.errors import (
     TicketInvalid,
 )
 from kvxfer.instances import Role
-from kvxfer.kv.admission import Identity, Side, TransferLedger
-from kvxfer.kv.brokered import BlockTables, Brokered
+from kvxfer.kv.admission import CurrentIdentity, Side, TransferLedger
+from kvxfer.kv.brokered import Brokered
 from kvxfer.kv.connection import Connection, grant_ranges
 from kvxfer.kv.connections import Connections, follow_first_rank
 from kvxfer.kv.counts import Refusals, TrafficMeter, TransferCounts
@@ -26,6 +25,7 @@ from kvxfer.kv.inbound import Inbound
 from kvxfer.kv.message_handler import MessageHandler
 from kvxfer.kv.messages import Keep, Release
 from kvxfer.kv.opening import opens
+from kvxfer.kv.options import KvIdentity, KvOptions
 from kvxfer.kv.prefill_side import PrefillSide
 from kvxfer.kv.ranks import sources, targets
 from kvxfer.kv.waiting import ExpectedOffers
@@ -44,14 +44,10 @@ if TYPE_CHECKING:
     from kvxfer.kv.prefill_session import PrefillSession
     from kvxfer.layout import KvLayout
     from kvxfer.model_identity import ModelIdentity
-    from kvxfer.ticket import Ticket, TicketKeys
+    from kvxfer.ticket import Ticket
     from kvxfer.tracing.span import Span
-    from kvxfer.tracing.tracer import Tracer
-    from kvxfer.watched_file import WatchedFile
 
-DEFAULT_LEASE_SECONDS: Final = 60.0
-MAX_EARLY_OFFERS_PER_PEER: Final = 256
-
+_DEFAULTS: Final = KvOptions()
 _LEAST_LEASE_SECONDS: Final = 0.001
 
 
@@ -63,30 +59,11 @@ class KvEndpoint:
     offers with prefill requests, whichever comes first. Only the endpoint gives peers its layout
     and MR descriptors, over the authenticated connection.
 
-    `epoch` names this registration of the instance, or this start of its process; tickets name it
-    too. An instance that registers leaves it out and passes set_epoch() to its Registration.
-
     `pool` gives blocks to decode sessions; without it the caller passes the blocks of a session.
-    `lease_seconds` is the time that a side waits for the other, unless a session has another one.
 
     The side that has the other's address connects. By default decode does (the direct handshake).
-    In the brokered handshake prefill does, and the block table goes through `control_plane`. Both
-    sides of a transfer have to use the same handshake.
-
-    If prefill has no ticket, `on_offer` is called for each OFFER that comes before its request;
-    prefill_session() or decline() with its ticket answers it.
-
-    `checksums`: every transfer with this endpoint, in both directions, is checked by a checksum of
-    its blocks before they are used, whatever the other side's setting. Both caches then have to be
-    host memory: a cache on a GPU raises InvalidArgument here, or when the transfer begins.
-
-    `tracer`: transfers whose ticket names a trace have spans; those that begin in a traced task
-    have them anyway.
-
-    `model` is the model of the cache: a peer whose model differs is refused by name. Without it, or
-    if a peer does not report its model, only the layouts are compared.
-
-    `clock` has to advance as the loop's time does.
+    In the brokered handshake prefill does, and the block table goes through the control plane of
+    `options`. Both sides of a transfer have to use the same handshake.
     """
 
     def __init__(
@@ -94,41 +71,30 @@ class KvEndpoint:
         engine: Engine,
         cache: KvCache,
         pool: BlockPool | None,
-        *,
-        instance_id: str,
-        epoch: int = 0,
-        ticket_key: bytes | str | WatchedFile[TicketKeys],
-        lease_seconds: float = DEFAULT_LEASE_SECONDS,
-        control_plane: BlockTables | None = None,
-        connect_timeout: float = 2.0,
-        max_early_offers_per_peer: int = MAX_EARLY_OFFERS_PER_PEER,
-        on_offer: Callable[[Ticket], None] | None = None,
-        checksums: bool = False,
-        tracer: Tracer | None = None,
-        model: ModelIdentity | None = None,
-        clock: Clock = SYSTEM_CLOCK,
+        identity: KvIdentity,
+        options: KvOptions = _DEFAULTS,
     ) -> None:
         if pool is not None and pool.num_blocks != cache.num_blocks:
             raise InvalidArgument(
                 f"the pool has {pool.num_blocks} blocks, the cache {cache.num_blocks}; "
                 "make both with the same number"
             )
-        if checksums:
+        if options.checksums:
             cache.require_host_memory("checksums need host memory; pass checksums=False")
-        self._identity = Identity(instance_id, epoch, ticket_key, clock, model)
+        self.clock = clock = options.clock
+        self._identity = CurrentIdentity(identity, clock)
         self._engine = engine
         self._cache = cache
         self._pool = pool
-        self._lease_seconds = lease_seconds
+        self._lease_seconds = options.lease_seconds
         self._open = False
-        self._tracer = tracer
-        self.clock = clock
+        self._tracer = options.tracer
         self._connections = Connections(
             engine,
             cache,
             self._identity,
-            connect_timeout,
-            checksums=checksums,
+            options.connect_timeout,
+            checksums=options.checksums,
             clock=clock,
         )
         self._ledger = TransferLedger(clock)
@@ -138,14 +104,14 @@ class KvEndpoint:
         """The transfers of this endpoint that ended since the start."""
         self._decodes: dict[DecodeSession, None] = {}  # in the order in which they began
         self._prefill_side = PrefillSide(
-            instance_id,
+            identity.instance_id,
             cache.layout,
             self._ledger,
-            max_early_offers_per_peer=max_early_offers_per_peer,
+            max_early_offers_per_peer=options.max_early_offers_per_peer,
             ended=self._prefill_ended,
             refusals=self._refusals,
             loss_of_decode=self._connections.loss_of_decode,
-            on_offer=on_offer,
+            on_offer=options.on_offer,
             clock=clock,
         )
         self._expected_offers = ExpectedOffers(clock)
@@ -159,7 +125,7 @@ class KvEndpoint:
             clock,
         )
         self._brokered = Brokered(
-            control_plane, self._identity, self._connections, self._prefill_side, clock
+            options.control_plane, self._identity, self._connections, self._prefill_side, clock
         )
 
     @property

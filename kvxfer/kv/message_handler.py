@@ -37,7 +37,7 @@ from kvxfer.kv.waiting import LostOffers
 
 if TYPE_CHECKING:
     from kvxfer.engine import Peer
-    from kvxfer.kv.admission import Identity
+    from kvxfer.kv.admission import CurrentIdentity
     from kvxfer.kv.connection import Connection
     from kvxfer.kv.connections import Connections
     from kvxfer.kv.counts import Refusals, TransferCounts
@@ -53,7 +53,7 @@ class MessageHandler:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: CurrentIdentity,
         connections: Connections,
         prefill_side: PrefillSide,
         expected_offers: ExpectedOffers,

@@ -39,7 +39,7 @@ async def either_registry(request: pytest.FixtureRequest, clock: VirtualClock) -
 @pytest.fixture
 def app(registry: Registry, clock: VirtualClock) -> FastAPI:
     return create_app(
-        Settings(cluster_key=CLUSTER_KEY, transfer_seconds=30, retry_after_seconds=2),
+        Settings(cluster_key=CLUSTER_KEY, transfer_seconds=30),
         registry,
         clock=clock,
     )

@@ -94,7 +94,7 @@ def test_a_worker_is_in_the_fleet_until_it_is_stopped(
         *("worker", "--role", "decode", "--control-plane", control_plane, "--model", model),
         *("--instance-id", f"decode-{number.name}", "--blocks", "40", "--fabrics", "tcp"),
         *("--label", "zone=eu-1a", "--label", "rack=a=7"),
-        *("--engine-option", "lanes=3", "--engine-option", "exclude_nics=mlx5_8,mlx5_bond*"),
+        *("--engine-option", "tuning.lanes=3", "--engine-option", "exclude_nics=mlx5_8,mlx5_bond*"),
     ) as worker:
         said = worker.ready()
         assert said["instance_id"] == f"decode-{number.name}"
@@ -211,9 +211,10 @@ def test_an_unknown_fabric_is_refused(model: Path) -> None:
     ("options", "says"),
     [
         (["--peer-timeout", "soon"], "--peer-timeout is 'soon'; pass a number"),
-        (["--engine-option", "lanes=x"], "--engine-option lanes is 'x'; pass a whole number"),
-        (["--engine-option", "lanes=65"], "lanes is 65; use 1 to 64"),
-        (["--engine-option", "lanes"], "--engine-option is 'lanes'; write it as NAME=VALUE"),
+        (["--engine-option", "tuning.lanes=x"], "tuning.lanes is 'x'; pass a whole number"),
+        (["--engine-option", "tuning.lanes=65"], "tuning.lanes is 65; use 1 to 64"),
+        (["--engine-option", "lanes=4"], "is no setting of kvxfer; set --engine-option tuning.lan"),
+        (["--engine-option", "cpus"], "--engine-option is 'cpus'; write it as NAME=VALUE"),
         (["--engine-option", "port=1"], "once for each of advertise, cpus, exclude_nics, "),
         (["--engine-option", "nics=a", "--engine-option", "nics=b"], "is 'nics=b'; write it as"),
     ],

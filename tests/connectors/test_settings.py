@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvxfer.connectors.vllm.settings import ConnectorSettings
-from kvxfer.engine.operator_options import OPERATOR_OPTIONS
+from kvxfer.engine.operator_options import JSON_OPTIONS
 from kvxfer.errors import InvalidArgument
 from kvxfer.instances import Role
 
@@ -63,15 +63,13 @@ def test_every_option_of_the_engine_can_be_set() -> None:
         "exclude_nics": ["mlx5_bond*"],
         "cpus": [2, 3],
         "traffic_class": 106,
-        "service_level": 3,
-        "lanes": 4,
         "peer_timeout": 5,
-        "ofi_strict": True,
+        "tuning": {"service_level": 3, "lanes": 4, "memory_windows": False},
     }
     settings = read({"http_address": HTTP, "host": "10.0.0.7", **values})
     assert settings.options == {"host": "10.0.0.7", **values}
     assert (settings.host, settings.peer_timeout) == ("10.0.0.7", 5.0)
-    others = dict.fromkeys(OPERATOR_OPTIONS)  # null is the same as leaving it out
+    others = dict.fromkeys(JSON_OPTIONS)  # null is the same as leaving it out
     assert read({"http_address": HTTP, **others}).options == {"host": "127.0.0.1"}
 
 
@@ -95,9 +93,20 @@ def test_each_role_of_vllm_maps_to_a_role() -> None:
         ({"http_port": 0}, "extra_config.http_port is 0; pass a port, 1 to 65535"),
         ({"http_address": HTTP, "leaseseconds": 5}, "leaseseconds is no setting"),
         ({"http_address": HTTP, "lease_seconds": 0}, "lease_seconds is 0"),
+        ({"http_address": HTTP, "lease_seconds": True}, "lease_seconds is True; pass a number"),
+        ({"http_address": HTTP, "lease_seconds": 3600}, "lease_seconds is 3600.0; use less than"),
+        ({"http_address": HTTP, "checkpoint": ""}, "checkpoint is ''; use a length of 1 or more"),
+        ({"http_address": HTTP, "checkpoint": 7}, "checkpoint is 7; pass text"),
         ({"http_address": HTTP, "peer_timeout": True}, "peer_timeout is True"),
         ({"http_address": HTTP, "nics": "mlx5_0"}, "nics is 'mlx5_0'; pass a list, each item text"),
-        ({"http_address": HTTP, "lanes": -1}, "extra_config.lanes is refused: lanes is -1; pass"),
+        (
+            {"http_address": HTTP, "tuning": {"lanes": -1}},
+            "extra_config.tuning.lanes is refused: tuning.lanes is -1; pass",
+        ),
+        (
+            {"http_address": HTTP, "lanes": 4},
+            "extra_config.lanes is no setting of kvxfer; set kv_connector_extra_config.tuning.lan",
+        ),
         ({"http_address": HTTP, "fabrics": ["rdma"]}, "fabrics is ['rdma']; choose from local"),
         ({"http_address": HTTP, "port": 5}, "port is no setting"),  # each rank has another port
         ({"http_address": HTTP, "checksums": "yes"}, "checksums is 'yes'; pass true or false"),

@@ -101,10 +101,9 @@ def test_homes_and_caches_of_workers_are_on_volumes_of_their_pods() -> None:
 
 OPTIONS = {
     "exclude_nics": ["mlx5_8", "mlx5_bond*"],
-    "ofi_strict": False,
     "peer_timeout": 2.5,
     "traffic_class": 106,
-    "window_bytes": 1 << 30,
+    "tuning": {"memory_windows": False, "window_bytes": 1 << 30},
 }
 
 
@@ -119,10 +118,10 @@ def test_options_of_the_transfer_engine_reach_the_workers() -> None:
         if argument.startswith(("--engine-option", "--peer-timeout"))
     ] == [
         "--engine-option=exclude_nics=mlx5_8,mlx5_bond*",
-        "--engine-option=ofi_strict=false",
         "--peer-timeout=2.5",
         "--engine-option=traffic_class=106",
-        "--engine-option=window_bytes=1073741824",
+        "--engine-option=tuning.memory_windows=false",
+        "--engine-option=tuning.window_bytes=1073741824",
     ]
     for container in of_vllm.containers():
         if container.component in ("prefill", "decode"):

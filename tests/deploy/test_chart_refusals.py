@@ -129,6 +129,14 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"workers": {"decode": {"transferEngine": {"nics": [["mlx5_0"]]}}}},
         "at '/workers/decode/transferEngine/nics/0': got array, want integer or string",
     ),
+    "an unknown option of the transfer engine's tuning": (
+        {"workers": {"transferEngine": {"tuning": {"path-mtu": 4096}}}},
+        "at '/workers/transferEngine/tuning': additional properties 'path-mtu' not allowed",
+    ),
+    "options of the transfer engine in a map": (
+        {"workers": {"transferEngine": {"nics": {"lanes": 4}}}},
+        "workers.prefill: transferEngine.nics is a map; only transferEngine.tuning is one",
+    ),
     "an option of the transfer engine that the chart sets": (
         {"workers": {"transferEngine": {"port": 9000}}},
         "workers.prefill: transferEngine.port is the chart's to set",
@@ -138,11 +146,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
             "workers": {
                 "engine": "vllm",
                 "model": "m",
-                "transferEngine": {"lanes": 4},
-                "connector": {"lanes": 2},
+                "transferEngine": {"traffic_class": 4},
+                "connector": {"traffic_class": 2},
             }
         },
-        "workers.prefill: both transferEngine.lanes and connector.lanes are set",
+        "workers.prefill: both transferEngine.traffic_class and connector.traffic_class are set",
     ),
 }
 

@@ -87,7 +87,7 @@ def settings() -> set[str]:
         text=True,
         check=True,
     )
-    operators = (f"KVXFER_{option.upper()}" for option in OPERATOR_OPTIONS)
+    operators = (f"KVXFER_{option.upper().replace('.', '_')}" for option in OPERATOR_OPTIONS)
     return {*of(cli()), *operators, *named.stdout.split()}
 
 

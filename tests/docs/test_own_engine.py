@@ -20,7 +20,7 @@ import kvxfer.client
 import kvxfer.errors
 import kvxfer.kv
 from kvxfer import Engine
-from kvxfer.kv import BlockPool, KvCache, KvEndpoint, KvLayout
+from kvxfer.kv import BlockPool, KvCache, KvEndpoint, KvIdentity, KvLayout, KvOptions
 from kvxfer.ticket import verify_ticket
 from tests.docs.test_snippets import ROOT, run, snippet
 from verify.control_plane import CLUSTER_KEY as KEY
@@ -46,13 +46,14 @@ async def run_public(begins: str, **names: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def worker(instance_id: str, layout: KvLayout = LAYOUT, **options: Any) -> AsyncIterator[Any]:
+async def worker(
+    instance_id: str, layout: KvLayout = LAYOUT, *, epoch: int = 0, **options: Any
+) -> AsyncIterator[Any]:
     async with Engine(cluster_key=KEY) as engine:
         with KvCache.allocate(engine, layout, 64) as cache:
             pool = BlockPool(64)
-            async with KvEndpoint(
-                engine, cache, pool, instance_id=instance_id, ticket_key=KEY, **options
-            ) as endpoint:
+            identity = KvIdentity(instance_id, KEY, epoch)
+            async with KvEndpoint(engine, cache, pool, identity, KvOptions(**options)) as endpoint:
                 yield SimpleNamespace(engine=engine, cache=cache, pool=pool, endpoint=endpoint)
                 pool.check()
                 assert pool.num_free == 64

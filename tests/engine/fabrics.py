@@ -54,7 +54,7 @@ def engine_options(fabric: str) -> dict[str, Any]:
             return {
                 "fabrics": ["ofi"],
                 "ofi_provider": "tcp",
-                "ofi_endpoints": nics_per_engine(),
+                "tuning": {"ofi_endpoints": nics_per_engine()},
                 "ofi_strict": fabric == "ofi-strict",
                 **patient,
             }

@@ -417,8 +417,8 @@ async def test_bad_options_and_a_port_in_use_are_named() -> None:
         Engine(cluster_key=KEY, peer_timeout=0.1)
     with pytest.raises(InvalidArgument, match="traffic_class is 256; use 0 to 255"):
         Engine(cluster_key=KEY, traffic_class=256)
-    with pytest.raises(InvalidArgument, match="service_level is -1; use 0 to 7"):
-        Engine(cluster_key=KEY, service_level=-1)
+    with pytest.raises(InvalidArgument, match=r"tuning\.service_level is -1; use 0 to 7"):
+        Engine(cluster_key=KEY, tuning={"service_level": -1})
     async with Engine(cluster_key=KEY) as engine:
         port = int(engine.address.split(":")[2].split("/")[0])
         with pytest.raises(AddressInUse, match=f"port {port}"):

@@ -19,27 +19,20 @@ from kvxfer.engine.operator_options import (
     parse_options,
     read_options,
 )
-from kvxfer.engine.options import native_fabrics
+from kvxfer.engine.options import DEFAULT_PEER_TIMEOUT, EngineTuning, native_fabrics
 from kvxfer.errors import InvalidArgument
 from tests.topology import machines
 
 pytestmark = pytest.mark.native
 
 KEY = "a cluster key for the tests"
-OPTIONS_PAGE = Path(__file__).parents[2] / "docs/engine-options.md"
 
 
 def test_python_documents_what_the_engine_takes() -> None:
-    apart = {"cluster_key", "thread", "more_nics", *native_fabrics(None)}
-    assert EngineOptions.__optional_keys__ == set(native.OPTION_NAMES) - apart | {"fabrics"}
-
-
-def test_the_page_of_engine_options_lists_every_option() -> None:
-    _, _, rest = OPTIONS_PAGE.read_text().partition("\n| `Engine(…)` | default | |\n")
-    rows, _, _ = rest.partition("\n\n")
-    cells = [row.split("|")[1] for row in rows.splitlines()[1:]]
-    names = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
-    assert sorted(names) == sorted(EngineOptions.__optional_keys__)
+    apart = {"cluster_key", "thread", "more_nics", "ofi_strict", *native_fabrics(None)}
+    tuning = {f"tuning.{name}" for name in EngineTuning.__optional_keys__}
+    named = EngineOptions.__optional_keys__ - {"fabrics", "tuning"}
+    assert named | tuning == set(native.ENGINE_OPTIONS) - apart
 
 
 @pytest.mark.parametrize(
@@ -49,22 +42,63 @@ def test_the_page_of_engine_options_lists_every_option() -> None:
         ("name", 5, "name is 5; pass a str"),
         ("port", 65536, "port is 65536; pass an int from 0 to 65535"),
         ("port", "80", "port is '80'; pass an int from 0 to 65535"),
-        ("lanes", -1, "lanes is -1; pass an int from 0 to 4294967295"),
-        ("lanes", 65, "lanes is 65; use 1 to 64"),
-        ("lanes", 2.5, "lanes is 2.5; pass an int from 0 to 4294967295"),
-        ("window_bytes", -1, "window_bytes is -1; pass an int from 0 to 18446744073709551615"),
+        ("name", "n" * 129, "name is 129 bytes; use 0 to 128 bytes"),
+        ("gid_index", 256, "gid_index is 256; use 0 to 255, or -1"),
+        ("operation_timeout", 0, "operation_timeout is 0 s; use 1e-09 s or more"),
         ("nics", "mlx5_0", "nics is 'mlx5_0'; pass a list, each item a str"),
         ("cpus", [0, -1], r"cpus is [0, -1]; pass a list, each item an int from 0 to 4294967295"),
         ("ofi_strict", "yes", "ofi_strict is 'yes'; pass True or False"),
         ("peer_timeout", "soon", "peer_timeout is 'soon'; pass a number of seconds"),
         ("peer_timeout", float("nan"), "peer_timeout is nan s; pass 0 to 1e9 seconds"),
-        ("spin", -1, "spin is -1.000000 s; pass 0 to 1e9 seconds"),
+        ("tuning", 4, "tuning is 4; pass a dict, such as {'lanes': 4}"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(option: str, value: Any, refusal: str) -> None:
     options: Any = {"cluster_key": KEY, option: value}
     with pytest.raises(InvalidArgument, match=re.escape(refusal)):
         Engine(**options)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "refusal"),
+    [
+        ("lanes", -1, "lanes is -1; pass an int from 0 to 4294967295"),
+        ("lanes", 65, "lanes is 65; use 1 to 64"),
+        ("lanes", 2.5, "lanes is 2.5; pass an int from 0 to 4294967295"),
+        ("window_bytes", -1, "window_bytes is -1; pass an int from 0 to 18446744073709551615"),
+        ("window_bytes", 1 << 19, "window_bytes is 524288 bytes; use 1048576 bytes or more"),
+        ("path_mtu", 128, "path_mtu is 128 bytes; use 256 to 4096 bytes, or 0"),
+        ("ofi_endpoints", 0, "ofi_endpoints is 0; use 1 to 64"),
+        ("heartbeat_interval", 61, "heartbeat_interval is 61 s; use 0.001 to 60 s"),
+        ("path_timeout", 0.01, "path_timeout must be at least tuning.heartbeat_interval"),
+        ("spin", -1, "spin is -1.000000 s; pass 0 to 1e9 seconds"),
+    ],
+)
+def test_a_wrong_value_of_tuning_is_refused_by_name(option: str, value: Any, refusal: str) -> None:
+    tuning: Any = {option: value}
+    with pytest.raises(InvalidArgument, match=re.escape(f"tuning.{refusal}")):
+        Engine(cluster_key=KEY, tuning=tuning)
+
+
+@pytest.mark.parametrize("option", sorted(EngineTuning.__optional_keys__))
+def test_an_option_of_tuning_beside_it_is_refused_with_its_place(option: str) -> None:
+    options: Any = {"cluster_key": KEY, option: 1}
+    refusal = f"Engine has no option '{option}'; pass tuning={{\"{option}\": …}}"
+    with pytest.raises(InvalidArgument, match=re.escape(refusal)):
+        Engine(**options)
+    beside = f"--{option} is no setting of kvxfer; set --tuning.{option}"
+    with pytest.raises(InvalidArgument, match=re.escape(beside)):
+        read_options({option: 1}, "--{}".format)
+    with pytest.raises(InvalidArgument, match=re.escape(beside)):
+        parse_options({option: "1"}, "--{}".format)
+
+
+def test_an_unknown_option_of_tuning_is_refused_by_name() -> None:
+    tuning: Any = {"lane": 4}
+    with pytest.raises(InvalidArgument, match=r"no option 'tuning\.lane'; did you mean 'lanes'"):
+        Engine(cluster_key=KEY, tuning=tuning)
+    with pytest.raises(InvalidArgument, match=r"--tuning.lane is no setting of kvxfer; there are"):
+        read_options({"tuning": tuning}, "--{}".format)
 
 
 @pytest.mark.parametrize("key", [["secret"], "a secret that is no text: \ud800"])
@@ -105,7 +139,7 @@ async def test_values_of_numpy_and_tuples_are_taken() -> None:
         name="options",
         advertise=None,
         fabrics=("tcp",),
-        lanes=lanes,
+        tuning={"lanes": lanes},
         cpus=(),
         peer_timeout=2,
     ) as engine:
@@ -114,9 +148,9 @@ async def test_values_of_numpy_and_tuples_are_taken() -> None:
 
 
 def test_every_time_is_in_seconds() -> None:
-    with pytest.raises(InvalidArgument, match="peer_timeout at least twice"):
-        Engine(cluster_key=KEY, heartbeat_interval=0.5, peer_timeout=0.9)
-    assert native.DEFAULT_PEER_TIMEOUT == 0.7
+    with pytest.raises(InvalidArgument, match="peer_timeout must be at least twice"):
+        Engine(cluster_key=KEY, tuning={"heartbeat_interval": 0.5}, peer_timeout=0.9)
+    assert DEFAULT_PEER_TIMEOUT == 0.7
 
 
 # --- settings of an operator -----------------------------------------------------------------
@@ -126,20 +160,21 @@ LOG = logging.getLogger("tests.options")
 
 def test_an_operator_may_set_every_option_but_name_and_port() -> None:
     declared = EngineOptions.__optional_keys__ | {"exclude_nics"}
-    assert set(OPERATOR_OPTIONS) == declared - {"name", "port"}
+    tuning = {f"tuning.{name}" for name in EngineTuning.__optional_keys__}
+    assert set(OPERATOR_OPTIONS) == declared - {"name", "port", "tuning"} | tuning
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ({"lanes": "3"}, {"lanes": 3}),
+        ({"tuning.lanes": "3", "tuning.spin": "1"}, {"tuning": {"lanes": 3, "spin": 1.0}}),
         ({"nics": "mlx5_0, mlx5_1,"}, {"nics": ["mlx5_0", "mlx5_1"]}),
         ({"cpus": "0,1"}, {"cpus": [0, 1]}),
         ({"peer_timeout": "2"}, {"peer_timeout": 2.0}),
-        ({"ofi_strict": "1"}, {"ofi_strict": True}),
-        ({"ofi_strict": "false"}, {"ofi_strict": False}),
+        ({"tuning.memory_windows": "1"}, {"tuning": {"memory_windows": True}}),
+        ({"tuning.memory_windows": "false"}, {"tuning": {"memory_windows": False}}),
         ({"advertise": "10.0.0.7"}, {"advertise": "10.0.0.7"}),
-        ({"lanes": "", "fabrics": None}, {}),
+        ({"tuning.lanes": "", "fabrics": None}, {}),
     ],
 )
 def test_text_means_what_json_does(text: dict[str, str | None], value: dict[str, Any]) -> None:
@@ -149,12 +184,19 @@ def test_text_means_what_json_does(text: dict[str, str | None], value: dict[str,
 @pytest.mark.parametrize(
     ("given", "refusal"),
     [
-        ({"lanes": "3"}, "--lanes is '3'; pass a whole number"),
+        ({"tuning": {"lanes": "3"}}, "--tuning.lanes is '3'; pass a whole number"),
+        ({"tuning": 3}, "--tuning is 3; pass an object, such as"),
         ({"peer_timeout": True}, "--peer_timeout is True; pass a number"),
         ({"nics": "mlx5_0"}, "--nics is 'mlx5_0'; pass a list, each item text"),
         ({"cpus": ["a"]}, "--cpus is ['a']; pass a list, each item a whole number"),
-        ({"ofi_strict": 1}, "--ofi_strict is 1; pass true or false"),
-        ({"lanes": -1}, "--lanes is refused: lanes is -1; pass an int from 0 to"),
+        (
+            {"tuning": {"memory_windows": 1}},
+            "--tuning.memory_windows is 1; pass true or false",
+        ),
+        (
+            {"tuning": {"lanes": -1}},
+            "--tuning.lanes is refused: tuning.lanes is -1; pass an int from 0 to",
+        ),
         ({"fabrics": ["rdma"]}, "--fabrics is refused: fabrics is ['rdma']; choose from"),
     ],
 )
@@ -171,7 +213,8 @@ EVERY = {"nics": ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3"]}
     ("machine", "given", "options"),
     [
         ("server", {}, {"nics": ["mlx5_3"]}),
-        ("server", {"lanes": 4, "cpus": [1]}, {"lanes": 4, "cpus": [1], "nics": ["mlx5_3"]}),
+        ("server", {"cpus": [1]}, {"cpus": [1], "nics": ["mlx5_3"]}),
+        ("server", {"tuning": {"lanes": 4}}, {"tuning": {"lanes": 4}, "nics": ["mlx5_3"]}),
         ("server", {"nics": ["*"]}, EVERY),
         ("server", {"nics": ["mlx5_9"]}, {"nics": ["mlx5_9"]}),
         ("server", {"exclude_nics": ["mlx5_3"]}, {"nics": ["mlx5_0"]}),

@@ -13,6 +13,7 @@ from kvxfer.engine import Engine
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache, KvPlane
 from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.options import KvIdentity
 from tests.cuda import device_memory
 from tests.cuda.bindings import context
 from verify.polling import PATIENCE
@@ -61,8 +62,8 @@ async def worker(name: str, fabric: str, gpu: int | None) -> AsyncIterator[GpuWo
         ]
         cache, pool = KvCache(LAYOUT, NUM_BLOCKS, planes), BlockPool(NUM_BLOCKS)
         assert cache.gpu == gpu
-        identity = {"instance_id": name, "epoch": 1, "ticket_key": KEY}
-        async with KvEndpoint(engine, cache, pool, **identity) as endpoint:
+        identity = KvIdentity(name, KEY, 1)
+        async with KvEndpoint(engine, cache, pool, identity) as endpoint:
             yield GpuWorker(engine, cache, pool, endpoint)
         memory.close()
 

@@ -8,6 +8,7 @@ from typing import Any
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.options import KvIdentity, KvOptions
 from kvxfer.layout import KvLayout
 from kvxfer.ticket import Ticket, sign_ticket
 from tests.virtual_time import loop_clock
@@ -29,11 +30,8 @@ class Side:
             engine,
             self.cache,
             self.pool,
-            instance_id=name,
-            epoch=1,
-            ticket_key=KEY,
-            control_plane=control_plane,
-            clock=loop_clock(),
+            KvIdentity(name, KEY, 1),
+            KvOptions(control_plane=control_plane, clock=loop_clock()),
         )
 
     def block_of(self, region: Region, offset: int) -> int:

@@ -21,6 +21,7 @@ from kvxfer.errors import (
 from kvxfer.kv.connection import Connection
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.messages import Done
+from kvxfer.kv.options import KvIdentity, KvOptions
 from kvxfer.layout import KvLayout
 from verify.polling import PATIENCE
 
@@ -177,9 +178,9 @@ async def test_blocks_in_memory_of_a_gpu_have_no_checksums(fabric: str) -> None:
                 await asyncio.wait_for(receiving.wait(), PATIENCE)
         with pytest.raises(InvalidArgument, match=text.format("d")):
             await p.endpoint.decode_session(make_ticket(d, p), d.engine.address, 2)
-        identity = {"instance_id": "p", "epoch": 1, "ticket_key": KEY}
+        identity, options = KvIdentity("p", KEY, 1), KvOptions(checksums=True)
         with pytest.raises(InvalidArgument, match="GPU 0: checksums need host memory; pass check"):
-            KvEndpoint(p.engine, p.cache, p.pool, **identity, checksums=True)
+            KvEndpoint(p.engine, p.cache, p.pool, identity, options)
 
 
 async def test_a_region_sums_only_what_is_in_it(fabric: str) -> None:

@@ -9,10 +9,11 @@ import pytest
 
 from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.errors import PeerLost, ProtocolError
-from kvxfer.kv.admission import Identity
+from kvxfer.kv.admission import CurrentIdentity
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.connection import Connection, check_hello, grant_ranges, hello_from
 from kvxfer.kv.messages import Hello, encode
+from kvxfer.kv.options import KvIdentity
 from kvxfer.kv.plan import plan_transfer
 from kvxfer.layout import KvLayout
 
@@ -28,14 +29,16 @@ def allocated(name: str, num_blocks: int, layout: KvLayout = LAYOUT) -> KvCache:
 
 
 def hello(**changes: Any) -> Hello:
-    made = hello_from(allocated("peer", 5), Identity("peer", 3, KEY, SYSTEM_CLOCK))
+    made = hello_from(
+        allocated("peer", 5), CurrentIdentity(KvIdentity("peer", KEY, 3), SYSTEM_CLOCK)
+    )
     return msgspec.structs.replace(made, **changes)
 
 
 def connection_with(cache: KvCache) -> Connection:
     peer: Any = Engine("peer")
     peer.engine_id = "0" * 32
-    identity = Identity("this", 1, KEY, SYSTEM_CLOCK)
+    identity = CurrentIdentity(KvIdentity("this", KEY, 1), SYSTEM_CLOCK)
     return Connection(
         peer, cache, lambda connection, error: None, identity=identity, clock=SYSTEM_CLOCK
     )

@@ -23,6 +23,7 @@ from kvxfer.errors import (
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.options import KvIdentity
 from kvxfer.ticket import Ticket, sign_ticket
 from verify.polling import PATIENCE, eventually
 
@@ -232,9 +233,7 @@ async def test_an_address_without_an_engine_is_an_error_and_takes_no_block(
 async def test_pool_and_cache_have_to_be_of_one_size(pair: tuple[Worker, Worker]) -> None:
     prefill, _ = pair
     with pytest.raises(InvalidArgument, match=f"the pool has 3 blocks, the cache {NUM_BLOCKS}"):
-        KvEndpoint(
-            prefill.engine, prefill.cache, BlockPool(3), instance_id="p", epoch=1, ticket_key=KEY
-        )
+        KvEndpoint(prefill.engine, prefill.cache, BlockPool(3), KvIdentity("p", KEY, 1))
 
 
 async def test_a_session_of_an_engine_that_is_closed_says_so(pair: tuple[Worker, Worker]) -> None:

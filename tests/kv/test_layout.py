@@ -85,16 +85,17 @@ def test_blocks_for_rounds_up(tokens: int, blocks: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"num_layers": 0}, "num_layers is 0; pass an integer >= 1"),
+        ({"num_layers": 0}, "KvLayout.num_layers is 0; use 1 or more"),
         ({"num_kv_heads": -1}, "num_kv_heads is -1"),
         ({"head_size": 64.0}, "head_size is 64.0"),
-        ({"block_size": True}, "block_size is True"),
+        ({"head_size": 65537}, "head_size is 65537; use 65536 or less"),
+        ({"block_size": True}, "block_size is True; use a whole number"),
         ({"dtype": "float12"}, "dtype is 'float12'; use one of float32, float16"),
-        ({"order": "DHN"}, "order is 'DHN'; use one of NHD, HND"),
-        ({"kv": "mixed"}, "kv is 'mixed'; use one of separate, interleaved"),
-        ({"mla": 1}, "mla is 1; pass True or False"),
+        ({"order": "DHN"}, "order is 'DHN'; use NHD or HND"),
+        ({"kv": "mixed"}, "kv is 'mixed'; use separate or interleaved or"),
+        ({"mla": 1}, "mla is 1; use true or false"),
         ({"packing": "vec"}, "packing is 'vec' with kv='separate'"),
-        ({"packing": "x" * 33}, "a name of at most 32"),
+        ({"packing": "x" * 33}, "use a length of 32 or less"),
         (
             {"kv": "opaque", "order": "HND", "packing": "amx", "block_size": 24},
             "'amx' with block_size 24",
@@ -105,9 +106,9 @@ def test_blocks_for_rounds_up(tokens: int, blocks: int) -> None:
         ({"pp_rank": 1}, "pp_rank is 1 of pp_size 1"),
         ({"pp_size": 3}, "pp_size is 3 for 4 layers"),
         ({"tp_rank": -1}, "tp_rank is -1"),
-        ({"block_size": 65537}, "block_size is 65537; pass at most 65536"),
-        ({"tp_size": 2048}, "tp_size is 2048; pass at most 1024"),
-        ({"pp_size": 2048}, "pp_size is 2048; pass at most 1024"),
+        ({"block_size": 65537}, "block_size is 65537; use 65536 or less"),
+        ({"tp_size": 2048}, "tp_size is 2048; use 1024 or less"),
+        ({"pp_size": 2048}, "pp_size is 2048; use 1024 or less"),
     ],
 )
 def test_a_wrong_field_is_named(fields: dict[str, Any], named: str) -> None:

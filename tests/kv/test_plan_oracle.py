@@ -14,10 +14,11 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from kvxfer.clock import SYSTEM_CLOCK
-from kvxfer.kv.admission import Identity
+from kvxfer.kv.admission import CurrentIdentity
 from kvxfer.kv.blocks import ABSENT
 from kvxfer.kv.cache import KvCache, permute_on_host
 from kvxfer.kv.connection import hello_from
+from kvxfer.kv.options import KvIdentity
 from kvxfer.kv.plan import TransferPlan, plan_transfer
 from kvxfer.kv.plane_writes import bind_arrivals, bind_plan
 from kvxfer.kv.ranks import sources, targets
@@ -215,7 +216,7 @@ def runs_at_decode(
 
 def receive(case: Case, prefills: list[Rank], decode: Rank, written: np.ndarray[Any, Any]) -> None:
     """Applies all writes of prefill ranks to a decode rank, and counts them by element."""
-    hello = hello_from(decode.cache, Identity("d", 1, bytes(32), SYSTEM_CLOCK))
+    hello = hello_from(decode.cache, CurrentIdentity(KvIdentity("d", bytes(32), 1), SYSTEM_CLOCK))
     orders = set()
     for prefill in prefills:
         plan = plan_transfer(prefill.layout, decode.layout, decode_permutes=case.permutes)

@@ -20,6 +20,7 @@ from kvxfer.errors import (
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.options import KvIdentity, KvOptions
 from verify.polling import PATIENCE
 
 from .workers import KEY, LAYOUT, NUM_BLOCKS, Worker, make_ticket, worker
@@ -49,10 +50,8 @@ async def sleeper(name: str, fabric: str) -> AsyncIterator[Sleeper]:
     ) as engine:
         with KvCache.register(engine, LAYOUT, NUM_BLOCKS, arrays) as cache:
             pool = BlockPool(NUM_BLOCKS)
-            identity = {"instance_id": name, "epoch": 1, "ticket_key": KEY}
-            async with KvEndpoint(
-                engine, cache, pool, **identity, connect_timeout=PATIENCE
-            ) as endpoint:
+            identity, options = KvIdentity(name, KEY, 1), KvOptions(connect_timeout=PATIENCE)
+            async with KvEndpoint(engine, cache, pool, identity, options) as endpoint:
                 made = Sleeper(engine, cache, pool, endpoint)
                 made.memory = memory
                 yield made

@@ -19,6 +19,7 @@ from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache, Permute, permute_on_host
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.options import KvIdentity, KvOptions
 from kvxfer.kv.session_state import DecodeState
 from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
@@ -103,15 +104,14 @@ async def worker(
                 engine,
                 cache,
                 pool,
-                instance_id=instance_id or name,
-                epoch=epoch,
-                ticket_key=ticket_key,
-                control_plane=control_plane,
-                connect_timeout=PATIENCE,
-                lease_seconds=lease_seconds,
-                max_early_offers_per_peer=max_early_offers_per_peer,
-                checksums=checksums,
-                model=model,
+                KvIdentity(instance_id or name, ticket_key, epoch, model),
+                KvOptions(
+                    control_plane=control_plane,
+                    connect_timeout=PATIENCE,
+                    lease_seconds=lease_seconds,
+                    max_early_offers_per_peer=max_early_offers_per_peer,
+                    checksums=checksums,
+                ),
             ) as endpoint:
                 yield Worker(engine, cache, pool, endpoint)
                 pool.check()

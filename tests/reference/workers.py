@@ -13,6 +13,7 @@ from kvxfer.instances import Role
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.options import KvIdentity, KvOptions
 from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.reference.compute import ComputeThread
@@ -130,12 +131,8 @@ async def start_worker(
             engine,
             cache,
             pool,
-            instance_id=str(role),
-            epoch=EPOCH,
-            ticket_key=key,
-            lease_seconds=10 * PATIENCE,
-            connect_timeout=PATIENCE,
-            model=identity,
+            KvIdentity(str(role), key, EPOCH, identity),
+            KvOptions(lease_seconds=10 * PATIENCE, connect_timeout=PATIENCE),
         )
     )
     if gpu is None:

@@ -44,6 +44,7 @@ from kvxfer.connectors.vllm.caches import LayerCache, form_name, layout_of, regi
 from kvxfer.engine import Engine
 from kvxfer.errors import InvalidArgument, LayoutMismatch
 from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.options import KvIdentity
 from kvxfer.kv.plan import plan_transfer
 from kvxfer.ticket import Ticket, sign_ticket
 from tests.cuda import device_memory
@@ -209,8 +210,8 @@ async def endpoint_of(rank: Rank, name: str) -> AsyncIterator[tuple[Engine, KvEn
     async with Engine(cluster_key=KEY, name=name, **options) as engine:
         with register_caches(engine, rank.caches, rank.layout) as cache:
             assert cache.gpu == 0
-            identity = {"instance_id": name, "epoch": 1, "ticket_key": KEY}
-            async with KvEndpoint(engine, cache, None, **identity) as endpoint:
+            identity = KvIdentity(name, KEY, 1)
+            async with KvEndpoint(engine, cache, None, identity) as endpoint:
                 yield engine, endpoint
 
 

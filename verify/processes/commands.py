@@ -14,6 +14,7 @@ from kvxfer.engine import Engine
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.options import KvIdentity, KvOptions
 from kvxfer.layout import KvLayout
 
 _LONGEST: Final = 1 << 24
@@ -33,8 +34,8 @@ async def kv_endpoint(
     """Runs the engine and endpoint of one end of transfers; `options` are the engine's."""
     async with Engine(cluster_key=key, name=instance, **options) as engine:
         cache, pool = KvCache.allocate(engine, layout, num_blocks), BlockPool(num_blocks)
-        identity = {"instance_id": instance, "epoch": epoch, "ticket_key": key}
-        async with KvEndpoint(engine, cache, pool, **identity, checksums=checksums) as endpoint:
+        identity, of_it = KvIdentity(instance, key, epoch), KvOptions(checksums=checksums)
+        async with KvEndpoint(engine, cache, pool, identity, of_it) as endpoint:
             yield engine, cache, pool, endpoint
 
 

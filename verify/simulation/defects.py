@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 from unittest import mock
 
-from kvxfer.kv.admission import Identity
+from kvxfer.kv.admission import CurrentIdentity
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.inbound import Inbound
 from kvxfer.kv.message_handler import MessageHandler
@@ -85,7 +85,7 @@ DEFECTS: Final[dict[str, Defects]] = {
     "fence and revocation ignored": Defects(lands_late=True),
     "groups split over two queue pairs": Defects(splits_groups=True),
     "copies of a GPU not waited for": Defects(forgets_copies=True),
-    "epoch not checked": _patch(Identity, "require", _does_nothing),
+    "epoch not checked": _patch(CurrentIdentity, "require", _does_nothing),
     "target blocks freed at cancel": _patch(DecodeSession, "_give_up", _frees_target_at_once),
     "source blocks freed at cancel": _patch(PrefillSession, "_give_up", _frees_source_at_once),
     "count ignored": _patch(Inbound, "_count", _does_not_count),

@@ -15,6 +15,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.kv.block_pool import BlockIds, BlockState
 from kvxfer.kv.cache import KvCache, permute_on_host
 from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.options import KvIdentity, KvOptions
 from kvxfer.layout import HeadOrder, KvLayout
 
 from .clock import ProcessClock
@@ -141,14 +142,16 @@ class Process:
                     engine,
                     cache,
                     self.pool,
-                    instance_id=self.instance.name,
-                    epoch=0 if self._layout.rank else self.epochs[-1],
-                    ticket_key=KEY,
-                    lease_seconds=self._fleet.lease_seconds,
-                    checksums=self._fleet.checksums is self.instance.role,
-                    control_plane=cast(Any, self._fleet.control_plane),
-                    on_offer=self.offers.told,
-                    clock=self.clock,
+                    KvIdentity(
+                        self.instance.name, KEY, 0 if self._layout.rank else self.epochs[-1]
+                    ),
+                    KvOptions(
+                        lease_seconds=self._fleet.lease_seconds,
+                        checksums=self._fleet.checksums is self.instance.role,
+                        control_plane=cast(Any, self._fleet.control_plane),
+                        on_offer=self.offers.told,
+                        clock=self.clock,
+                    ),
                 ) as endpoint:
                     self.endpoint = endpoint
                     if self._layout.rank:

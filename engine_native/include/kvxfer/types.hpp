@@ -68,6 +68,21 @@ class MemoryRegion;
 // A factory of NICs of a kind that the engine does not have: see src/fabric/nic/nic_domain.hpp.
 class NicFactory;
 
+// Options that few engines set.
+struct EngineTuning {
+  unsigned lanes = 2;                                // tcp domains, each one connection per peer
+  std::size_t window_bytes = std::size_t{16} << 20;  // unacknowledged bytes per peer over tcp
+  Duration heartbeat_interval = std::chrono::milliseconds(100);
+  Duration path_timeout = std::chrono::seconds(1);  // a NIC's path that delivers nothing is lost
+  Duration spin = std::chrono::microseconds(200);   // busy polling after the last progress
+  int service_level = 0;                            // verbs packets: the priority on RoCE
+  unsigned path_mtu = 0;                            // bytes, at most the port's; 0: the port's
+  bool memory_windows = true;                       // verbs: NICs keep peers within their grants
+  unsigned paths_per_nic_pair = 1;  // queue pairs, each a separate flow to ECMP and LAG
+  unsigned ofi_endpoints = 1;       // per libfabric domain, each standing for a NIC
+};
+
+// The bounds of numbers are in src/engine_options.cpp.
 struct EngineOptions {
   std::string cluster_key;         // shared by all engines that may talk; at least 16 bytes
   std::string name;                // used in error texts; need not be unique
@@ -79,26 +94,17 @@ struct EngineOptions {
   FabricUse verbs = FabricUse::never;
   FabricUse ofi = FabricUse::never;
   std::vector<std::string> nics;     // NICs to use: DEVICE or DEVICE:PORT; empty: all
-  int traffic_class = 0;             // verbs packets, 0 to 255: DSCP << 2 | ECN on RoCE
-  int service_level = 0;             // verbs packets, 0 to 7: the priority on RoCE
+  int traffic_class = 0;             // verbs packets: DSCP << 2 | ECN on RoCE
   int gid_index = -1;                // verbs ports; -1: chosen by address
   int pkey = 0;                      // InfiniBand partition; 0: the first with full membership
-  unsigned path_mtu = 0;             // bytes, 256 to 4096, at most the port's; 0: the port's
-  bool memory_windows = true;        // verbs: NICs keep peers within their grants
-  unsigned paths_per_nic_pair = 1;   // queue pairs, each a separate flow to ECMP and LAG
   std::string ofi_provider = "efa";  // name in libfabric
-  unsigned ofi_endpoints = 1;        // per libfabric domain, each standing for a NIC
-  bool ofi_strict = false;           // impose EFA's limits and disorder on any provider
+  bool ofi_strict = false;           // impose EFA's limits and disorder on any provider; for tests
   bool thread = true;  // run an engine thread; false: the engine works in TransferEngine::poll()
   std::vector<unsigned> cpus;             // CPUs for the engine thread; empty: any
-  std::shared_ptr<NicFactory> more_nics;  // null: none
-  unsigned lanes = 2;                     // tcp domains, each with one connection per peer
-  std::size_t window_bytes = std::size_t{16} << 20;  // unacknowledged bytes per peer over tcp
-  Duration heartbeat_interval = std::chrono::milliseconds(100);
+  std::shared_ptr<NicFactory> more_nics;  // for tests; null: none
   Duration peer_timeout = std::chrono::milliseconds(700);
-  Duration path_timeout = std::chrono::seconds(1);  // a NIC's path that delivers nothing is lost
   Duration operation_timeout = std::chrono::seconds(30);  // deadline of operations without one
-  Duration spin = std::chrono::microseconds(200);         // busy polling after the last progress
+  EngineTuning tuning;
 };
 
 // The place of memory, which decides how fabrics reach it.

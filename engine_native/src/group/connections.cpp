@@ -153,7 +153,7 @@ void Connections::open_remote_paths(Peer& peer, const std::string& local_trouble
     return peer.announce_paths();
   }
   // If the numbers differ, the side with fewer lanes serves several connections with one.
-  const unsigned count = std::max<unsigned>(context_.options.lanes, theirs.lanes);
+  const unsigned count = std::max<unsigned>(context_.options.tuning.lanes, theirs.lanes);
   peer.lanes_to_open = count;
   for (unsigned lane = 0; lane < count; ++lane) {
     auto dialer = LaneDialer::dial(peer.address, peer.session(), lane, context_.poller, *this);
@@ -219,11 +219,12 @@ void Connections::limit_opening() {
 void Connections::on_lane_hello(UniqueFd socket, const std::string& hello) {
   const LaneHello lane = decode_lane_hello(hello);
   Peer* const peer = context_.peers.find(lane.session);
-  const bool valid =
-      peer && peer->state() == Peer::State::opening && !context_.fabrics.lanes().empty() &&
-      lane_hello_valid(hello, peer->session().key) &&
-      lane.lane < std::max<unsigned>(context_.options.lanes, peer->session().introduction.lanes) &&
-      !peer->has_lane(lane.lane);
+  const bool valid = peer && peer->state() == Peer::State::opening &&
+                     !context_.fabrics.lanes().empty() &&
+                     lane_hello_valid(hello, peer->session().key) &&
+                     lane.lane < std::max<unsigned>(context_.options.tuning.lanes,
+                                                    peer->session().introduction.lanes) &&
+                     !peer->has_lane(lane.lane);
   if (!valid) return context_.stats.handshakes_refused.count(Errc::authentication_failed);
   net::set_options(socket.get());
   // A fresh socket always takes four bytes.

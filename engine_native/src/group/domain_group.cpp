@@ -59,13 +59,13 @@ EngineAddress make_address(const EngineOptions& options, std::uint16_t port) {
 Identity make_identity(const EngineOptions& options, const EngineId& engine) {
   return {.cluster_key = options.cluster_key,
           .engine = engine,
-          .introduction = {
-              .name = options.name,
-              .host = host_identity(),
-              .local = options.local,
-              .tcp = options.tcp,
-              .lanes = static_cast<std::uint16_t>(options.lanes),
-              .heartbeat_ns = static_cast<std::uint64_t>(options.heartbeat_interval.count())}};
+          .introduction = {.name = options.name,
+                           .host = host_identity(),
+                           .local = options.local,
+                           .tcp = options.tcp,
+                           .lanes = static_cast<std::uint16_t>(options.tuning.lanes),
+                           .heartbeat_ns = static_cast<std::uint64_t>(
+                               options.tuning.heartbeat_interval.count())}};
 }
 
 }  // namespace
@@ -93,7 +93,8 @@ DomainGroup::DomainGroup(EngineOptions options, Poller poller,
       completions_(std::move(completions)),
       counters_(*completions_),
       loop_(std::move(poller), *this),
-      operations_(address_.engine, options_.path_timeout + options_.peer_timeout, *completions_),
+      operations_(address_.engine, options_.tuning.path_timeout + options_.peer_timeout,
+                  *completions_),
       exposed_({.engine = address_.engine,
                 .fabrics = fabrics_,
                 .peers = peers_,
@@ -129,7 +130,7 @@ Result<void> DomainGroup::start() {
   if (auto good = fabrics_.open(context, identity_.introduction); !good) return good;
   if (auto good = connections_.start(); !good) return good;
   last_tick_ns_ = now_ns();
-  return loop_.start(options_.thread, options_.spin, options_.cpus);
+  return loop_.start(options_.thread, options_.tuning.spin, options_.cpus);
 }
 
 DomainGroup::~DomainGroup() { close(); }
@@ -158,7 +159,8 @@ void DomainGroup::step() {
   loop_.activity() += stream_waits_.poll(now);
   exposed_.reset_late_writers(now);
   bury_lost_peers();
-  if (now - last_tick_ns_ >= static_cast<std::uint64_t>(options_.heartbeat_interval.count())) {
+  if (now - last_tick_ns_ >=
+      static_cast<std::uint64_t>(options_.tuning.heartbeat_interval.count())) {
     tick(now);
     bury_lost_peers();
   }
@@ -166,7 +168,7 @@ void DomainGroup::step() {
 }
 
 void DomainGroup::tick(std::uint64_t now) {
-  const auto interval = static_cast<std::uint64_t>(options_.heartbeat_interval.count());
+  const auto interval = static_cast<std::uint64_t>(options_.tuning.heartbeat_interval.count());
   const std::uint64_t elapsed = now - std::exchange(last_tick_ns_, now);
   // While this thread had no processor, or nothing to time, no peer was late.
   const std::uint64_t stalled = elapsed > 3 * interval ? elapsed - interval : 0;
@@ -178,8 +180,9 @@ void DomainGroup::tick(std::uint64_t now) {
 std::uint64_t DomainGroup::next_step_ns(std::uint64_t now, std::uint64_t quiet_ns) const {
   const bool timed = !peers_.all().empty() || !connections_.idle() || !deregistering_.empty();
   std::uint64_t next =
-      last_tick_ns_ +
-      (timed ? static_cast<std::uint64_t>(options_.heartbeat_interval.count()) : kIdleTickNs);
+      last_tick_ns_ + (timed
+                           ? static_cast<std::uint64_t>(options_.tuning.heartbeat_interval.count())
+                           : kIdleTickNs);
   if (operations_.holds_any()) {
     next = std::min(next, now + std::clamp(quiet_ns / kWatchParts, kWatchNs, kWatchMostNs));
   }

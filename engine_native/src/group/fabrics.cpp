@@ -54,9 +54,9 @@ Result<void> Fabrics::open(const Context& context, Introduction& introduction) {
   const EngineOptions& options = context.options;
   if (auto good = open_local(context, introduction); !good) return good;
   if (auto good = open_nics(context, introduction); !good) return good;
-  for (unsigned lane = 0; lane < options.lanes && options.tcp; ++lane) {
+  for (unsigned lane = 0; lane < options.tuning.lanes && options.tcp; ++lane) {
     const std::size_t window =
-        std::max<std::size_t>(options.window_bytes / options.lanes, kMaxWriteBytes);
+        std::max<std::size_t>(options.tuning.window_bytes / options.tuning.lanes, kMaxWriteBytes);
     lanes_.push_back(std::make_unique<tcp::TcpDomain>(context.poller, context.receive_context,
                                                       context.events, window));
   }

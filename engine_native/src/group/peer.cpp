@@ -69,14 +69,15 @@ void Peer::use_nics(const std::vector<std::unique_ptr<NicDomain>>& ours, bool in
   if (!common) return;
   NicLinkOwner& owner = *this;
   nics_ = std::make_unique<NicLink>(
-      NicLink::Ends{.peer = id(),
-                    .label = label(),
-                    .theirs = session_.introduction.nics,
-                    .initiator = initiator,
-                    .timeout_ns = static_cast<std::uint64_t>(options.peer_timeout.count()),
-                    .path_timeout_ns = static_cast<std::uint64_t>(options.path_timeout.count()),
-                    .paths_per_nic_pair = options.paths_per_nic_pair,
-                    .stops = session_.version >= kPathStopVersion},
+      NicLink::Ends{
+          .peer = id(),
+          .label = label(),
+          .theirs = session_.introduction.nics,
+          .initiator = initiator,
+          .timeout_ns = static_cast<std::uint64_t>(options.peer_timeout.count()),
+          .path_timeout_ns = static_cast<std::uint64_t>(options.tuning.path_timeout.count()),
+          .paths_per_nic_pair = options.tuning.paths_per_nic_pair,
+          .stops = session_.version >= kPathStopVersion},
       ours, owner, operations_);
 }
 

@@ -134,9 +134,9 @@ TEST_CASE("one host prefers local, and a second connect gives the same peer") {
 
 TEST_CASE("unequal lane counts connect and carry writes both ways") {
   auto options = options_for("tcp", "a");
-  options.lanes = 5;
+  options.tuning.lanes = 5;
   TestEngine a(options);
-  options.lanes = 1;
+  options.tuning.lanes = 1;
   options.name = "b";
   TestEngine b(options);
   const PeerId to_b = a.connect_to(b);
@@ -161,16 +161,16 @@ TEST_CASE("the error for a bad option names it") {
   };
   CHECK(refused([](auto& o) { o.cluster_key = "short"; }) == Errc::invalid_argument);
   CHECK(refused([](auto& o) { o.tcp = false; }) == Errc::invalid_argument);
-  CHECK(refused([](auto& o) { o.lanes = 0; }) == Errc::invalid_argument);
+  CHECK(refused([](auto& o) { o.tuning.lanes = 0; }) == Errc::invalid_argument);
   CHECK(refused([](auto& o) { o.host = "not a host"; }) == Errc::invalid_argument);
   for (const int value : {-1, 256}) {
     CHECK(refused([&](auto& o) { o.traffic_class = value; }) == Errc::invalid_argument);
   }
   for (const int value : {-1, 8}) {
-    CHECK(refused([&](auto& o) { o.service_level = value; }) == Errc::invalid_argument);
+    CHECK(refused([&](auto& o) { o.tuning.service_level = value; }) == Errc::invalid_argument);
   }
   CHECK(refused([](auto& o) { o.peer_timeout = Duration(1); }) == Errc::invalid_argument);
-  CHECK(refused([](auto& o) { o.spin = Duration(-1); }) == Errc::invalid_argument);
+  CHECK(refused([](auto& o) { o.tuning.spin = Duration(-1); }) == Errc::invalid_argument);
   CHECK(refused([](auto& o) { o.operation_timeout = Duration(0); }) == Errc::invalid_argument);
   TestEngine taken(options_for("tcp", "taken"));
   CHECK(refused([&](auto& o) { o.port = taken->address().port; }) == Errc::address_in_use);
@@ -183,7 +183,7 @@ TEST_CASE("an engine cannot connect to itself, and says so") {
 
 TEST_CASE("local connects succeed in any order of heartbeats and the rendezvous") {
   auto options = options_for("local", "a");
-  options.heartbeat_interval = std::chrono::milliseconds(1);
+  options.tuning.heartbeat_interval = std::chrono::milliseconds(1);
   TestEngine a(options);
   options.name = "b";
   TestEngine b(options);

@@ -42,7 +42,7 @@ TEST_SUITE_BEGIN("conformance");
 
 TEST_CASE("tcp: a lane whose packets are lost ends its peer, even if heartbeats arrive") {
   auto options = options_for("tcp", "reader");
-  options.lanes = 1;
+  options.tuning.lanes = 1;
   TestEngine reader(options);
   options.name = "writer";
   options.peer_timeout = std::chrono::milliseconds(300);

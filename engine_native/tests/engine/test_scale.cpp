@@ -86,7 +86,7 @@ TEST_CASE("64 peers write to one reader at once") {
     CAPTURE(fabric);
     auto with_one_nic = [&](const std::string& name) {
       auto options = options_for(fabric, name);
-      options.lanes = 1;
+      options.tuning.lanes = 1;
       return options;
     };
     TestEngine reader(with_one_nic("reader"));

@@ -88,7 +88,7 @@ TEST_CASE("the double: a GPU that takes no bytes for a long time costs its engin
   constexpr std::size_t kMuch = std::size_t{96} << 20;  // more than staging and sockets take
   const CudaDriver driver;
   auto options = options_for("tcp", "writer");
-  options.window_bytes = kMuch;
+  options.tuning.window_bytes = kMuch;
   options.peer_timeout = kTimeout;
   TestEngine writer(options);
   TestEngine reader(options_for("tcp", "reader"));

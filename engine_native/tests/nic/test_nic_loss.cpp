@@ -341,7 +341,7 @@ TEST_CASE("tcp delivers again, and uncounted, what NICs had delivered to a grant
 
 TEST_CASE("a count that cannot be completed loses the peer, and the error says why") {
   auto theirs = options_for("simulated", "reader");
-  theirs.path_timeout = std::chrono::milliseconds(300);  // the wait for the arrival
+  theirs.tuning.path_timeout = std::chrono::milliseconds(300);  // the wait for the arrival
   TestEngine writer(options_for("simulated", "writer"));
   TestEngine reader(theirs);
   const PeerId to_reader = writer.connect_to(reader);

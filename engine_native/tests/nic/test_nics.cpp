@@ -83,7 +83,7 @@ TEST_CASE("a single write is distributed over all NICs by bytes") {
 
 TEST_CASE("pages are distributed by count, weighted by link speed") {
   auto ours = with_nics("a", {{"fast", 300}, {"slow", 100}});
-  ours.path_timeout = kDeadline;  // nothing is delivered until all is posted
+  ours.tuning.path_timeout = kDeadline;  // nothing is delivered until all is posted
   NicPairOfEngines pair(ours, with_nics("b", {{"fast", 300}, {"slow", 100}}));
   std::vector<std::int64_t> pages;
   for (std::int64_t page = 0; page < 4000; page += 2) pages.push_back(page);

@@ -10,7 +10,7 @@ namespace kvxfer::test {
 EngineOptions ofi_options(const std::string& name, unsigned endpoints) {
   EngineOptions options = options_for("ofi", name);
   options.nics = {"lo"};
-  options.ofi_endpoints = endpoints;
+  options.tuning.ofi_endpoints = endpoints;
   return options;
 }
 
@@ -38,7 +38,7 @@ OfiBench::OfiBench(EngineOptions options, ofi::OfiFactory::Overrides overrides)
       poller_(good(Poller::create())) {
   NicEvents& events = *this;
   // NICs are made one by one, on all devices in turn, so that only its own polls drive each.
-  for (const unsigned endpoints = std::exchange(options_.ofi_endpoints, 1);
+  for (const unsigned endpoints = std::exchange(options_.tuning.ofi_endpoints, 1);
        nics_.size() < endpoints;) {
     auto opened = good(ofi::OfiFactory(overrides).open(
         {.options = options_,

@@ -20,7 +20,7 @@ constexpr std::size_t kSilentBytes = std::size_t{1} << 20;
 EngineOptions silent_options(const std::string& name, bool tcp) {
   EngineOptions options = options_for("efa", name);
   options.tcp = tcp;
-  options.path_timeout = std::chrono::milliseconds(300);
+  options.tuning.path_timeout = std::chrono::milliseconds(300);
   return options;
 }
 
@@ -69,7 +69,7 @@ TEST_CASE(
     CAPTURE(arrives);
     EngineOptions options = options_for("efa", "bench");
     if (options.nics.size() < 2) return;
-    options.ofi_endpoints = 2;
+    options.tuning.ofi_endpoints = 2;
     OfiBench bench(options, {.use = FabricUse::required, .library = simulated_efa().library()});
     const auto source = bench.region(4 * kPage);
     const auto destination = bench.region(4 * kPage);

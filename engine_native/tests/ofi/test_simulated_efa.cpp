@@ -14,7 +14,7 @@ namespace {
 
 EngineOptions two_nics() {
   EngineOptions options = options_for("efa", "bench");
-  options.ofi_endpoints = 2;
+  options.tuning.ofi_endpoints = 2;
   return options;
 }
 

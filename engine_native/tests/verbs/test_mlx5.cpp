@@ -176,7 +176,7 @@ TEST_CASE("gid_index chooses the address, and is refused if the port has none th
 TEST_CASE("a network that stops for less than path_timeout costs no path") {
   EngineOptions ours = options_on(1, {});
   EngineOptions theirs = options_on(1, {});
-  ours.path_timeout = theirs.path_timeout = std::chrono::seconds(20);
+  ours.tuning.path_timeout = theirs.tuning.path_timeout = std::chrono::seconds(20);
   Hosts hosts(ours, theirs);
   hosts.transfer();
   const std::size_t pairs = simulated_verbs().queue_pairs();
@@ -191,7 +191,7 @@ TEST_CASE("a network that stops for less than path_timeout costs no path") {
 TEST_CASE("a path that delivers nothing is fenced, and other paths take its writes") {
   EngineOptions ours = options_on(2, {});
   EngineOptions theirs = options_on(2, {});
-  ours.path_timeout = theirs.path_timeout = std::chrono::milliseconds(300);
+  ours.tuning.path_timeout = theirs.tuning.path_timeout = std::chrono::milliseconds(300);
   Hosts hosts(ours, theirs);
   hosts.transfer();
   hosts.transfer([&] { simulated_verbs().cut(ours.nics[1], true); });
@@ -203,7 +203,7 @@ TEST_CASE(
   EngineOptions ours = options_on(2, {});
   EngineOptions theirs = options_on(2, {});
   ours.peer_timeout = theirs.peer_timeout = std::chrono::milliseconds(1500);
-  ours.path_timeout = theirs.path_timeout = std::chrono::milliseconds(2500);
+  ours.tuning.path_timeout = theirs.tuning.path_timeout = std::chrono::milliseconds(2500);
   Hosts hosts(ours, theirs);
   hosts.transfer();
   simulated_verbs().cut(ours.nics[1], true);
@@ -431,7 +431,7 @@ TEST_CASE("a scatter reaches 64 peers, each over its queue pair") {
 TEST_CASE("several queue pairs join two NICs if paths_per_nic_pair says so") {
   EngineOptions ours = options_on(1, {});
   EngineOptions theirs = options_on(1, {});
-  ours.paths_per_nic_pair = 4;
+  ours.tuning.paths_per_nic_pair = 4;
   const std::size_t before = simulated_verbs().queue_pairs();
   Hosts hosts(ours, theirs);
   hosts.transfer();

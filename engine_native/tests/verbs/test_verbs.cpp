@@ -122,7 +122,7 @@ TEST_CASE("pages arrive under a traffic class and a service level") {
   const auto marked = [](const std::string& name) {
     auto options = options_for("verbs", name);
     options.traffic_class = 106;
-    options.service_level = 3;
+    options.tuning.service_level = 3;
     return options;
   };
   Verbs engines(marked("writer"), marked("reader"));

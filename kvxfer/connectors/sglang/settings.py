@@ -6,13 +6,18 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from kvxfer.cluster_key import read_cluster_key
-from kvxfer.connectors.transfer_engine import DEFAULT_LEASE_SECONDS, EngineSettings
+from kvxfer.connectors.transfer_engine import EngineSettings
 from kvxfer.engine.operator_options import OPERATOR_OPTIONS, parse_options
-from kvxfer.errors import InvalidArgument
+from kvxfer.engine.options import EngineTuning
+from kvxfer.settings import read_members
 from kvxfer.ticket import watch_ticket_keys
+
+_READ: Final = ("checkpoint", "lease_seconds", "checksums")
+# With those of tuning alone, so that parse_options() refuses them.
+_NAMES: Final = (*OPERATOR_OPTIONS, *EngineTuning.__optional_keys__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,36 +36,21 @@ class BackendSettings(EngineSettings):
         key_file = environment.get("KVXFER_CLUSTER_KEY_FILE")
         ticket_keys_file = environment.get("KVXFER_TICKET_KEYS_FILE")
         options = parse_options(
-            {name: environment.get(_variable(name)) for name in OPERATOR_OPTIONS}, _variable
+            {name: environment.get(_variable(name)) for name in _NAMES}, _variable
         )
         return cls(
             cluster_key=read_cluster_key(Path(key_file) if key_file else None),
             ticket_keys=watch_ticket_keys(Path(ticket_keys_file)) if ticket_keys_file else None,
             options=options,
-            lease_seconds=_seconds(environment, "KVXFER_LEASE_SECONDS", DEFAULT_LEASE_SECONDS),
-            checksums=_flag(environment, "KVXFER_CHECKSUMS"),
-            checkpoint=environment.get("KVXFER_CHECKPOINT") or None,
             control_plane=environment.get("KVXFER_CONTROL_PLANE") or None,
+            **read_members(
+                cls,
+                {name: environment.get(_variable(name)) for name in _READ},
+                _variable,
+                text=True,
+            ),
         )
 
 
-def _variable(option: str) -> str:
-    return f"KVXFER_{option.upper()}"
-
-
-def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
-    value = environment.get(name) or default
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 3600:
-        raise InvalidArgument(f"{name} is {value!r}; pass seconds above 0, below an hour")
-    return seconds
-
-
-def _flag(environment: Mapping[str, str], name: str) -> bool:
-    value = environment.get(name) or "0"
-    if value not in ("0", "1"):
-        raise InvalidArgument(f"{name} is {value!r}; pass 1 or 0")
-    return value == "1"
+def _variable(setting: str) -> str:
+    return f"KVXFER_{setting.upper().replace('.', '_')}"

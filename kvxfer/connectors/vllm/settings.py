@@ -6,18 +6,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Annotated, Any, Final, Self
+
+from msgspec import Meta
 
 from kvxfer.addresses import HTTP_FORM, host_and_port, require_address
 from kvxfer.cluster_key import read_cluster_key
-from kvxfer.connectors.transfer_engine import (
-    DEFAULT_HOST,
-    DEFAULT_LEASE_SECONDS,
-    EngineSettings,
-)
-from kvxfer.engine.operator_options import OPERATOR_OPTIONS, read_options
+from kvxfer.connectors.transfer_engine import DEFAULT_HOST, EngineSettings
+from kvxfer.engine.operator_options import read_options
 from kvxfer.errors import InvalidArgument
 from kvxfer.instances import Role
+from kvxfer.settings import read_members
 from kvxfer.ticket import watch_ticket_keys
 
 _ROLES: Final = {
@@ -26,21 +25,17 @@ _ROLES: Final = {
     "kv_both": Role.BOTH,
 }
 WHOLE_BLOCKS: Final = "whole_blocks"
-_LONGEST_NAME: Final = 256
-_KNOWN: Final = frozenset(
+_READ: Final = ("checkpoint", "lease_seconds", "checksums", WHOLE_BLOCKS)
+_BESIDE: Final = frozenset(
     {
         "instance_id",
         "http_address",
         "http_port",
-        "checkpoint",
         "control_plane",
         "cluster_key_file",
         "ticket_keys_file",
-        "lease_seconds",
-        "checksums",
-        WHOLE_BLOCKS,
         "labels",
-        *OPERATOR_OPTIONS,
+        *_READ,
     }
 )
 
@@ -55,7 +50,7 @@ class ConnectorSettings(EngineSettings):
     http_address: str
     """The address at which the router finds this instance's API."""
     control_plane: str | None = None
-    checkpoint: str | None = None
+    checkpoint: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     """A name for the weights, compared instead of their digest."""
     whole_blocks: bool = False
     """Whether all layers of a block are one write."""
@@ -64,14 +59,9 @@ class ConnectorSettings(EngineSettings):
     @classmethod
     def read(cls, extra: Mapping[str, Any], *, role: str, engine_id: str, model: str) -> Self:
         """Reads the settings. Raises InvalidArgument, which names the setting."""
-        unknown = sorted(extra.keys() - _KNOWN)
-        if unknown:
-            raise InvalidArgument(
-                f"kv_connector_extra_config.{unknown[0]} is no setting of kvxfer; there are "
-                f"{', '.join(sorted(_KNOWN))}"
-            )
         key_file, tickets = extra.get("cluster_key_file"), extra.get("ticket_keys_file")
-        options = read_options(extra, "kv_connector_extra_config.{}".format)
+        setting = "kv_connector_extra_config.{}".format
+        options = read_options(extra, setting, _BESIDE)
         options.setdefault("host", os.environ.get("KVXFER_HOST") or DEFAULT_HOST)
         return cls(
             role=_ROLES[role],
@@ -79,14 +69,11 @@ class ConnectorSettings(EngineSettings):
             model=model,
             http_address=_http_address(extra, options.get("advertise") or options["host"]),
             control_plane=extra.get("control_plane"),
-            checkpoint=_name(extra, "checkpoint"),
             cluster_key=read_cluster_key(Path(key_file) if key_file else None),
             ticket_keys=watch_ticket_keys(Path(tickets)) if tickets else None,
             options=options,
-            lease_seconds=_seconds(extra, "lease_seconds", DEFAULT_LEASE_SECONDS),
-            checksums=_flag(extra, "checksums"),
-            whole_blocks=_flag(extra, WHOLE_BLOCKS),
             labels=dict(extra.get("labels") or {}),
+            **read_members(cls, {name: extra.get(name) for name in _READ}, setting),
         )
 
 
@@ -118,28 +105,3 @@ def _http_address(extra: Mapping[str, Any], host: str) -> str:
     address = f"http://{host_and_port(host, number)}"
     require_address(f"the address of {names[1]} and `host`", address, HTTP_FORM)
     return address
-
-
-def _seconds(extra: Mapping[str, Any], name: str, default: float) -> float:
-    value = extra.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 3600:
-        raise InvalidArgument(
-            f"kv_connector_extra_config.{name} is {value!r}; pass seconds above 0, below an hour"
-        )
-    return float(value)
-
-
-def _name(extra: Mapping[str, Any], name: str) -> str | None:
-    value = extra.get(name)
-    if value is not None and not (isinstance(value, str) and 0 < len(value) <= _LONGEST_NAME):
-        raise InvalidArgument(
-            f"kv_connector_extra_config.{name} is {value!r}; pass 1 to {_LONGEST_NAME} characters"
-        )
-    return value
-
-
-def _flag(extra: Mapping[str, Any], name: str) -> bool:
-    value = extra.get(name, False)
-    if not isinstance(value, bool):
-        raise InvalidArgument(f"kv_connector_extra_config.{name} is {value!r}; pass true or false")
-    return value

@@ -22,7 +22,15 @@ from kvxfer.engine import Engine, EngineOptions
 from kvxfer.engine.operator_options import engine_options
 from kvxfer.engine.options import DEFAULT_PEER_TIMEOUT
 from kvxfer.instances import InstanceSpec, InstanceState, Role
-from kvxfer.kv import BlockPool, KvCache, KvEndpoint, KvLayout, ModelIdentity
+from kvxfer.kv import (
+    BlockPool,
+    KvCache,
+    KvEndpoint,
+    KvIdentity,
+    KvLayout,
+    KvOptions,
+    ModelIdentity,
+)
 from kvxfer.reference.compute import ComputeThread
 from kvxfer.reference.config import LlamaConfig
 from kvxfer.reference.devices import device_of
@@ -108,15 +116,16 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
                 engine,
                 cache,
                 pool,
-                instance_id=instance_id,
-                epoch=0,
-                ticket_key=settings.ticket_keys or settings.cluster_key,
-                control_plane=client,
-                connect_timeout=max(
-                    _CONNECT_SECONDS, options.get("peer_timeout", DEFAULT_PEER_TIMEOUT)
+                KvIdentity(
+                    instance_id, settings.ticket_keys or settings.cluster_key, model=identity
                 ),
-                checksums=settings.checksums,
-                model=identity,
+                KvOptions(
+                    control_plane=client,
+                    connect_timeout=max(
+                        _CONNECT_SECONDS, options.get("peer_timeout", DEFAULT_PEER_TIMEOUT)
+                    ),
+                    checksums=settings.checksums,
+                ),
             )
         )
         tracer = await stack.enter_async_context(

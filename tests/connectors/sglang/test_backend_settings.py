@@ -35,6 +35,8 @@ def test_variables_that_are_set_are_used(tmp_path: Path) -> None:
             "KVXFER_CPUS": "2,3",
             "KVXFER_TRAFFIC_CLASS": "106",
             "KVXFER_LANES": "",
+            "KVXFER_TUNING_LANES": "4",
+            "KVXFER_TUNING_SPIN": "",
             "KVXFER_LEASE_SECONDS": "5",
             "KVXFER_PEER_TIMEOUT": "1.5",
             "KVXFER_CHECKSUMS": "1",
@@ -47,6 +49,7 @@ def test_variables_that_are_set_are_used(tmp_path: Path) -> None:
         "cpus": [2, 3],
         "traffic_class": 106,
         "peer_timeout": 1.5,
+        "tuning": {"lanes": 4},
     }
     assert (settings.lease_seconds, settings.peer_timeout) == (5.0, 1.5)
     assert settings.checksums
@@ -60,8 +63,8 @@ def test_variables_that_are_set_are_used(tmp_path: Path) -> None:
         ("KVXFER_LEASE_SECONDS", "soon"),
         ("KVXFER_LEASE_SECONDS", "0"),
         ("KVXFER_PEER_TIMEOUT", "soon"),
-        ("KVXFER_SERVICE_LEVEL", "high"),
-        ("KVXFER_LANES", "-1"),
+        ("KVXFER_TUNING_SERVICE_LEVEL", "high"),
+        ("KVXFER_TUNING_LANES", "-1"),
         ("KVXFER_CPUS", "a,b"),
         ("KVXFER_CHECKSUMS", "yes"),
     ],
@@ -69,6 +72,11 @@ def test_variables_that_are_set_are_used(tmp_path: Path) -> None:
 def test_the_error_names_a_variable_with_an_invalid_value(name: str, value: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^{name} is .*{value}"):
         BackendSettings.read({name: value})
+
+
+def test_a_variable_of_tuning_without_the_word_is_refused_with_its_name() -> None:
+    with pytest.raises(InvalidArgument, match=r"^KVXFER_LANES is .*; set KVXFER_TUNING_LANES$"):
+        BackendSettings.read({"KVXFER_LANES": "4"})
 
 
 def test_the_port_of_a_kubernetes_service_is_not_taken_for_the_engines() -> None:

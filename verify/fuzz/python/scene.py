@@ -37,6 +37,7 @@ from kvxfer.kv.messages import (
     decode,
     encode,
 )
+from kvxfer.kv.options import KvIdentity, KvOptions
 from kvxfer.kv_versions import OLDEST
 from kvxfer.layout import KvLayout
 from kvxfer.ticket import Ticket, sign_ticket
@@ -136,13 +137,13 @@ class Scene(ABC):
             self.world.engine,
             self.world.cache,
             self.pool,
-            instance_id="fuzzed",
-            epoch=1,
-            ticket_key=KEY,
-            lease_seconds=LEASE,
-            max_early_offers_per_peer=2,
-            on_offer=lambda ticket: None,
-            **options,
+            KvIdentity("fuzzed", KEY, 1),
+            KvOptions(
+                lease_seconds=LEASE,
+                max_early_offers_per_peer=2,
+                on_offer=lambda ticket: None,
+                **options,
+            ),
         )
 
     async def run(self) -> None:

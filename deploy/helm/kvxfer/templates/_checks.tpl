@@ -62,7 +62,10 @@
 {{- fail (printf "workers.%s: transferEngine.%s is the chart's to set; use the value of that name, if there is one" $role $name) -}}
 {{- end -}}
 {{- end -}}
-{{- range $name, $_ := $pool.transferEngine -}}
+{{- range $name, $value := $pool.transferEngine -}}
+{{- if and (kindIs "map" $value) (ne $name "tuning") -}}
+{{- fail (printf "workers.%s: transferEngine.%s is a map; only transferEngine.tuning is one" $role $name) -}}
+{{- end -}}
 {{- if hasKey $pool.connector $name -}}
 {{- fail (printf "workers.%s: both transferEngine.%s and connector.%s are set; keep one of them" $role $name $name) -}}
 {{- end -}}

@@ -192,7 +192,9 @@ spec:
 {{- $args = append $args "--cluster-key-file=/etc/kvxfer/secret/cluster-key" -}}
 {{- with $pool.model -}}{{- $args = append $args (printf "--model=%s" .) -}}{{- end -}}
 {{- with $pool.fabrics -}}{{- $args = append $args (printf "--fabrics=%s" (join "," .)) -}}{{- end -}}
-{{- range $name, $value := $pool.transferEngine -}}
+{{- $options := omit $pool.transferEngine "tuning" -}}
+{{- range $name, $value := $pool.transferEngine.tuning -}}{{- $_ := set $options (printf "tuning.%s" $name) $value -}}{{- end -}}
+{{- range $name, $value := $options -}}
 {{- $text := kindIs "slice" $value | ternary (join "," $value) (kindIs "string" $value | ternary $value (toRawJson $value)) -}}
 {{- $args = append $args (printf (ternary "--%s=%s" "--engine-option=%s=%s" (eq $name "peer_timeout")) (replace "peer_timeout" "peer-timeout" $name) $text) -}}
 {{- end -}}

@@ -18,10 +18,6 @@ struct Found {
 };
 
 Result<Found> look(const EngineOptions& options, const Libfabric* simulated) {
-  if (options.ofi_endpoints < 1 || options.ofi_endpoints > kMaxNics) {
-    return Error{Errc::invalid_argument,
-                 "ofi_endpoints is " + std::to_string(options.ofi_endpoints) + "; use 1 to 64"};
-  }
   if (options.ofi_provider == "efa" && !simulated && !efa_device_present()) {
     return Error{Errc::fabric_unavailable,
                  "this host has no EFA: no device in /sys/class/infiniband is driven by efa; "
@@ -81,7 +77,7 @@ Result<OpenedNics> OfiFactory::open(const NicContext& context) {
     }
     return opened;
   }
-  opened.names = names_of(found->devices, options.ofi_endpoints);
+  opened.names = names_of(found->devices, options.tuning.ofi_endpoints);
   auto devices = choose(std::move(found->devices), options.nics);
   if (devices.empty() && required) {
     return Error{Errc::fabric_unavailable,
@@ -92,11 +88,11 @@ Result<OpenedNics> OfiFactory::open(const NicContext& context) {
   for (Device& device : devices) {
     const std::string name = device.name;
     const NicInfo info{.network = device.network,
-                       .bits_per_second = device.bits_per_second / options.ofi_endpoints};
+                       .bits_per_second = device.bits_per_second / options.tuning.ofi_endpoints};
     const auto domain = OpenDomain::open(found->library, std::move(device), options.ofi_strict);
     if (!domain && required) return domain.error();
     if (!domain) opened.notices.push_back(domain.error().text);
-    for (unsigned number = 0; number < options.ofi_endpoints && domain; ++number) {
+    for (unsigned number = 0; number < options.tuning.ofi_endpoints && domain; ++number) {
       NicInfo own = info;
       own.name = nic_name(name, number);
       if (!chosen(options.nics, name, own.name)) continue;

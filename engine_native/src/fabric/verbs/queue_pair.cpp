@@ -15,7 +15,7 @@ namespace {
 constexpr std::array<std::uint32_t, 3> kInlineBytes{256, 64, 0};
 // An unanswered write fails after (7 + 1) x 4.096 us x 2^17, at least 4.3 s, so that an incast or a
 // link that moves to another switch loses no queue pair. rxe retries for ever. A path without
-// progress is removed earlier, after EngineOptions::path_timeout.
+// progress is removed earlier, after EngineTuning::path_timeout.
 constexpr std::uint8_t kTimeout = 17;
 constexpr std::uint8_t kRetries = 7;
 // Credits keep a receive ready for every immediate; if one is missing, the NIC tries 7 times, 5.12

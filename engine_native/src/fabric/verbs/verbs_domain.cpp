@@ -73,7 +73,7 @@ void VerbsDomain::open_path(NicPathIdentity identity, Opened then) {
 }
 
 std::uint64_t VerbsDomain::max_window() const {
-  return nic_.context.options.memory_windows && nic_.device->has_windows() ? kMaxWindow : 0;
+  return nic_.context.options.tuning.memory_windows && nic_.device->has_windows() ? kMaxWindow : 0;
 }
 
 void VerbsDomain::poll() {

@@ -48,7 +48,7 @@ Result<std::unique_ptr<NicDomain>> open_nic(const std::shared_ptr<const VerbsLib
                                    .number = *port_of(device->name, name),
                                    .gid_index = options.gid_index,
                                    .pkey = static_cast<std::uint16_t>(options.pkey),
-                                   .mtu_bytes = options.path_mtu});
+                                   .mtu_bytes = options.tuning.path_mtu});
   if (!opened) return opened.error();
   return VerbsDomain::open(*opened, context);
 }

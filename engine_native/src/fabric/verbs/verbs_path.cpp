@@ -135,7 +135,7 @@ void VerbsPath::connect(std::string_view endpoint, Connected then) {
   const ibv_ah_attr way =
       address_vector(port_, *theirs,
                      {.traffic_class = static_cast<std::uint8_t>(options.traffic_class),
-                      .service_level = static_cast<std::uint8_t>(options.service_level)});
+                      .service_level = static_cast<std::uint8_t>(options.tuning.service_level)});
   wait(State::joining, kLookupNs);
   nic_.context.background.run<int>(
       [pair = pair_, way, ours = ours_, theirs = *theirs] { return pair->join(way, ours, theirs); },

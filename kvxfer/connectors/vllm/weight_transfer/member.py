@@ -12,12 +12,11 @@ from kvxfer.connectors.cores import leave_openmp_cores
 from kvxfer.connectors.transfer_engine import DEFAULT_HOST
 from kvxfer.engine import Engine
 from kvxfer.engine.operator_options import (
-    OPERATOR_OPTIONS,
+    JSON_OPTIONS,
     OperatorOptions,
     engine_options,
     read_options,
 )
-from kvxfer.errors import InvalidArgument
 from kvxfer.loop_thread import START_SECONDS, LoopThread
 from kvxfer.weights.holdings import Holdings
 from kvxfer.weights.transfer.receiver import WeightReceiver
@@ -45,22 +44,14 @@ class MemberSettings:
         """Reads the settings. Raises InvalidArgument, which names the setting. Engines listen at
         `host` if the settings have none."""
         own = (vllm_config.additional_config or {}).get(_SETTING, {})
-        unknown = sorted(own.keys() - {_KEY_FILE, *OPERATOR_OPTIONS})
-        if unknown:
-            raise InvalidArgument(
-                f"additional_config.{_SETTING}.{unknown[0]} is no setting of kvxfer's weight "
-                f"updates; there are {', '.join(sorted({_KEY_FILE, *OPERATOR_OPTIONS}))}"
-            )
         kv = vllm_config.kv_transfer_config
         connector = {}
         if kv is not None and kv.kv_connector == "KvxferConnector":
             extra = kv.kv_connector_extra_config
-            connector = {
-                name: extra[name] for name in (_KEY_FILE, *OPERATOR_OPTIONS) if name in extra
-            }
+            connector = {name: extra[name] for name in (_KEY_FILE, *JSON_OPTIONS) if name in extra}
         given = {**connector, **own}
-        key_file = given.pop(_KEY_FILE, None)
-        options = read_options(given, f"additional_config.{_SETTING}.{{}}".format)
+        key_file = given.get(_KEY_FILE)
+        options = read_options(given, f"additional_config.{_SETTING}.{{}}".format, {_KEY_FILE})
         options.setdefault("host", host or DEFAULT_HOST)
         return cls(
             cluster_key=read_cluster_key(Path(key_file) if key_file else None), options=options
