@@ -75,4 +75,5 @@ def problem(answer: httpx2.Response, status: int, code: str) -> dict[str, Any]:
     assert body["instance"] == answer.request.url.path
     assert body["title"]
     assert body["detail"]
+    assert body.keys() <= {*MEMBERS, *by_code(code).members}
     return body

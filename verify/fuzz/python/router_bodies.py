@@ -12,7 +12,7 @@ from kvxfer.connectors.vllm.plan import TransferParams
 from kvxfer.errors import InvalidArgument, ProtocolError
 from kvxfer.router.asked import read_request
 from kvxfer.router.dialects import COMPLETIONS, GENERATING
-from kvxfer.router.errors import InvalidRequest, told_by
+from kvxfer.router.errors import told_by
 from kvxfer.router.event_bytes import EventBytes, data_of, events_in, with_data
 from kvxfer.router.worker_errors import error_event, error_of
 from kvxfer.unreadable import UNREADABLE
@@ -46,7 +46,7 @@ def run(data: bytes) -> None:
 def _body(dialect: int, content: bytes) -> None:
     try:
         asked = read_request(GENERATING[dialect], content, request_id="r", named=False)
-    except InvalidRequest:
+    except InvalidArgument:
         return
     sent = msgspec.json.encode({**asked.members, "kv_transfer_params": {}})
     with contextlib.suppress(UnicodeDecodeError, RecursionError):
