@@ -210,7 +210,7 @@ class PeerError(EngineError):
 
 
 class ConnectFailed(PeerError):
-    """At the address nothing answers, or something that is no engine, or a frozen engine."""
+    """Nothing answers at the address, or something that is no engine, or a frozen engine."""
 
     code = "connect-failed"
     remedy = "Check the address, and that the peer runs."

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import kvxfer.errors
-
 from kvxfer.errors import (
     ControlPlaneError,
     EngineError,
@@ -21,7 +20,6 @@ from kvxfer.errors import (
     by_code,
     without_traceback,
 )
-
 
 ROOT = Path(__file__).parents[1]
 

@@ -128,7 +128,7 @@ _HINTS: Final = {
 }
 
 
-def refused(what: str, target: str, status: int, reason: str) -> ScalingFailed:
+def refused(what: str, target: str, status: int, reason: str | None) -> ScalingFailed:
     """Returns the error of a request that Kubernetes refused."""
     return ScalingFailed(
         f"Kubernetes did not {what} {target}: HTTP {status} {reason}{_HINTS.get(status, '')}"

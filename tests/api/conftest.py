@@ -10,6 +10,7 @@ from msgspec import json
 
 from kvxfer.api.app import create_app
 from kvxfer.api.settings import Settings
+from kvxfer.errors import by_code
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import RedisRegistry
@@ -64,6 +65,9 @@ async def join(api: httpx2.AsyncClient, instance_id: str, role: str = "prefill",
     answer = await api.post("/v1/instances", json=registration(instance_id, role, **changes))
     assert answer.status_code == 201, answer.text
     return answer.json()
+
+
+MEMBERS = ("type", "title", "status", "detail", "code", "instance", "request_id")
 
 
 def problem(answer: httpx2.Response, status: int, code: str) -> dict[str, Any]:
