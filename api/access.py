@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar, cast
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
+from kvxfer.api import refusals
 from kvxfer.api.problems import responses
 from kvxfer.api.settings import Settings
 from kvxfer.clock import Clock
@@ -102,38 +103,24 @@ class Guard:
         if route.counted:
             self._limit(self._requests, (known.name, address), f"{known.name!r} at {address}")
         if scopes.isdisjoint(known.scopes):
-            raise Forbidden(
-                f"{request.method} {request.url.path} takes a token with scope "
-                f"{' or '.join(sorted(scopes))}; that of {known.name!r} has "
-                f"{', '.join(sorted(known.scopes))}",
-                scopes=sorted(scopes),
-            )
+            raise refusals.wrong_scope(request.method, request.url.path, scopes, known)
         return known
 
     def _authenticate(self, request: Request, address: str) -> Caller:
         assert self._tokens is not None  # noqa: S101 (asked before)
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
-            raise Unauthenticated(
-                "the control plane takes a bearer token, and this request has none; name the file "
-                "with your token in KVXFER_TOKEN_FILE, or send `Authorization: Bearer TOKEN`"
-            )
+            raise refusals.no_token()
         caller = self._tokens.current.caller(token.strip())
         if caller is None:
             self._limit(self._failures, address, f"the address {address}, with unknown tokens")
-            raise Unauthenticated(
-                "the control plane does not know this token; ask its operator for a new one",
-                invalid_token=True,
-            )
+            raise refusals.unknown_token()
         return caller
 
     def _limit(self, limiter: RateLimiter | None, key: object, who: str) -> None:
         seconds = 0.0 if limiter is None else limiter.wait_seconds(cast(Any, key))
         if seconds:
-            raise RateLimited(
-                f"too many requests from {who}; retry in {seconds:.3f} s",
-                retry_after_seconds=round(seconds, 3),
-            )
+            raise refusals.too_many_requests(who, seconds)
 
 
 class GuardedRoute(APIRoute):

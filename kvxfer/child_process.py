@@ -14,21 +14,11 @@ from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 from typing import IO, Any, Final, Self
 
-from kvxfer.errors import KvxferError
+from kvxfer.errors import ProcessFailed
 
 _STOP_SECONDS: Final = 4.0
 _STDERR_LINES: Final = 3
 _LINE_LIMIT: Final = 1 << 20
-
-
-class ProcessFailed(KvxferError):
-    """A `kvxfer` command that was started has exited, or did not become ready."""
-
-    code = "process-failed"
-
-    def __init__(self, message: str, *, exit_code: int | None = None) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 class Child:

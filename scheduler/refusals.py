@@ -1,6 +1,9 @@
-"""The errors of a registry that refuses a step, equal in every implementation."""
+"""The errors of a registry that refuses a step, equal in every implementation. Documentation shows
+them as examples (kvxfer.api.examples)."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from kvxfer.errors import (
     BlockTableExists,
@@ -9,7 +12,9 @@ from kvxfer.errors import (
     InstanceExists,
     InstanceLeaving,
     NoCapacity,
+    NotAggregating,
     OldVersion,
+    PromptTooLong,
     StaleEpoch,
     TransferExists,
     UnknownBlockTable,
@@ -19,7 +24,8 @@ from kvxfer.errors import (
     WeightUpdateDecided,
     WeightUpdateExists,
 )
-from kvxfer.transfers import Transfer
+from kvxfer.instances import Instance
+from kvxfer.transfers import Transfer, TransferRequest
 from kvxfer.weight_updates import UpdatePart, WeightUpdate
 
 
@@ -99,6 +105,31 @@ def too_few_blocks(instance_id: str, unreserved: int, wanted: int) -> NoCapacity
     return NoCapacity(
         f"instance {instance_id!r} has {unreserved} unreserved KV blocks, not {wanted}",
         reasons=[f"instance {instance_id!r} has {unreserved} unreserved blocks"],
+    )
+
+
+def no_pair(reasons: Sequence[str]) -> NoCapacity:
+    return NoCapacity(
+        "no pair of instances can take the request now; retry, or add what the reasons name",
+        reasons=list(reasons),
+    )
+
+
+def not_aggregating(of_model: str) -> NotAggregating:
+    return NotAggregating(
+        f"no instance{of_model} serves requests alone; send one that a pair can serve, or start "
+        "an instance of vLLM"
+    )
+
+
+def prompt_too_long(
+    request: TransferRequest, blocks: int, what: str, largest: Instance
+) -> PromptTooLong:
+    """Refuses a prompt that takes more `blocks` than the largest ready instance has."""
+    return PromptTooLong(
+        f"a prompt of {request.prompt_tokens} tokens takes {blocks} KV blocks, but the largest "
+        f"ready {what}, {largest.instance_id!r}, has {largest.num_blocks}; shorten the prompt or "
+        "give the instances more blocks"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Final
 
 from kvxfer.errors import NoCapacity, NotAggregating, PromptTooLong
 from kvxfer.instances import Instance, InstanceState, Role
+from kvxfer.scheduler import refusals
 from kvxfer.scheduler.pairing import SIDES, Kind, mismatch_of, prompt_blocks
 from kvxfer.scheduler.scoring import available_blocks
 from kvxfer.scheduler.shelves import Order, Shelves
@@ -43,10 +44,7 @@ class Refusing:
                 for kind in [kind for kind in kinds if not kind.aggregates]:
                     del kinds[kind]
             if not self._of_model:
-                return NotAggregating(
-                    f"no instance{self._model} serves requests alone; send one that a pair can "
-                    "serve, or start an instance of vLLM"
-                )
+                return refusals.not_aggregating(self._model)
         if registered and not self._kinds:
             return NoCapacity(
                 f"no instance serves weights version {request.weights_version} now; retry, or ask "
@@ -59,10 +57,7 @@ class Refusing:
             too_long = self._prompt_too_long([side], f"{side} instance")
             if too_long is not None:
                 return too_long
-        return NoCapacity(
-            "no pair of instances can take the request now; retry, or add what the reasons name",
-            reasons=self._reasons(),
-        )
+        return refusals.no_pair(self._reasons())
 
     def _no_single(self) -> NoCapacity | PromptTooLong:
         """Returns why no instance can serve the request alone now, although some could."""
@@ -105,11 +100,7 @@ class Refusing:
             return None
         largest = _most(ready.values(), lambda i: i.num_blocks * i.layout.block_size)
         blocks = prompt_blocks(largest, request)
-        return PromptTooLong(
-            f"a prompt of {request.prompt_tokens} tokens takes {blocks} KV blocks, but the "
-            f"largest ready {what}, {largest.instance_id!r}, has "
-            f"{largest.num_blocks}; shorten the prompt or give the instances more blocks"
-        )
+        return refusals.prompt_too_long(request, blocks, what, largest)
 
     def _too_few_blocks(self, sides: Sequence[Role], what: str) -> str:
         first = self._first(sides, "room")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvxfer import child_process
-from kvxfer.child_process import Child, ProcessFailed
+from kvxfer.child_process import Child
+from kvxfer.errors import ProcessFailed
 
 pytestmark = pytest.mark.native
 

@@ -1,16 +1,56 @@
 from __future__ import annotations
 
+import inspect
+import re
+import textwrap
 import weakref
+from pathlib import Path
 
 import pytest
 
+import kvxfer.errors
 from kvxfer.errors import (
     ControlPlaneError,
+    EngineError,
+    InvalidArgument,
     KvxferError,
     LayoutMismatch,
+    LeaseExpired,
     PeerLost,
+    by_code,
     without_traceback,
 )
+
+ROOT = Path(__file__).parents[1]
+
+
+def tree(kind: type[KvxferError], depth: int = 0) -> list[str]:
+    """Draws a class and those below it; neighbours without subclasses share lines."""
+    lines, leaves, indent = ["  " * depth + kind.__name__], [], "  " * (depth + 1)
+    for child in (*kind.__subclasses__(), None):
+        if child is not None and not child.__subclasses__():
+            leaves.append(child.__name__)
+            continue
+        lines += textwrap.wrap(
+            ", ".join(leaves), 92, initial_indent=indent, subsequent_indent=indent
+        )
+        leaves.clear()
+        if child is not None:
+            lines += tree(child, depth + 1)
+    return lines
+
+
+def test_the_module_draws_the_tree_of_its_errors() -> None:
+    drawn = re.search(r"\n\n((?:    .*\n)+)\n", inspect.getdoc(kvxfer.errors) or "")
+    assert drawn is not None
+    assert textwrap.dedent(drawn[1]).splitlines() == tree(KvxferError)
+
+
+def test_each_code_of_the_engine_has_a_class() -> None:
+    source = (ROOT / "engine_native/src/error.cpp").read_text()
+    codes = set(re.findall(r'return "([a-z-]+)";', source)) - {"ok"}
+    assert len(codes) == source.count("case Errc::") - 1
+    assert all(issubclass(by_code(code), EngineError | InvalidArgument) for code in codes)
 
 
 class UnderWay:
@@ -39,6 +79,7 @@ def test_a_kept_error_keeps_no_object_of_its_frames() -> None:
     [
         PeerLost("it exited"),
         LayoutMismatch("dtype", "float16", "float32"),
+        LeaseExpired("too late"),
         ControlPlaneError("away", url="http://c"),
     ],
     ids=lambda error: type(error).__name__,

@@ -6,6 +6,7 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Body, Path, Query, Request, Response
 
+from kvxfer.api import refusals
 from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.problems import responses
@@ -58,11 +59,7 @@ async def put(
     """
     ticket = verify_block_table(body, app.settings.signing_keys, now=app.clock.unix())
     if ticket.transfer_id != transfer_id:
-        raise BlockTableMismatch(
-            f"the block table is of transfer {ticket.transfer_id!r}, and was sent for "
-            f"{transfer_id!r}",
-            transfer_id=transfer_id,
-        )
+        raise refusals.block_table_of_another(ticket.transfer_id, transfer_id)
     _require_pair(await app.registry.transfer(transfer_id), ticket)
     await app.registry.put_block_table(transfer_id, body)
     return Response(status_code=201, headers={"Location": PATH.format(transfer_id=transfer_id)})

@@ -13,6 +13,7 @@ from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.metrics import CONTENT_TYPE
 from kvxfer.api.problems import responses
 from kvxfer.errors import ControlPlaneUnavailable
+from kvxfer.scheduler import refusals
 from kvxfer.web.tokens import Scope
 
 router = APIRouter(route_class=GuardedRoute, tags=["operations"])
@@ -45,7 +46,7 @@ async def readyz(app: ControlPlaneDep) -> Readiness:
     registry, and none would be left to answer reads.
     """
     if app.stopping.is_set():
-        raise ControlPlaneUnavailable("the control plane is stopping; retry with another one")
+        raise refusals.stopping()
     await app.registry.ping()
     return Readiness(status="ok" if app.registry.stale_seconds is None else "stale")
 

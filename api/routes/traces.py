@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Path, Request, Response
 
+from kvxfer.api import refusals
 from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.problems import responses
@@ -44,10 +45,7 @@ async def export(request: Request, app: ControlPlaneDep) -> Response:
     Name this control plane in OTEL_EXPORTER_OTLP_ENDPOINT, or let a collector forward to it.
     """
     if not is_installed():
-        raise NotBuilt(
-            "this control plane takes no traces: OpenTelemetry is not installed there; "
-            "pip install 'kvxfer[otel]'"
-        )
+        raise refusals.takes_no_traces()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip()
     if media_type != _PROTOBUF:
         raise InvalidArgument(

@@ -10,10 +10,9 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from kvxfer.bench.errors import BenchError
 from kvxfer.bench.messages import Answer, Failed, HostRequest, Request
 from kvxfer.engine import Peer
-from kvxfer.errors import DeadlineExceeded, PeerError, by_code
+from kvxfer.errors import BenchError, DeadlineExceeded, PeerError, by_code
 
 _LENGTH_BYTES = 4
 _REQUEST = msgspec.msgpack.Decoder[Request](Request)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 
 from kvxfer.bench import pattern
-from kvxfer.bench.errors import BenchError
 from kvxfer.bench.pages import PageDraw, PageLists
 from kvxfer.bench.pool import anonymous_pool
 from kvxfer.bench.settings import PEER_TIMEOUT_SECONDS
 from kvxfer.engine import Counter, Engine, MemoryRegion
-from kvxfer.errors import EngineError
+from kvxfer.errors import BenchError, EngineError
 
 # The sender's operation is complete before it asks: what is still missing then stays missing.
 _ARRIVAL_TIMEOUT = 10.0

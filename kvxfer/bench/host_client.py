@@ -19,7 +19,6 @@ from kvxfer.addresses import host_and_port
 from kvxfer.bench import messages as m
 from kvxfer.bench.cases import SourceMemory
 from kvxfer.bench.channel import PeerChannel
-from kvxfer.bench.errors import BenchError, NotAvailableHere
 from kvxfer.bench.host_report import (
     LINE_RATE,
     RAW_TCP,
@@ -43,9 +42,11 @@ from kvxfer.engine import Engine
 from kvxfer.engine.core import Nic
 from kvxfer.errors import (
     AuthenticationFailed,
+    BenchError,
     ConnectFailed,
     FabricUnavailable,
     InvalidArgument,
+    NotAvailableHere,
     PeerError,
     PermissionDenied,
 )

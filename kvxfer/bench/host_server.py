@@ -20,7 +20,6 @@ import numpy as np
 from kvxfer import _probes
 from kvxfer.bench import messages as m
 from kvxfer.bench.destination import Destination
-from kvxfer.bench.errors import BenchError
 from kvxfer.bench.machine import End, this_end
 from kvxfer.bench.pages import PageLists
 from kvxfer.bench.probe_end import ProbeEnd
@@ -28,7 +27,14 @@ from kvxfer.bench.receiver import answer_or_failure, respond
 from kvxfer.bench.settings import PEER_TIMEOUT_SECONDS
 from kvxfer.engine import Counter, Engine, Peer
 from kvxfer.engine.callback import logger
-from kvxfer.errors import Backpressure, EngineClosed, EngineError, KvxferError, PeerError
+from kvxfer.errors import (
+    Backpressure,
+    BenchError,
+    EngineClosed,
+    EngineError,
+    KvxferError,
+    PeerError,
+)
 
 # The longest silence of a client, longer than it waits for an operator.
 _IDLE_SECONDS: Final = 300.0

@@ -13,10 +13,10 @@ from kvxfer import _probes
 from kvxfer.bench import messages as m
 from kvxfer.bench.cases import Limit
 from kvxfer.bench.channel import Channel
-from kvxfer.bench.errors import BenchError
 from kvxfer.bench.pages import PageDraw
 from kvxfer.bench.probe_end import TCP_BUFFER_BYTES, TCP_SECONDS, configure_tcp
 from kvxfer.bench.receiver_process import ReceiverProcess
+from kvxfer.errors import BenchError
 
 MESSAGE_BYTES = 4096
 

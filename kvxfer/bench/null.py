@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvxfer.bench.errors import BenchError
 from kvxfer.bench.figures import (
     OverheadFigure,
     ScatterFigure,
@@ -24,6 +23,7 @@ from kvxfer.bench.figures import (
 from kvxfer.bench.pages import PageDraw, PageLists
 from kvxfer.bench.targets import OVERHEAD, SCATTER, SCATTER_PEERS
 from kvxfer.engine.native import error_of, native, translated
+from kvxfer.errors import BenchError
 
 PAGE_BYTES = 4 << 10
 PAGES = 100_000

@@ -14,11 +14,11 @@ from kvxfer.bench import messages as m
 from kvxfer.bench import pattern
 from kvxfer.bench.cases import Case, SourceMemory
 from kvxfer.bench.channel import Channel
-from kvxfer.bench.errors import NotAvailableHere
 from kvxfer.bench.pages import PageDraw, PageLists
 from kvxfer.bench.pool import anonymous_pool
 from kvxfer.bench.settings import PEER_TIMEOUT_SECONDS
 from kvxfer.engine import Engine, MemoryRegion, Peer
+from kvxfer.errors import NotAvailableHere
 
 # Many NICs, or a slow network, take their time to open paths.
 _CONNECT_SECONDS = 10.0

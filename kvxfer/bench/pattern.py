@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.bench.errors import WrongBytes
 from kvxfer.bench.pages import PageLists
+from kvxfer.errors import WrongBytes
 
 WORD_BYTES = 8
 # Odd, so that no two words of a pool are alike and none is zero; the fraction of the golden ratio.

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from kvxfer import _probes
 from kvxfer.bench import pattern
-from kvxfer.bench.errors import BenchError
 from kvxfer.bench.pages import PageLists
 from kvxfer.bench.pool import anonymous_pool
+from kvxfer.errors import BenchError
 
 TCP_BUFFER_BYTES = 1 << 20
 # Seconds until a raw connection is given up that does not open, or on which nothing moves.

@@ -14,9 +14,8 @@ from kvxfer import _probes
 from kvxfer.bench import messages as m
 from kvxfer.bench.channel import SocketChannel
 from kvxfer.bench.destination import Destination
-from kvxfer.bench.errors import BenchError, NotAvailableHere
 from kvxfer.bench.probe_end import ProbeEnd
-from kvxfer.errors import KvxferError
+from kvxfer.errors import BenchError, KvxferError, NotAvailableHere
 
 
 async def respond(request: m.Request, destination: Destination, probes: ProbeEnd) -> m.Answer:

@@ -9,7 +9,6 @@ from functools import partial
 from kvxfer.bench.cases import Case
 from kvxfer.bench.checksum import measure_checksum
 from kvxfer.bench.cpu import measure_cpu, measure_idle
-from kvxfer.bench.errors import NotAvailableHere
 from kvxfer.bench.figures import CaseFigures, IdleFigure, Report
 from kvxfer.bench.latency import measure_latency
 from kvxfer.bench.limits import Limits
@@ -19,7 +18,7 @@ from kvxfer.bench.receiver_process import ReceiverProcess, receiver_process
 from kvxfer.bench.set_up import measure_connect, measure_registration
 from kvxfer.bench.settings import CPU_PAGE_BYTES, Settings
 from kvxfer.bench.throughput import measure_throughput
-from kvxfer.errors import PermissionDenied
+from kvxfer.errors import NotAvailableHere, PermissionDenied
 
 # Called with what was just measured, once per step.
 Progress = Callable[[str], None]

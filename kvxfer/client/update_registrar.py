@@ -10,10 +10,10 @@ from typing import Final
 from kvxfer.client.clients import ControlPlaneClient
 from kvxfer.client.weight_update_report import WeightUpdateReport
 from kvxfer.control_plane import Credentials
-from kvxfer.errors import KvxferError
+from kvxfer.errors import DecisionUnknown, KvxferError
 from kvxfer.weight_updates import Decision, PartReport, PartState, UpdateError, UpdatePolicy
 from kvxfer.weights.report import InstanceReport, UpdateReport
-from kvxfer.weights.transfer.registrar import Announced, DecisionUnknown
+from kvxfer.weights.transfer.registrar import Announced
 
 _ASKS: Final = 10
 _PAUSE_SECONDS: Final = 0.5

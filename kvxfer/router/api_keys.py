@@ -9,8 +9,7 @@ from typing import Final
 from starlette.requests import Request
 
 from kvxfer.clock import Clock
-from kvxfer.errors import InvalidArgument
-from kvxfer.router.errors import InvalidApiKey, TooManyWrongKeys
+from kvxfer.errors import InvalidApiKey, InvalidArgument, TooManyWrongKeys
 from kvxfer.watched_file import WatchedFile
 from kvxfer.web.rate_limit import wrong_tokens
 from kvxfer.web.request_log import CALLER_KEY
@@ -66,7 +65,7 @@ class ApiKeyGuard:
                 raise TooManyWrongKeys(
                     f"too many wrong API keys from the address {address}; retry in "
                     f"{seconds:.3f} s, with a key that this router knows",
-                    seconds,
+                    retry_after_seconds=seconds,
                 )
             raise InvalidApiKey("this router does not know the API key")
         request.scope[CALLER_KEY] = caller.name

@@ -8,11 +8,10 @@ from typing import Final
 
 import msgspec
 
-from kvxfer.errors import KvxferError, NotAggregating
+from kvxfer.errors import InvalidArgument, KvxferError, NotAggregating
 from kvxfer.prefix_hashes import NO_HASHES, AskedHashes
 from kvxfer.router.bodies import NO_MEMBERS, Members, is_on, read_members, value_of
 from kvxfer.router.dialects import Dialect
-from kvxfer.router.errors import InvalidRequest, NeedsOneWorker
 from kvxfer.web.request_log import is_request_id
 
 _JSON: Final = "application/json"
@@ -68,8 +67,10 @@ class Asked:
         """Returns the error for the client if no worker serves the request alone."""
         if self.lacks:
             what = "not a JSON object" if self.lacks == "body" else "missing"
-            return InvalidRequest(f"{self.lacks}: {what}; {self.path} needs it", self.lacks)
-        return NeedsOneWorker(self.alone, refusal)
+            return InvalidArgument(f"{self.lacks}: {what}; {self.path} needs it", param=self.lacks)
+        return NotAggregating(
+            f"{self.alone}: a pair of workers cannot compute this, and {refusal}", param=self.alone
+        )
 
 
 def read_request(
@@ -85,7 +86,7 @@ def read_request(
     tenant: str | None = None,
     arrived: float = 0.0,
 ) -> Asked:
-    """Reads a request. Raises InvalidRequest for a body that no worker may see.
+    """Reads a request. Raises InvalidArgument for a body that no worker may see.
 
     `named`: the client has chosen `request_id`; otherwise `request_id` of the body replaces it.
     """
@@ -93,8 +94,8 @@ def read_request(
     read = read_members(content) if json else None
     members = NO_MEMBERS if read is None else read
     if value_of(members, "kv_transfer_params") is not None:
-        raise InvalidRequest(
-            "kv_transfer_params: the router makes them; leave them out", "kv_transfer_params"
+        raise InvalidArgument(
+            "kv_transfer_params: the router makes them; leave them out", param="kv_transfer_params"
         )
     model, own_id = value_of(members, "model"), value_of(members, "request_id")
     if not (isinstance(model, str) and 0 < len(model) <= _MODEL_LENGTH):

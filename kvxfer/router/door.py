@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from starlette.types import Receive
 
-from kvxfer.router.errors import Overloaded
+from kvxfer.errors import Overloaded
 from kvxfer.router.metrics import Metrics
 from kvxfer.router.settings import RouterSettings
 from kvxfer.web.answer import ClientLeft

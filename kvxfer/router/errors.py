@@ -15,20 +15,16 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from kvxfer.errors import (
-    BlockPoolExhausted,
     BodyTooLarge,
-    ControlPlaneError,
-    ControlPlaneUnavailable,
-    DeadlineExceeded,
     Forbidden,
-    InvalidArgument,
+    InvalidApiKey,
     KvxferError,
-    LeaseExpired,
     NoCapacity,
-    NotAggregating,
     PromptTooLong,
-    RateLimited,
+    TooManyWrongKeys,
     Unauthenticated,
+    UnknownModel,
+    WorkerError,
 )
 from kvxfer.router.dialects import COMPLETIONS, MESSAGES
 from kvxfer.unreadable import UNREADABLE
@@ -37,70 +33,6 @@ from kvxfer.web.request_log import REQUEST_ID_HEADER, REQUEST_ID_KEY
 _log = logging.getLogger("kvxfer.router")
 
 RETRY_AFTER_SECONDS: Final = 1.0
-
-
-class UnknownModel(KvxferError):
-    """No instance runs the model that a request names."""
-
-    code = "unknown-model"
-
-
-class InvalidApiKey(KvxferError):
-    """The request has no API key, or one that the router does not know."""
-
-    code = "invalid-api-key"
-
-
-class TooManyWrongKeys(KvxferError):
-    """An address sends unknown API keys too fast."""
-
-    code = "too-many-wrong-keys"
-
-    def __init__(self, message: str, retry_after_seconds: float) -> None:
-        super().__init__(message)
-        self.retry_after_seconds = retry_after_seconds
-
-
-class Overloaded(KvxferError):
-    """The router's limit of requests, or of the bytes of their bodies, is reached."""
-
-    code = "overloaded"
-
-
-class InvalidRequest(InvalidArgument):
-    """The body is invalid; `param` names the member."""
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-
-
-class NeedsOneWorker(NotAggregating):
-    """A request that a pair cannot compute, in a fleet whose instances serve pairs only."""
-
-    def __init__(self, param: str, refusal: NotAggregating) -> None:
-        super().__init__(f"{param}: a pair of workers cannot compute this, and {refusal}")
-        self.param = param
-
-
-class WorkerError(KvxferError):
-    """A worker answered with an error, and the client gets that answer."""
-
-    code = "worker-error"
-
-    def __init__(
-        self, address: str, status: int, content: bytes, headers: Mapping[str, str]
-    ) -> None:
-        told = told_by(content) or {}
-        said = f": {told['message']}" if told else ""
-        super().__init__(f"the worker at {address} answered HTTP {status}{said}")
-        self.status, self.content, self.headers = status, content, headers
-
-
-class WorkerKeyRefused(KvxferError):
-    """A worker refuses the key that the router sends, or requires one."""
-
-    code = "worker-key-refused"
 
 
 class StreamLost(Exception):
@@ -123,22 +55,6 @@ class StreamLost(Exception):
         return told
 
 
-_STATUS: Final[dict[type[KvxferError], int]] = {
-    InvalidArgument: 400,
-    PromptTooLong: 400,
-    InvalidApiKey: 401,
-    UnknownModel: 404,
-    BodyTooLarge: 413,
-    TooManyWrongKeys: 429,
-    NotAggregating: 501,
-    NoCapacity: 503,
-    ControlPlaneUnavailable: 503,
-    RateLimited: 503,
-    Overloaded: 503,
-    BlockPoolExhausted: 503,
-    LeaseExpired: 504,
-    DeadlineExceeded: 504,
-}
 # Codes of OpenAI's own API.
 _CODES: Final[dict[type[KvxferError], str]] = {
     PromptTooLong: "context_length_exceeded",
@@ -148,15 +64,8 @@ _CODES: Final[dict[type[KvxferError], str]] = {
 }
 
 
-def status_of(error: KvxferError) -> int:
-    if isinstance(error, WorkerError):
-        return error.status
-    return next((_STATUS[base] for base in type(error).__mro__ if base in _STATUS), 502)
-
-
 def error_object(error: KvxferError) -> dict[str, Any]:
     """Returns the `error` of an answer, or of an event in a stream."""
-    status = status_of(error)
     message = str(error)
     if isinstance(error, WorkerError) and (told := told_by(error.content)) is not None:
         return told
@@ -164,8 +73,8 @@ def error_object(error: KvxferError) -> dict[str, Any]:
         message += f": {'; '.join(map(str, cast(list[str], reasons)))}"
     if isinstance(error, Unauthenticated | Forbidden):
         message = f"the control plane refuses this router: {message}"
-    param = "model" if isinstance(error, UnknownModel) else getattr(error, "param", None)
-    return _object(message, status, _CODES.get(type(error), error.code), param)
+    param = cast(str | None, error.details.get("param"))
+    return _object(message, error.router_status, _CODES.get(type(error), error.code), param)
 
 
 def told_by(content: bytes) -> dict[str, Any] | None:
@@ -194,14 +103,11 @@ def install(app: FastAPI) -> None:
         error = cast(KvxferError, raised)
         if isinstance(error, WorkerError):
             return Response(error.content, error.status, error.headers)
-        status = status_of(error)
+        status = error.router_status
         headers: dict[str, str] = {}
-        if status == HTTPStatus.SERVICE_UNAVAILABLE:
-            details = error.details if isinstance(error, ControlPlaneError) else {}
-            seconds = details.get("retry_after_seconds", RETRY_AFTER_SECONDS)
+        if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+            seconds = error.details.get("retry_after_seconds", RETRY_AFTER_SECONDS)
             headers["Retry-After"] = str(math.ceil(cast(float, seconds)))
-        elif isinstance(error, TooManyWrongKeys):
-            headers["Retry-After"] = str(math.ceil(error.retry_after_seconds))
         elif isinstance(error, InvalidApiKey):
             headers["WWW-Authenticate"] = "Bearer"
         return _answer(request, error_object(error), status, headers)

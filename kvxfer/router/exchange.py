@@ -24,13 +24,13 @@ from kvxfer.errors import (
     ProtocolError,
     TransferCancelled,
     TransferRefused,
+    WorkerError,
 )
 from kvxfer.router.asked import Asked
 from kvxfer.router.bodies import Members, as_raw
 from kvxfer.router.connections import WorkerConnections
 from kvxfer.router.continuation import Continuation
 from kvxfer.router.downstream import Downstream
-from kvxfer.router.errors import WorkerError
 from kvxfer.router.event_bytes import EventBytes, data_of, events_in, with_data
 from kvxfer.router.output_lengths import tokens_told
 from kvxfer.router.settings import RouterSettings

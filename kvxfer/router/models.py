@@ -14,10 +14,9 @@ import msgspec
 
 from kvxfer.client import Answer, ControlPlaneClient, calls
 from kvxfer.clock import Clock
-from kvxfer.errors import ControlPlaneUnavailable, KvxferError
+from kvxfer.errors import ControlPlaneUnavailable, InvalidArgument, KvxferError, UnknownModel
 from kvxfer.instances import Instance, InstanceState, Role
 from kvxfer.router.connections import WorkerConnections
-from kvxfer.router.errors import InvalidRequest, UnknownModel
 from kvxfer.router.settings import RouterSettings
 from kvxfer.unreadable import UNREADABLE
 
@@ -118,11 +117,12 @@ class FleetModels:
 
     async def only(self) -> str | None:
         """Returns the model for a request that names none; None if no instance is registered.
-        Raises InvalidRequest if there are several models."""
+        Raises InvalidArgument if there are several models."""
         models = (await self._view.get()).models
         if len(models) > 1:
-            raise InvalidRequest(
-                f"model: the fleet serves {', '.join(sorted(models))}; name one of them", "model"
+            raise InvalidArgument(
+                f"model: the fleet serves {', '.join(sorted(models))}; name one of them",
+                param="model",
             )
         return next(iter(models), None)
 
@@ -208,7 +208,8 @@ class FleetModels:
 def _unknown(model: str, names: Iterable[str]) -> UnknownModel:
     """Returns an error in vLLM's words."""
     return UnknownModel(
-        f"The model `{model}` does not exist. Valid aliases: {', '.join(sorted(names))}."
+        f"The model `{model}` does not exist. Valid aliases: {', '.join(sorted(names))}.",
+        param="model",
     )
 
 

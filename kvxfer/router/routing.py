@@ -29,17 +29,14 @@ from kvxfer.errors import (
     NotAggregating,
     PromptTooLong,
     ProtocolError,
+    WorkerError,
+    WorkerKeyRefused,
 )
 from kvxfer.router.asked import Asked
 from kvxfer.router.connections import WorkerConnections
 from kvxfer.router.continuation import Continuation, limit_of, prevented_by
 from kvxfer.router.downstream import Downstream
-from kvxfer.router.errors import (
-    StreamLost,
-    WorkerError,
-    WorkerKeyRefused,
-    error_object,
-)
+from kvxfer.router.errors import StreamLost, error_object
 from kvxfer.router.exchange import Exchange, NotByPair, WorkerFailed
 from kvxfer.router.metrics import Metrics
 from kvxfer.router.models import FleetModels

@@ -8,8 +8,15 @@ from typing import Any, Final
 
 import msgspec
 
-from kvxfer.errors import KvxferError, LayoutMismatch, TransferError, by_code
-from kvxfer.router.errors import WorkerError, WorkerKeyRefused
+from kvxfer.errors import (
+    KvxferError,
+    LayoutMismatch,
+    TransferError,
+    WorkerError,
+    WorkerKeyRefused,
+    by_code,
+)
+from kvxfer.router.errors import told_by
 from kvxfer.unreadable import UNREADABLE
 
 _FROM_SERVER: Final = 500
@@ -30,7 +37,7 @@ def error_of(address: str, status: int, content: bytes, headers: Mapping[str, st
             f"the worker at {address} does not let this router in (HTTP {status}); write the key "
             "that it asks for into the router's --worker-key-file"
         )
-    return WorkerError(address, status, content, headers)
+    return _own(address, status, content, headers)
 
 
 def error_event(address: str, event: Mapping[str, Any], data: bytes) -> KvxferError | None:
@@ -43,7 +50,7 @@ def error_event(address: str, event: Mapping[str, Any], data: bytes) -> KvxferEr
         return _named(code, str(problem.get("message")))
     if not isinstance(code, int):  # Anthropic's API has only types
         code = 400 if "request" in str(problem.get("type")).lower() else _FROM_SERVER
-    return WorkerError(address, code, data, _JSON)
+    return _own(address, code, data, _JSON)
 
 
 def is_refusal(error: object) -> bool:
@@ -53,8 +60,16 @@ def is_refusal(error: object) -> bool:
     )
 
 
+def _own(address: str, status: int, content: bytes, headers: Mapping[str, str]) -> WorkerError:
+    told = told_by(content)
+    said = f": {told['message']}" if told else ""
+    return WorkerError(
+        f"the worker at {address} answered HTTP {status}{said}", status, content, headers
+    )
+
+
 def _named(code: str, detail: str) -> KvxferError:
     kind = by_code(code)
-    if kind is KvxferError or kind is LayoutMismatch:
+    if kind in (KvxferError, LayoutMismatch, WorkerError):
         return TransferError(f"{detail} [{code}]")
     return kind(detail)

@@ -14,6 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 _WITHOUT_BODY: Final = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})
 
 
+def too_large(limit: int) -> HTTPException:
+    return HTTPException(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body is larger than the limit of {limit} bytes"
+    )
+
+
 class LimitBodies:
     """ASGI middleware: reading a body of more than `max_bytes` raises an HTTPException (413).
 
@@ -57,10 +63,7 @@ class LimitBodies:
                 return message
             if answered:  # it is not read any more
                 return {"type": "http.disconnect"}
-            raise HTTPException(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"the body is larger than the limit of {limit} bytes",
-            )
+            raise too_large(limit)
 
         async def send_and_note(message: Message) -> None:
             nonlocal answered

@@ -108,10 +108,7 @@ class KubernetesBackend(ScalingBackend):
         except ApiException as error:
             if error.status == _CONFLICT:
                 return None
-            raise ScalingFailed(
-                f"Kubernetes did not {what} {self._words(target)}: HTTP {error.status} "
-                f"{error.reason}{_HINTS.get(error.status, '')}"
-            ) from error
+            raise refused(what, self._words(target), error.status, error.reason) from error
         except (ClientError, OSError, TimeoutError) as error:
             raise ScalingFailed(
                 f"Kubernetes did not {what} {self._words(target)}: {error or type(error).__name__}"
@@ -129,6 +126,13 @@ _HINTS: Final = {
     403: "; give the service account get and update on its /scale",
     404: "; check namespace, name, group, version and plural in the scaling file",
 }
+
+
+def refused(what: str, target: str, status: int, reason: str | None) -> ScalingFailed:
+    """Returns the error of a request that Kubernetes refused."""
+    return ScalingFailed(
+        f"Kubernetes did not {what} {target}: HTTP {status} {reason}{_HINTS.get(status, '')}"
+    )
 
 
 def _replicas(scale: Mapping[str, Any]) -> int:

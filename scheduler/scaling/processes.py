@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvxfer.child_process import Child, ProcessFailed
+from kvxfer.child_process import Child
 from kvxfer.client import ENVIRONMENT as CONTROL_PLANE
+from kvxfer.errors import ProcessFailed
 from kvxfer.instances import Instance, Role
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.scaling.backend import Fence, ScalingBackend

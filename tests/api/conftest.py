@@ -10,6 +10,7 @@ from msgspec import json
 
 from kvxfer.api.app import create_app
 from kvxfer.api.settings import Settings
+from kvxfer.errors import by_code
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import RedisRegistry
@@ -66,6 +67,9 @@ async def join(api: httpx2.AsyncClient, instance_id: str, role: str = "prefill",
     return answer.json()
 
 
+MEMBERS = ("type", "title", "status", "detail", "code", "instance", "request_id")
+
+
 def problem(answer: httpx2.Response, status: int, code: str) -> dict[str, Any]:
     """Returns the problem document of an answer, and checks the members that all have."""
     body: dict[str, Any] = answer.json()
@@ -75,4 +79,5 @@ def problem(answer: httpx2.Response, status: int, code: str) -> dict[str, Any]:
     assert body["instance"] == answer.request.url.path
     assert body["title"]
     assert body["detail"]
+    assert body.keys() <= {*MEMBERS, *by_code(code).members}
     return body

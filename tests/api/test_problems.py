@@ -7,6 +7,7 @@ import pytest
 from kvxfer.api.settings import Settings
 from kvxfer.errors import (
     ControlPlaneUnavailable,
+    GpuLost,
     InvalidArgument,
     KvxferError,
     NoCapacity,
@@ -89,7 +90,8 @@ async def test_every_invalid_member_is_listed_and_the_first_is_the_detail(api):
         (ControlPlaneUnavailable("registry away"), 503, "1"),
         (NoCapacity("full", reasons=["a"]), 503, "1"),
         (StaleEpoch("old"), 409, None),
-        (TransferRefused("no"), 500, None),
+        (TransferRefused("no"), 409, None),
+        (GpuLost("gone"), 500, None),
         (KvxferError("what"), 500, None),
     ],
 )

@@ -5,8 +5,8 @@ import pytest
 
 from kvxfer.bench import messages as m
 from kvxfer.bench.channel import SocketChannel
-from kvxfer.bench.errors import BenchError, WrongBytes
 from kvxfer.bench.pages import PageDraw
+from kvxfer.errors import BenchError, WrongBytes
 
 pytestmark = pytest.mark.native
 

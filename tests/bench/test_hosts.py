@@ -14,14 +14,13 @@ import pytest
 from kvxfer.bench import machine
 from kvxfer.bench import messages as m
 from kvxfer.bench.channel import PeerChannel
-from kvxfer.bench.errors import BenchError
 from kvxfer.bench.host_client import FABRICS as HOST_FABRICS
 from kvxfer.bench.host_client import Ask, Server, line_rate, measure_host
 from kvxfer.bench.host_report import HostReport
 from kvxfer.bench.settings import LatencySettings, Settings
 from kvxfer.engine import Engine
 from kvxfer.engine.core import Nic
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import BenchError, InvalidArgument
 from kvxfer.version import __version__
 from tests.cuda.on_driver import DOUBLE
 from tests.engine.fabrics import chosen, rdma_devices

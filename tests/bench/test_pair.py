@@ -13,11 +13,11 @@ from kvxfer.bench import messages as m
 from kvxfer.bench.cases import CASES
 from kvxfer.bench.channel import SocketChannel
 from kvxfer.bench.destination import Destination
-from kvxfer.bench.errors import BenchError, WrongBytes
 from kvxfer.bench.pages import PageDraw
 from kvxfer.bench.pair import Pair, open_pair
 from kvxfer.bench.probe_end import ProbeEnd
 from kvxfer.bench.receiver import serve
+from kvxfer.errors import BenchError, WrongBytes
 
 pytestmark = pytest.mark.native
 

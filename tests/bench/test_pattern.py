@@ -3,8 +3,8 @@ import pytest
 from numpy.typing import NDArray
 
 from kvxfer.bench import pattern
-from kvxfer.bench.errors import WrongBytes
 from kvxfer.bench.pages import PageDraw, PageLists
+from kvxfer.errors import WrongBytes
 
 POOL_BYTES = 4 << 20
 

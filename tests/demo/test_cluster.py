@@ -5,9 +5,9 @@ from typing import Any, cast
 
 import pytest
 
-from kvxfer.child_process import Child, ProcessFailed
+from kvxfer.child_process import Child
 from kvxfer.demo.cluster import Cluster
-from kvxfer.errors import PeerLost
+from kvxfer.errors import PeerLost, ProcessFailed
 
 
 class Process:

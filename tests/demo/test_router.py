@@ -14,8 +14,8 @@ from kvxfer.errors import (
     PeerLost,
     TransferCancelled,
     TransferError,
+    WorkerError,
 )
-from kvxfer.router.errors import WorkerError
 
 TRANSFER = {
     "transfer_id": "t1",

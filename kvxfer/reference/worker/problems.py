@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Final, cast
 
 from fastapi import FastAPI, Request
@@ -9,46 +10,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from kvxfer.errors import (
-    BlockPoolExhausted,
-    ChecksumMismatch,
     ControlPlaneError,
     ControlPlaneUnavailable,
-    DeadlineExceeded,
-    EngineClosed,
     InvalidArgument,
     KvxferError,
-    LayoutMismatch,
-    LeaseExpired,
-    PeerError,
-    PromptTooLong,
-    RequestAborted,
-    TicketInvalid,
-    TransferCancelled,
-    TransferRefused,
-    WrongVersion,
 )
 
 MEDIA_TYPE: Final = "application/problem+json"
-
-_STATUS: Final[dict[type[KvxferError], int]] = {
-    InvalidArgument: 422,
-    PromptTooLong: 422,
-    TicketInvalid: 403,
-    LayoutMismatch: 409,
-    TransferCancelled: 409,
-    TransferRefused: 409,
-    WrongVersion: 409,
-    RequestAborted: 503,
-    BlockPoolExhausted: 503,
-    EngineClosed: 503,
-    PeerError: 502,
-    ChecksumMismatch: 502,
-    LeaseExpired: 504,
-    DeadlineExceeded: 504,
-    # Only in a brokered handshake.
-    ControlPlaneUnavailable: 503,
-    ControlPlaneError: 502,
-}
 
 
 def install(app: FastAPI) -> None:
@@ -57,8 +25,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(KvxferError)
     async def _kvxfer_error(request: Request, error: Exception) -> JSONResponse:
         known = cast(KvxferError, error)
-        status = next((_STATUS[base] for base in type(known).__mro__ if base in _STATUS), 500)
-        return _answer(request, status, known.code, str(known))
+        return _answer(request, _status(known), known.code, str(known))
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: Exception) -> JSONResponse:
@@ -66,6 +33,14 @@ def install(app: FastAPI) -> None:
         field = ".".join(str(part) for part in first["loc"][1:])
         detail = f"{field}: {first['msg']}" if field else str(first["msg"])
         return _answer(request, 422, InvalidArgument.code, detail)
+
+
+def _status(error: KvxferError) -> int:
+    # In a brokered handshake, the control plane refuses the worker, not the worker the request.
+    refused = isinstance(error, ControlPlaneError)
+    if refused and not isinstance(error, ControlPlaneUnavailable):
+        return HTTPStatus.BAD_GATEWAY
+    return error.status
 
 
 def _answer(request: Request, status: int, code: str, detail: str) -> JSONResponse:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import (
     DeadlineExceeded,
+    DecisionUnknown,
     EngineError,
     InvalidArgument,
     KvxferError,
@@ -45,11 +46,7 @@ from kvxfer.weights.transfer.messages import (
     said,
 )
 from kvxfer.weights.transfer.readiness import Readiness
-from kvxfer.weights.transfer.registrar import (
-    DecisionUnknown,
-    NoRegistrar,
-    Registrar,
-)
+from kvxfer.weights.transfer.registrar import NoRegistrar, Registrar
 from kvxfer.weights.transfer.round import Round
 from kvxfer.weights.transfer.settings import UpdateSettings
 

@@ -6,14 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from kvxfer.errors import WeightUpdateError
 from kvxfer.weights.report import UpdateReport
-
-
-class DecisionUnknown(WeightUpdateError):
-    """A decision that may or may not have been recorded: members may not be told any."""
-
-    code = "decision-unknown"
 
 
 class Announced(Protocol):

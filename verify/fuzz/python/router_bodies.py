@@ -14,7 +14,7 @@ from kvxfer.errors import InvalidArgument, NotAggregating, ProtocolError
 from kvxfer.router import event_bytes
 from kvxfer.router.asked import read_request
 from kvxfer.router.dialects import COMPLETIONS, GENERATING, SINGLE, Dialect
-from kvxfer.router.errors import InvalidRequest, error_object, told_by
+from kvxfer.router.errors import error_object, told_by
 from kvxfer.router.event_bytes import EventBytes, data_of, events_in, with_data
 from kvxfer.router.worker_errors import error_event, error_of, is_refusal
 from kvxfer.unreadable import UNREADABLE
@@ -52,7 +52,7 @@ def run(data: bytes) -> None:
 def _body(dialect: Dialect, content: bytes) -> None:
     try:
         asked = read_request(dialect, content, request_id="r", named=False)
-    except InvalidRequest:
+    except InvalidArgument:
         return
     sent = msgspec.json.encode({**asked.members, "kv_transfer_params": {}})
     with contextlib.suppress(UnicodeDecodeError, RecursionError):
