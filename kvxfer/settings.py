@@ -60,19 +60,19 @@ class Member(NamedTuple):
 
 def check_bounds(settings: Any, prefix: str = "") -> None:
     """Raises InvalidArgument that names, after `prefix`, the first member of another type or beyond
-    its bounds. None is always within bounds."""
+    its bounds. None is within bounds unless there are choices without it."""
     cls: type = type(settings)
     for name, member in members(cls).items():
         _check(getattr(settings, name), member, prefix + name)
 
 
 def _check(value: Any, member: Member, called: str) -> None:
-    if get_origin(member.type) is Literal and value not in get_args(member.type):
-        choices = " or ".join(map(str, get_args(member.type)))
-        raise InvalidArgument(f"{called} is {value!r}; use {choices}")
-    if value is None:
+    if value is None and get_origin(member.type) is not Literal:
         return
     kind = _but_none(member.type)
+    if get_origin(kind) is Literal and value not in get_args(kind):
+        choices = " or ".join(map(str, get_args(kind)))
+        raise InvalidArgument(f"{called} is {value!r}; use {choices}")
     if kind in _TYPES and not (
         isinstance(value, _TYPES[kind]) and isinstance(value, bool) is (kind is bool)
     ):

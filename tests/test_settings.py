@@ -26,6 +26,7 @@ class Things:
     part: Annotated[float, Meta(lt=1)] = 0.5
     side: Literal["left", "right"] = "left"
     name: Annotated[str, Meta(max_length=4)] | None = None
+    turn: Literal["left"] | None = None
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -58,6 +59,8 @@ def test_values_within_the_bounds_are_accepted() -> None:
         ({"threads": "2"}, "threads is '2'; use a whole number"),
         ({"name": "n" * 5}, "name is 'nnnnn'; use a length of 4 or less"),
         ({"name": 5}, "name is 5; use text"),
+        ({"turn": "up"}, "turn is 'up'; use left"),
+        ({"side": None}, "side is None; use left or right"),
         ({"part": 1.0}, "part is 1.0; use less than 1"),
         ({"side": "both"}, "side is 'both'; use left or right"),
     ],
@@ -79,6 +82,7 @@ def test_member_types_have_no_metadata_and_no_types_only_for_checkers() -> None:
         "part": float,
         "side": Literal["left", "right"],
         "name": str | None,
+        "turn": Literal["left"] | None,
     }
     assert list(found["count"].bounds()) == [("ge", 1), ("le", 64)]
 

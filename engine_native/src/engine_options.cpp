@@ -37,7 +37,7 @@ using Options = EngineOptions;
 using Tuning = EngineTuning;
 constexpr double kUnbounded = std::numeric_limits<double>::infinity();
 constexpr double kLeastHeartbeat = 0.001;
-constexpr double kNanosecond = 1e-9;  // what the engine counts time in
+constexpr double kNanosecond = 1e-9;  // the unit of Duration
 
 constexpr auto kBounds = std::to_array<OptionBounds>({
     {"name", value_of<&Options::name>, 0, kMaxNameBytes, "bytes"},

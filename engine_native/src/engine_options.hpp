@@ -8,7 +8,8 @@
 
 namespace kvxfer {
 
-// The bounds of an option that is a number. Its default is valid even if it is beyond them.
+// The bounds of an option that is a number, or of the length of one that is text. The default is
+// valid even if it is beyond them.
 struct OptionBounds {
   std::string_view name;  // "traffic_class", "tuning.lanes"
   double (*value)(const EngineOptions&);

@@ -133,7 +133,7 @@ def bounds_of(name: str) -> str:
         return ""
     if math.isinf(most):
         return f"{_quantity(least, unit)} or more"
-    beside = f", or {default}" if name != "name" and default < least else ""
+    beside = f", or {default}" if isinstance(default, int) and default < least else ""
     return f"{_quantity(least, '')} to {_quantity(most, unit)}{beside}"
 
 

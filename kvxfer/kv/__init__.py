@@ -36,9 +36,8 @@ if TYPE_CHECKING:
         BlockPool,
         BlockState,
     )
-    from kvxfer.kv.block_table import BlockTable
+    from kvxfer.kv.block_table import BlockTable, BlockTables
     from kvxfer.kv.blocks import HeldBlocks, Pin, SourceBlocks, TargetBlocks
-    from kvxfer.kv.brokered import BlockTables
     from kvxfer.kv.cache import KvCache, KvPlane, Permute, permute_on_host
     from kvxfer.kv.decode_session import DecodeSession
     from kvxfer.kv.endpoint import KvEndpoint
@@ -60,7 +59,7 @@ _HOMES: Final = {
     "BlockPool": "kvxfer.kv.block_pool",
     "BlockState": "kvxfer.kv.block_pool",
     "BlockTable": "kvxfer.kv.block_table",
-    "BlockTables": "kvxfer.kv.brokered",
+    "BlockTables": "kvxfer.kv.block_table",
     "Clock": "kvxfer.clock",
     "DecodeSession": "kvxfer.kv.decode_session",
     "DecodeState": "kvxfer.kv.session_state",

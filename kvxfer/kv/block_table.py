@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from typing import Annotated, Final
+from typing import Annotated, Final, Protocol
 
 import msgspec
 
@@ -39,6 +39,23 @@ class BlockTable(Record, frozen=True, kw_only=True):
     """Id of the ticket key that signed it."""
     mac: Annotated[bytes, msgspec.Meta(examples=["q83vASNFZ4mrze8BI0VniavN7wEjRWeJq83vASNFZ4k="])]
     """HMAC-SHA256 over the msgpack of offer, decode_id and decode_epoch."""
+
+
+class BlockTables(Protocol):
+    """A store in which block tables wait for prefill: the control plane, through a
+    ControlPlaneClient.
+
+    `deadline`, in seconds, bounds all attempts of a call together. Both methods raise
+    UnknownTransfer and ControlPlaneUnavailable.
+    """
+
+    async def put_block_table(self, table: BlockTable, *, deadline: float) -> None: ...
+
+    async def block_table(
+        self, transfer_id: str, *, wait_seconds: float, deadline: float
+    ) -> BlockTable:
+        """Returns the block table of a transfer. Raises UnknownBlockTable if it does not come
+        within `wait_seconds`."""
 
 
 def sign_block_table(offer: Offer, ticket: Ticket, keys: TicketKeys | bytes | str) -> BlockTable:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from kvxfer.clock import Clock
 from kvxfer.errors import (
@@ -24,7 +24,7 @@ from kvxfer.errors import (
 )
 from kvxfer.instances import Role
 from kvxfer.kv.admission import require_peer
-from kvxfer.kv.block_table import BlockTable, sign_block_table, verify_block_table
+from kvxfer.kv.block_table import BlockTable, BlockTables, sign_block_table, verify_block_table
 from kvxfer.kv.messages import Expect
 
 if TYPE_CHECKING:
@@ -43,23 +43,6 @@ _POLL_SECONDS: Final = 10.0
 _PAUSE_SECONDS: Final = 0.1
 # The share of a session's remaining time that publishing may take.
 _PATIENCE: Final = 0.9
-
-
-class BlockTables(Protocol):
-    """A store in which block tables wait for prefill: the control plane, through a
-    ControlPlaneClient.
-
-    `deadline`, in seconds, bounds all attempts of a call together. Both methods raise
-    UnknownTransfer and ControlPlaneUnavailable.
-    """
-
-    async def put_block_table(self, table: BlockTable, *, deadline: float) -> None: ...
-
-    async def block_table(
-        self, transfer_id: str, *, wait_seconds: float, deadline: float
-    ) -> BlockTable:
-        """Returns the block table of a transfer. Raises UnknownBlockTable if it does not come
-        within `wait_seconds`."""
 
 
 class Brokered:

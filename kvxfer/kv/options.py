@@ -12,7 +12,7 @@ from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.settings import Seconds, check_bounds
 
 if TYPE_CHECKING:
-    from kvxfer.kv.brokered import BlockTables
+    from kvxfer.kv.block_table import BlockTables
     from kvxfer.model_identity import ModelIdentity
     from kvxfer.ticket import Ticket, TicketKeys
     from kvxfer.tracing.tracer import Tracer

@@ -550,7 +550,7 @@ void NicLink::tick(std::uint64_t now, std::uint64_t stalled_ns) {
                     "no write was delivered for " +
                         std::to_string((now - entry.progress_ns) / 1'000'000) +
                         " ms: the network between the NICs is broken or congested; raise "
-                        "path_timeout where it is slow to recover"});
+                        "tuning.path_timeout where it is slow to recover"});
     }
     const bool sealed = entry.path && entry.path->sealed();  // the peer may wait this long, too
     const std::uint64_t patience = ends_.timeout_ns + (sealed ? ends_.path_timeout_ns : 0);
