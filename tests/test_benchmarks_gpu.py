@@ -1,4 +1,4 @@
-"""`make bench-gpu`: its requirements, its figures, and a whole run on the CPU."""
+"""`make bench SUITE=gpu`: its requirements, its figures, and a whole run on the CPU."""
 
 from __future__ import annotations
 

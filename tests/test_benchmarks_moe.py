@@ -145,7 +145,7 @@ def test_a_small_run_measures_every_way_and_checks_the_rows() -> None:
 
 
 @pytest.mark.native
-@pytest.mark.skipif(shutil.which("mpic++") is None, reason="Open MPI comes with make bench-moe")
+@pytest.mark.skipif(shutil.which("mpic++") is None, reason="Open MPI: make bench SUITE=moe")
 def test_a_small_run_measures_mpi(tmp_path: Path) -> None:
     program, source = tmp_path / "alltoallv", "benchmarks/moe/alltoallv.cpp"
     subprocess.run(

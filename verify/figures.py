@@ -1,5 +1,5 @@
-"""Runs every benchmark of the Makefile in a smoke size, in a fresh copy of this tree. Proves that
-the figures of README and docs/performance.md can be measured. `make figures` calls it.
+"""Runs every benchmark of scripts/run in a smoke size, in a fresh copy of this tree. Proves that
+the figures of README and docs/performance.md can be measured. `make bench SUITE=all` calls it.
 
 The copy has no environment and nothing built. At these sizes the figures mean nothing, so a missed
 target is not a failure; a benchmark that prints no table is.
@@ -25,33 +25,35 @@ ROOT: Final = Path(__file__).parents[1]
 LOGS: Final = ROOT / "build/figures"
 
 _SMOKE: Final = {
-    "bench": "--quick",
-    "bench-control": "--instances 200 --rounds 1 --seconds 0.5",
-    "bench-gpu": "",
-    "bench-moe": "--case 2x128 --blocks 1",
-    "bench-router": "--rounds 1 --streams 4 --tokens 32",
-    "bench-vllm": "--rounds 1 --tokens 200",
-    "bench-weights": "--gb 0.05 --rounds 1",
+    "": "--quick",
+    "control": "--instances 200 --rounds 1 --seconds 0.5",
+    "control-endurance": "--instances 200 --cached 2 --seconds 150",
+    "gpu": "",
+    "moe": "--case 2x128 --blocks 1",
+    "router": "--rounds 1 --streams 4 --tokens 32",
+    "vllm": "--rounds 1 --tokens 200",
+    "vllm-cache": "",
+    "weights": "--gb 0.05 --rounds 1",
 }
 _TABLE: Final = re.compile(r"[─━]{3}")
 _WITHOUT_GPU: Final = "it was built and tested on the double"
-_TARGET: Final = re.compile(r"^(bench[a-z-]*):", re.MULTILINE)
+_SUITE: Final = re.compile(r"^suite bench (?!all )([a-z-]+|'')", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Ran:
     """The outcome of a benchmark."""
 
-    target: str
     seconds: float
     wrong: str = ""
 
 
-def targets() -> list[str]:
-    """Returns the benchmarks of the Makefile. Raises ValueError if one has no smoke size."""
-    found = sorted(_TARGET.findall((ROOT / "Makefile").read_text()))
+def suites() -> list[str]:
+    """Returns the benchmarks of scripts/run. Raises ValueError if one has no smoke size."""
+    table = (ROOT / "scripts/run").read_text()
+    found = sorted(name.strip("'") for name in _SUITE.findall(table))
     if unknown := {*found} ^ {*_SMOKE}:
-        raise ValueError(f"these have no smoke size, or no target: {', '.join(sorted(unknown))}")
+        raise ValueError(f"these have no smoke size, or no suite: {', '.join(sorted(unknown))}")
     return found
 
 
@@ -65,10 +67,10 @@ def copy_tree(into: Path) -> None:
             shutil.copy2(ROOT / name, into / name, follow_symlinks=False)
 
 
-def run(target: str, tree: Path) -> Ran:
+def run(suite: str, tree: Path) -> Ran:
     began = SYSTEM_CLOCK.monotonic()
     done = subprocess.run(
-        ["make", target, f"BENCH={_SMOKE[target]}"],
+        ["make", "bench", f"SUITE={suite}", f"ARGS={_SMOKE[suite]}"],
         cwd=tree,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -76,14 +78,14 @@ def run(target: str, tree: Path) -> Ran:
         errors="replace",
         check=False,
     )
-    (LOGS / f"{target}.log").write_text(done.stdout)
-    return Ran(target, SYSTEM_CLOCK.monotonic() - began, wrong_with(target, done.stdout))
+    (LOGS / f"{suite or 'engine'}.log").write_text(done.stdout)
+    return Ran(SYSTEM_CLOCK.monotonic() - began, wrong_with(suite, done.stdout))
 
 
-def wrong_with(target: str, printed: str) -> str:
+def wrong_with(suite: str, printed: str) -> str:
     if "Traceback (most recent call last)" in printed:
         return printed.strip().splitlines()[-1]
-    if target == "bench-gpu" and _WITHOUT_GPU in printed:
+    if suite == "gpu" and _WITHOUT_GPU in printed:
         return ""
     return "" if _TABLE.search(printed) else "it printed no table"
 
@@ -96,13 +98,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvxfer-figures-") as folder:
         tree = Path(folder)
         copy_tree(tree)
-        for target in targets():
-            with console.status(f"make {target}"):
-                ran = run(target, tree)
+        for suite in suites():
+            with console.status(f"make bench SUITE={suite}"):
+                ran = run(suite, tree)
             failed += bool(ran.wrong)
             style = "red" if ran.wrong else None
             told = ran.wrong or "its table"
-            table.add_row(target, _SMOKE[target], f"{ran.seconds:.0f}", told, style=style)
+            table.add_row(suite or "engine", _SMOKE[suite], f"{ran.seconds:.0f}", told, style=style)
     console.print(table)
     if failed:
         console.print(f"logs: {LOGS.relative_to(ROOT)}", style="red")

@@ -1,8 +1,8 @@
 """Plants defects in the engine, one at a time, and checks that the tests of GPU memory catch each.
 
-`make test-gpu` calls it on hosts without a GPU, with a double of CUDA's driver. Each defect is
-built into a copy of the sources below build/defects. It is caught if the C++ suite "cuda" fails or
-does not end.
+`make test SUITE=gpu` calls it on hosts without a GPU, with a double of CUDA's driver. Each defect
+is built into a copy of the sources below build/defects. It is caught if the C++ suite "cuda" fails
+or does not end.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,11 +19,26 @@ from verify.polling import wait_until
 from verify.processes.fleet import Fleet
 from verify.processes.programs import Server, clean_environment, http
 
+ROOT: Final = Path(__file__).parents[1]
 REQUESTS: Final = 12
 _TOKENS: Final = 24
 _START_SECONDS: Final = 120.0
 _DRAIN_SECONDS: Final = 60.0
 _PROMPT: Final = "The quick brown fox jumps over the lazy dog, and sleeps. " * 6
+
+
+def built(revision: str) -> Path:
+    """Builds a revision in build/upgrade, once. Returns its Python."""
+    tree = ROOT / "build/upgrade" / revision
+    stamp = tree / ".built"
+    if not stamp.exists():
+        shutil.rmtree(tree, ignore_errors=True)
+        git = ["git", "-c", "advice.detachedHead=false"]
+        subprocess.run([*git, "clone", "--quiet", "--no-checkout", ROOT, tree], check=True)
+        subprocess.run([*git, "-C", tree, "checkout", "--quiet", revision], check=True)
+        subprocess.run([tree / "scripts/setup", "test"], check=True)
+        stamp.touch()
+    return tree / ".venv/bin/python"
 
 
 class Mixed(Fleet):
@@ -68,11 +85,10 @@ def _complete(url: str, model: str, number: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="test-upgrade", description=__doc__)
-    parser.add_argument("old", type=Path, help="the Python of the older revision")
+    parser = argparse.ArgumentParser(prog="make test SUITE=upgrade", description=__doc__)
+    parser.add_argument("--revision", default="6298a4ab", help="the older one")
     options = parser.parse_args()
-    here = Path(__file__).parents[1] / ".venv/bin/python"
-    pythons = {"old": options.old, "new": here}
+    pythons = {"old": built(options.revision), "new": ROOT / ".venv/bin/python"}
     expected = run(pythons, "new", "new", "new")
     mixes = [mix for mix in itertools.product(pythons, repeat=3) if len(set(mix)) > 1]
     for serving, prefill, decode in mixes:

@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not SGLANG_PYTHON:
         for item in items:
             if HERE in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason="run by `make test-sglang`"))
+                item.add_marker(pytest.mark.skip(reason="run by `make test SUITE=sglang`"))
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The rule by which `make chaos-control` judges a cluster."""
+"""The rule by which `make chaos SUITE=control` judges a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few of the rounds of `make chaos-moe`, and tests that it finds its planted defects."""
+"""A few of the rounds of `make chaos SUITE=moe`, and tests that it finds its planted defects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison of `make test-openai` notes differences, by push and by pull."""
+"""The comparison of `make test SUITE=openai` notes differences, by push and by pull."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests of `make test-openai`, and the differences that docs/router.md excuses."""
+"""The requests of `make test SUITE=openai`, and the differences that docs/router.md excuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rule by which `make overload` judges a fleet."""
+"""The rule by which `make chaos SUITE=overload` judges a fleet."""
 
 from __future__ import annotations
 

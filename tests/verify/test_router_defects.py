@@ -1,5 +1,5 @@
-"""The defects of `make router-defects` apply to the current sources, and a defect that no test
-catches is reported."""
+"""The defects of `make test SUITE=router-defects` apply to the current sources, and a defect that
+no test catches is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules by which `make chaos-vllm` judges a disaggregated vLLM."""
+"""The rules by which `make chaos SUITE=vllm` judges a disaggregated vLLM."""
 
 from __future__ import annotations
 

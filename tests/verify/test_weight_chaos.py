@@ -1,4 +1,4 @@
-"""A few of the faults of `make chaos-weights`, and tests that it finds its planted defects."""
+"""Faults of `make chaos SUITE=weights`, and tests that it finds its planted defects."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not VLLM_PYTHON:
         for item in items:
             if HERE in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason="run by `make test-vllm`"))
+                item.add_marker(pytest.mark.skip(reason="run by `make test SUITE=vllm`"))
 
 
 def checkpoint(kind: str, folder: Path) -> Path:

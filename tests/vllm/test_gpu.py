@@ -1,4 +1,4 @@
-"""The connector with vLLM's own parts and caches in GPU memory: `make test-vllm-gpu`."""
+"""The connector with vLLM's own parts and caches in GPU memory: `make test SUITE=vllm-gpu`."""
 
 from __future__ import annotations
 

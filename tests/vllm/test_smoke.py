@@ -1,4 +1,4 @@
-"""The connector with the real vLLM in a few minutes, for each run of CI: `make test-vllm-smoke`."""
+"""The connector with the real vLLM in a few minutes, for CI: `make test SUITE=vllm-smoke`."""
 
 from __future__ import annotations
 

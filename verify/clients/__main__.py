@@ -1,5 +1,5 @@
 """Runs a short session of each client against one aggregated vLLM and against the router over a
-pair: the client has to get the same from both. `make test-clients` calls it.
+pair: the client has to get the same from both. `make test SUITE=clients` calls it.
 
 Exit code 1 if a client fails, or gets something else.
 """
@@ -101,7 +101,7 @@ def compared(client: Client, servers: Compared, table: Table) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make test-clients", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make test SUITE=clients", description=__doc__)
     names = [client.name for client in CLIENTS]
     parser.add_argument("--client", action="append", choices=names, help="run only these")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the servers' logs there")

@@ -155,7 +155,7 @@ def only(fabric: Fabric, wanted: Callable[[Fault], bool]) -> Fabric:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make chaos", description=__doc__)
     parser.add_argument(
         "--rounds", type=above_zero, default=1000, help="over all faults and fabrics"
     )

@@ -1,4 +1,4 @@
-"""Simulates MoE groups with many seeds (`make simulate-moe`); `--seed N --trace` replays one.
+"""Simulates MoE groups with many seeds (`make simulate SUITE=moe`); `--seed N --trace` replays one.
 
 Exit code 1 if a promise was broken.
 """

@@ -1,5 +1,5 @@
 """Compares a pair of vLLM behind `kvxfer router` with one aggregated server: every answer has to be
-the same, by push and by pull. `make test-openai` calls it.
+the same, by push and by pull. `make test SUITE=openai` calls it.
 
 Exit code 1 if an answer differs and no row of docs/router.md excuses it. In a run of all models
 also if a row excuses nothing, too many answers are excused, or a member was not sent.
@@ -212,7 +212,7 @@ class Comparison:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make test-openai", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make test SUITE=openai", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", action="append", choices=[setup.name for setup in SETUPS])
     parser.add_argument(

@@ -1,7 +1,8 @@
 """Applies the patches of this folder, one at a time, to a copy of the sources below
 build/router-defects, and checks that the test file that a patch names catches it.
 
-Exit code 1 if a patch is not caught or no longer applies. `make router-defects` calls it.
+Exit code 1 if a patch is not caught or no longer applies. `make test SUITE=router-defects`
+calls it.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def show(rounds: list[Round], console: Console) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make chaos-moe", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make chaos SUITE=moe", description=__doc__)
     # Some rounds have no fault, some have two: 350 rounds have at least 300 faults.
     parser.add_argument("--rounds", type=above_zero, default=350)
     parser.add_argument("--seed", type=int, default=None, help="repeat the choices of a run")

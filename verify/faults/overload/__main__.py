@@ -175,7 +175,7 @@ def _show(outcome: Outcome) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="overload", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make chaos SUITE=overload", description=__doc__)
     parser.add_argument("--minutes", type=minutes_to_run, default=5.0)
     parser.add_argument("--seed", type=int, default=None, help="repeat the choices of a run")
     parser.add_argument("--json", action="store_true")

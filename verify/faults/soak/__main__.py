@@ -207,7 +207,7 @@ def tables(outcome: Outcome) -> Iterator[Table]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
     parser.add_argument("--minutes", type=minutes_to_run, default=5.0)
     parser.add_argument("--seed", type=int, default=None, help="repeat the choices of a run")
     parser.add_argument("--json", action="store_true")

@@ -1,1 +1,1 @@
-"""A disaggregated vLLM under load, whose processes are killed and frozen (`make chaos-vllm`)."""
+"""A disaggregated vLLM under load, whose processes are killed and frozen."""

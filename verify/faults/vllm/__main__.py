@@ -84,7 +84,7 @@ def show(phases: list[Phase], console: Console) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make chaos-vllm", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make chaos SUITE=vllm", description=__doc__)
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--policy", choices=("fail", "recompute"), default="fail")
     parser.add_argument("--attempts", type=int, default=1, help="attempts of the router")

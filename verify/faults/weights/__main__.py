@@ -98,7 +98,7 @@ def show(rounds: list[Round], console: Console) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make chaos-weights", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make chaos SUITE=weights", description=__doc__)
     parser.add_argument("--rounds", type=above_zero, default=300)
     parser.add_argument("--seed", type=int, default=None, help="repeat the choices of a run")
     parser.add_argument("--json", action="store_true", help="print figures instead of a table")

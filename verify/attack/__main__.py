@@ -1,4 +1,3 @@
-#!/usr/bin/env -S bash -c 'exec "$(dirname "$0")/../.venv/bin/python" "$0" "$@"'
 """A hostile peer against real workers, over tcp, local and the control plane's REST API.
 
 Exit code 1 if an attempt is not refused or not counted, a byte of the workers' memory changes,
@@ -13,9 +12,6 @@ import json
 import logging
 import random
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
@@ -23,13 +19,13 @@ from verify.attack.table import FABRICS, all_altered, all_rows, altered_table, t
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="make attack", description=__doc__)
     parser.add_argument("--fabric", choices=FABRICS, action="append", help="by default all")
     parser.add_argument("--seed", type=int, default=None, help="repeat the choices of a run")
     parser.add_argument("--json", action="store_true", help="print rows instead of the table")
     options = parser.parse_args()
     seed = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
-    rng = random.Random(seed)  # noqa: S311 -- choices of a test, not secrets
+    rng = random.Random(seed)
     logging.disable(logging.WARNING)
     console = Console(stderr=options.json, width=None if sys.stdout.isatty() else 180)
     console.print(f"seed {seed}", highlight=False)

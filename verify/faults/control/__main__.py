@@ -1,4 +1,3 @@
-#!/usr/bin/env -S bash -c 'exec "$(dirname "$0")/../.venv/bin/python" "$0" "$@"'
 """Runs a whole cluster under load and kills, drains, adds and moves some of its processes.
 
 The cluster has three replicas of the control plane over Redis, six workers and the router. Redis is
@@ -20,9 +19,6 @@ import collections
 import os
 import random
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from rich.console import Console
@@ -80,7 +76,7 @@ def show(outcome: Outcome, redis: str, console: Console) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="make chaos SUITE=control", description=__doc__)
     parser.add_argument(
         "--rate",
         type=float,
@@ -117,7 +113,7 @@ def main() -> int:
                 calm_seconds=options.calm,
                 gap_seconds=options.gap,
                 threads=threads,
-                rng=random.Random(seed),  # noqa: S311 -- choices of a test, not secrets
+                rng=random.Random(seed),
                 tell=tell,
             )
         )
