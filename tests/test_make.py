@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verify import figures
+from benchmarks import __main__ as benchmarks
 from verify.__main__ import STEPS
 
 pytestmark = pytest.mark.native
@@ -45,4 +45,4 @@ def test_each_step_of_verify_has_a_suite() -> None:
 
 
 def test_each_benchmark_has_a_smoke_size() -> None:
-    assert "control-endurance" in figures.suites()
+    assert "control-endurance" in benchmarks.suites()

@@ -28,7 +28,7 @@ from benchmarks.control.servers import Measured
 from benchmarks.cpu import cpu_seconds
 from kvxfer.cli.output import err, out
 from verify.polling import eventually
-from verify.redis_server import RedisServer
+from verify.processes.redis_server import RedisServer
 
 _LEASE: Final = 30.0
 _INTERVAL: Final = _LEASE / 3

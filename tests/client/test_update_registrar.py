@@ -12,7 +12,7 @@ from kvxfer.errors import PeerLost, WeightUpdateExists
 from kvxfer.weight_updates import UpdateError, UpdateState
 from kvxfer.weights.report import InstanceReport, UpdateReport
 from kvxfer.weights.transfer.registrar import DecisionUnknown
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 DIGEST = "9f1c2a7be0d44c5e"
 

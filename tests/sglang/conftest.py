@@ -17,7 +17,7 @@ import pytest
 
 from verify.processes.fleet import Fleet
 from verify.processes.programs import Server, free_port
-from verify.vllm import tiny_llama
+from verify.processes.vllm import tiny_llama
 
 HERE = Path(__file__).parent
 SGLANG_PYTHON = os.environ.get("KVXFER_SGLANG_PYTHON", "")
