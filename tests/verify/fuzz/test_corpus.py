@@ -18,7 +18,7 @@ pytestmark = pytest.mark.native
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_input_keeps_the_promises_of_the_code(tmp_path: Path, name: str) -> None:
-    replay(name, inputs.folders(name, tmp_path))
+    replay(name, seeds.folders(name, tmp_path))
 
 
 def test_every_target_has_seeds_and_every_corpus_a_target() -> None:

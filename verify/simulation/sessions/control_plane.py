@@ -6,15 +6,13 @@ It keeps the block tables of brokered handshakes while their transfers are open.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvxfer.errors import ControlPlaneUnavailable, UnknownBlockTable, UnknownTransfer
 from kvxfer.kv.block_table import BlockTable
 
-if TYPE_CHECKING:
-    from .network import Network
+from .world import World
 
 _RETRY_SECONDS = 0.01
 
@@ -22,8 +20,8 @@ _RETRY_SECONDS = 0.01
 class ControlPlane:
     """Open transfers and their block tables, as JSON."""
 
-    def __init__(self, network: Network) -> None:
-        self.network = network
+    def __init__(self, world: World) -> None:
+        self._world = world
         self.away = False
         self._tables: dict[str, bytes | None] = {}
 
@@ -49,15 +47,15 @@ class ControlPlane:
         self, transfer_id: str, table: bytes | None, deadline: float, wait_seconds: float = 0.0
     ) -> bytes:
         """Sends a request. Retries until the deadline, as ControlPlaneClient does."""
-        clock = self.network.clock
+        clock = self._world.clock
         give_up = clock.now + deadline
         answer_by = clock.now + wait_seconds
         while True:
-            await asyncio.sleep(self.network.latency())
+            await asyncio.sleep(self._world.latency())
             if not self.away:
                 answer = self._answer(transfer_id, table)
                 if answer is not None:
-                    await asyncio.sleep(self.network.latency())
+                    await asyncio.sleep(self._world.latency())
                     return answer
                 if clock.now >= answer_by:
                     raise UnknownBlockTable(f"decode has not sent the table of {transfer_id}")

@@ -12,10 +12,11 @@ from kvxfer.clock import CLOCK_LEEWAY
 from kvxfer.instances import Role
 
 from .defects import NONE, Defects
-from .fleet import TICKET_SECONDS, Instance, SimulatedFleet
+from .fleet import TICKET_SECONDS, SimulatedFleet
 from .installation import installed
-from .oracle import Violation
+from .process import Instance
 from .requests import Request
+from .world import Violation
 
 FAULTS: Final = (
     "killed", "rank killed", "host lost", "stopped briefly", "stopped long", "connection reset",
@@ -67,15 +68,15 @@ def _live(fleet: SimulatedFleet) -> None:
     for instance in fleet.instances:
         fleet.start(instance)
     fleet.run_until(lambda: all(instance.ready for instance in fleet.instances))
-    fleet.promises.look_at_leases()
+    fleet.promises.look_at_leases(fleet.requests)
     fate = Fate(fleet)
     fate.plan()
     fleet.run_until(lambda: fate.over and fleet.idle)
     fate.heal()
-    fleet.promises.check_nothing_left()
+    fleet.promises.check_nothing_left(fleet.processes)
     fate.probe()
-    fleet.promises.check_nothing_left()
-    fleet.promises.check_forgotten(transfers=1)
+    fleet.promises.check_nothing_left(fleet.processes)
+    fleet.promises.check_forgotten(fleet.processes, fleet.requests[-1], transfers=1)
     fleet.close()
 
 
@@ -106,7 +107,7 @@ class Fate:
             for process in instance.ranks:
                 process.clock.wall_wrong = 0.0
                 if process.alive and process.stopped_at is not None:
-                    process.wake()
+                    fleet.wake(process)
             if not all(process.alive for process in instance.ranks):
                 fleet.restart(instance)
         self._wait(_HEALED_SECONDS)
@@ -123,7 +124,7 @@ class Fate:
         fleet.send(request, decode)
         fleet.run_until(lambda: fleet.idle)
         outcomes = {part.process.name: part.outcome for part in request.parts}
-        fleet.oracle.require(
+        fleet.require(
             set(outcomes.values()) == {"ok"},
             f"after all faults {request.id} ends with {outcomes}",
         )
@@ -220,8 +221,7 @@ class Fate:
                 process = rng.choice(instance.ranks)
                 if not (process.runs and process.ready):
                     return
-                process.stop()
-                fleet.stopped(process)
+                fleet.stop(process)
                 long = what == "stopped long"
                 seconds = rng.uniform(0.8, 2.5) if long else rng.uniform(0.001, 0.4)
                 self._at(seconds, lambda: self._wake(process))
@@ -262,4 +262,4 @@ class Fate:
     def _wake(self, process: Any) -> None:
         if process.alive and process.stopped_at is not None:
             self._fleet.note("woken", lambda: process.name)
-            process.wake()
+            self._fleet.wake(process)

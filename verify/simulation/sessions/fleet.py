@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import collections
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from kvxfer.instances import Role
-from kvxfer.layout import KvLayout
 from kvxfer.ticket import Ticket, sign_ticket
-from verify.simulation.clock import Clock
 
-from . import contents, shapes
+from . import contents
 from .control_plane import ControlPlane
 from .defects import NONE, Defects
 from .network import Network
-from .oracle import Oracle, Violation
-from .process import KEY, Process
+from .oracle import Oracle
+from .process import KEY, Instance, Process
 from .promises import Promises
 from .requests import Part, Request
+from .world import Violation, World
 
 TICKET_SECONDS = 30.0
 _NEVER_SECONDS = 60.0
@@ -32,38 +27,15 @@ _HONEST = {
 }  # fmt: skip
 
 
-@dataclass(eq=False)
-class Instance:
-    """An instance: ranks with a common id and, at any time, a common epoch."""
-
-    name: str
-    role: Role
-    layout: KvLayout
-    epoch: int = 1
-    ranks: list[Process] = field(default_factory=list)
-
-    @property
-    def ready(self) -> bool:
-        return all(rank.runs and rank.ready for rank in self.ranks)
-
-
-class SimulatedFleet:
+class SimulatedFleet(World):
     """The whole fleet of one seed. Its owner drives it with run_until()."""
 
     def __init__(self, seed: int, defects: Defects = NONE, trace: bool = False) -> None:
-        self.rng = random.Random(seed)
-        self.counts: collections.Counter[str] = collections.Counter()
-        self.clock = Clock()
-        self.trace: list[str] | None = [] if trace else None
-        self.oracle = Oracle()
-        self.network = Network(self.clock, self.rng, self.oracle, defects, self.counts, self.note)
-        self.control_plane = ControlPlane(self.network)
-        self.model, self.layouts = shapes.choose(self.rng)
+        super().__init__(seed, defects, trace=trace)
+        self.oracle = Oracle(self)
+        self.network = Network(self)
+        self.control_plane = ControlPlane(self)
         self.counts[self.model] += 1
-        self.num_blocks = shapes.num_blocks(self.rng, self.model)
-        self.checksums = self.rng.choice([None, None, None, Role.PREFILL, Role.DECODE])
-        """The side that wants every transfer checked."""
-        self.lease_seconds = self.rng.choice([0.3, 2.0, 5.0])
         self.requests: list[Request] = []
         self.instances: list[Instance] = []
         self.processes: list[Process] = []
@@ -71,7 +43,7 @@ class SimulatedFleet:
         self._dead: list[Process] = []
         self._starts = 0
         self._open = 0
-        self.promises = Promises(self)
+        self.promises = Promises(self, self.network)
         for role, layout in self.layouts.items():
             self.counts["pipeline stages"] += layout.pp_size > 1
             self.instances += [Instance(f"{role.value}{index}", role, layout) for index in range(2)]
@@ -97,8 +69,8 @@ class SimulatedFleet:
                         following = at
             if due:
                 self._run(due[0] if len(due) == 1 else self.rng.choice(due))
-                if self.oracle.violations:
-                    raise Violation(self.oracle.violations[0])
+                if self.violations:
+                    raise Violation(self.violations[0])
             elif following > end:
                 raise Violation(f"it did not finish within {within} s of virtual time")
             else:
@@ -113,11 +85,6 @@ class SimulatedFleet:
         if process.loop.problems:
             raise Violation(f"{process.name}: {process.loop.problems[0]}")
 
-    def note(self, what: str, of: Callable[[], str]) -> None:
-        """Adds a line to the trace. Makes the text only if the trace is on."""
-        if self.trace is not None:
-            self.trace.append(f"{self.clock.now - 1000:.9f} {what}: {of()}")
-
     @property
     def fingerprint(self) -> tuple[Any, ...]:
         """A digest that differs if anything in the run differs."""
@@ -131,7 +98,7 @@ class SimulatedFleet:
         for rank in range(instance.layout.num_ranks):
             self._starts += 1
             layout = instance.layout.of_rank(rank)
-            process = Process(self, instance, layout, self._starts)
+            process = Process(self, self.control_plane, instance, layout, self._starts)
             instance.ranks.append(process)
             self.network.hosts[process.name] = process
         self.processes = [rank for instance in self.instances for rank in instance.ranks]
@@ -141,6 +108,7 @@ class SimulatedFleet:
             if process.alive:
                 self.note("killed", lambda process=process: process.name)
                 process.kill(silently)
+                self.network.killed(process, silently)
                 self._dead.append(process)
                 for part in self.parts_of(process):
                     part.outcome = "died"
@@ -193,7 +161,9 @@ class SimulatedFleet:
             **how,
         )
         self.requests.append(request)
-        self.oracle.requests[request.id] = request
+        self.oracle.tickets[request.id] = ticket
+        if request.fault == "byte changed":
+            self.oracle.to_damage.add(request.id)
         self.control_plane.open(request.id)
         return request
 
@@ -203,7 +173,7 @@ class SimulatedFleet:
             if not (process.alive and process.ready):
                 self.counts["request to no process"] += 1
                 continue
-            part = Part(request, process, self)
+            part = Part(request, process, self, self.oracle, self.ended)
             request.parts.append(part)
             self._open += 1
             part.begin()
@@ -222,9 +192,7 @@ class SimulatedFleet:
         self.note("ended", lambda: f"{part.request.id} at {part.process.name}: {part.outcome}")
         damaged = part.outcome == "ChecksumMismatch" and part.request.id in self.oracle.damaged
         self.counts["byte changed"] += damaged
-        self.oracle.require(
-            damaged or part.outcome in _HONEST, f"{part.process.name}: {part.error!r}"
-        )
+        self.require(damaged or part.outcome in _HONEST, f"{part.process.name}: {part.error!r}")
         if all(each.outcome for each in part.request.parts):
             # The router is told of the end, sooner or later.
             seconds = self.rng.choice([0.0, 1.0]) * self.rng.uniform(0, 0.1)
@@ -248,8 +216,10 @@ class SimulatedFleet:
                 self.counts["has to be told"] += 1
                 self.promises.has_to_hear(part, other, at)
 
-    def stopped(self, process: Process) -> None:
-        """Handles a stop of a process. Its peers must learn of it if it lasts."""
+    def stop(self, process: Process) -> None:
+        """Stops a process. Its peers must learn of it if it lasts."""
+        process.stop()
+        self.network.stopped(process)
         at = self.clock.now
         for part in self.parts_of(process):
             for other in part.request.parts:
@@ -259,6 +229,10 @@ class SimulatedFleet:
                     and part.linked_with(other)
                 ):
                     self.promises.has_to_hear(part, other, at)
+
+    def wake(self, process: Process) -> None:
+        process.wake()
+        self.network.woken(process)
 
     def parts_of(self, process: Process) -> list[Part]:
         return [
@@ -283,7 +257,7 @@ class SimulatedFleet:
             if not process.alive:
                 continue
             tasks = process.loop.tasks
-            self.oracle.require(not tasks, f"{process.name} has left with {tasks}")
+            self.require(not tasks, f"{process.name} has left with {tasks}")
             process.loop.close()
 
     def bury(self) -> None:
@@ -292,4 +266,5 @@ class SimulatedFleet:
         for process in dict.fromkeys([*self._dead, *self.processes]):
             process.alive = False
             if not process.loop.is_closed():
+                self.network.bury(process)
                 process.bury()

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import jwt
@@ -15,22 +15,22 @@ import kvxfer.engine.core
 import kvxfer.ticket
 
 from . import native
-
-if TYPE_CHECKING:
-    from .fleet import SimulatedFleet
+from .fleet import SimulatedFleet
 
 
 @contextlib.contextmanager
 def installed(fleet: SimulatedFleet) -> Iterator[None]:
     """Makes kvxfer.engine and kvxfer.kv use only the simulated native engine in this context."""
     engines = native.module(
-        lambda options: native.NativeEngine(fleet.network, fleet.network.hosts[options.name])
+        lambda options: native.NativeEngine(
+            fleet.network, fleet.oracle, fleet.network.hosts[options.name]
+        )
     )
     with (
         mock.patch.object(kvxfer.engine.core, "native", engines),
         mock.patch.object(kvxfer.engine.core, "Memory", native.Memory),
         mock.patch.object(kvxfer.ticket, "jwt", _signatures),
-        fleet.network.defects.installed(),
+        fleet.defects.installed(),
         _logged(_Log(fleet)),
     ):
         yield
@@ -67,7 +67,7 @@ class _Log(logging.Handler):
         text = record.getMessage()
         if record.exc_info is not None:
             text += f": {record.exc_info[1]!r}"
-        self._fleet.oracle.violations.append(text)
+        self._fleet.violations.append(text)
 
 
 @contextlib.contextmanager

@@ -6,24 +6,19 @@ The Python part, kvxfer.engine, is real.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kvxfer.engine.native import native as compiled
 
-from .counters import Counters
-from .link import End, Link
+from .contents import Array
+from .engine import EVENT_FD, End, EngineState
+from .network import Network
+from .oracle import Oracle
+from .process import Process
 from .writes import PostedOperation, Write, runs
-
-if TYPE_CHECKING:
-    from .network import Network
-    from .process import Process
-    from .writes import Bytes
-
-_EVENT_FD = 3
 
 
 class Region:
@@ -31,7 +26,7 @@ class Region:
 
     gpu = None
 
-    def __init__(self, data: Bytes, descriptor: bytes) -> None:
+    def __init__(self, data: Array, descriptor: bytes) -> None:
         self.data = data
         self.descriptor = descriptor
 
@@ -70,52 +65,18 @@ class Memory(np.ndarray[Any, np.dtype[np.uint8]]):
         self.region.close()
 
 
-class NativeEngine:
+class NativeEngine(EngineState):
     """A TransferEngine whose completions have simulated times."""
 
-    event_fd = _EVENT_FD
+    event_fd = EVENT_FD
     fabrics = ("simulated",)
 
-    def __init__(self, network: Network, process: Process) -> None:
-        self.network = network
-        self.process = process
-        self.engine_id = process.incarnation
-        self.address = f"kvx://{process.name}/{process.incarnation}"
-        self.ends: dict[int, End] = {}
-        self.counters = Counters(self)
+    def __init__(self, network: Network, oracle: Oracle, process: Process) -> None:
+        super().__init__(network.world, process)
+        self._network, self._oracle = network, oracle
+        self.address = process.address
         self.operations: dict[int, PostedOperation] = {}
-        self._ids = itertools.count(1)
-        self._completions: list[tuple[Any, ...]] = []
-        self._dials: dict[str, End | None] = {}
-        process.native = self
-
-    def new_id(self) -> int:
-        return next(self._ids)
-
-    def new_name(self) -> bytes:
-        return f"{self.engine_id}/{self.new_id()}".encode()
-
-    def complete(
-        self,
-        kind: str,
-        ident: int = 0,
-        peer: int = 0,
-        code: str = "ok",
-        text: str = "",
-        data: bytes = b"",
-        fabric: str = "",
-    ) -> None:
-        if not self._completions:
-            self.process.loop.readable(_EVENT_FD)
-        self._completions.append((kind, ident, peer, code, text, data, fabric, 0, []))
-
-    def drain(self) -> list[tuple[Any, ...]]:
-        completions, self._completions = self._completions, []
-        return completions
-
-    def close(self) -> None:
-        for end in list(self.ends.values()):
-            end.lose("engine-closed", "this engine was closed")
+        network.engines[process] = self
 
     # --- memory and counters
 
@@ -149,7 +110,7 @@ class NativeEngine:
 
     def connect(self, address: str, timeout: float) -> int:
         ident = self.new_id()
-        self.network.dial(self, address, ident, timeout)
+        self._network.dial(self, address, ident, timeout)
         return ident
 
     def disconnect(self, peer: int) -> None:
@@ -173,10 +134,10 @@ class NativeEngine:
         assert after is None, "there are no watched words here"
         end = self._end(peer)
         queued = sum(len(operation.unread) for operation in end.operations.values())
-        if queued >= self.network.max_queued:
-            self.network.count("backpressure")
+        if queued >= self.world.max_queued:
+            self.world.count("backpressure")
             raise compiled.Error("backpressure", f"{queued} groups of writes are queued")
-        operation = PostedOperation(end, self.new_id(), imm or 0, timeout)
+        operation = PostedOperation(end, self._oracle, self.new_id(), imm or 0, timeout)
         writes = []
         for begin, to, length in runs(
             source_pages * source_stride + source_offset,
@@ -184,7 +145,7 @@ class NativeEngine:
             page_length,
         ):
             data = source.data[begin : begin + length]
-            transfer = self.network.oracle.posts(end, data)
+            transfer = self._oracle.posts(self.process, data)
             writes.append(Write(data, destination, to, transfer))
         self.operations[operation.id] = operation
         operation.post(writes)
@@ -194,8 +155,8 @@ class NativeEngine:
     def cancel(self, operation: int) -> None:
         posted = self.operations.get(operation)
         if posted is not None:
-            self.network.clock.after(
-                self.network.latency(),
+            self.world.clock.after(
+                self.world.latency(),
                 lambda: posted.fail("cancelled", "cancelled by the caller"),
                 self.process,
             )
@@ -212,6 +173,3 @@ def module(engine_of: Any) -> SimpleNamespace:
     return SimpleNamespace(
         EngineOptions=lambda **options: SimpleNamespace(**options), TransferEngine=engine_of
     )
-
-
-__all__ = ["Link", "Memory", "NativeEngine", "Region", "module"]

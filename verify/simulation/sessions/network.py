@@ -1,63 +1,21 @@
-"""The simulated network: connections, delays and faults."""
+"""The simulated network: how engines meet, and how their connections break."""
 
 from __future__ import annotations
 
-import collections
-import random
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from .link import End, Link, Placer
-
-if TYPE_CHECKING:
-    from verify.simulation.clock import Clock
-
-    from .defects import Defects
-    from .native import NativeEngine
-    from .oracle import Oracle
-    from .process import Process
+from .engine import End, EngineState, Link
+from .process import Process
+from .world import World
 
 
 class Network:
     """The links between engines. Only the messages of one direction keep their order."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        rng: random.Random,
-        oracle: Oracle,
-        defects: Defects,
-        counts: collections.Counter[str],
-        note: Callable[[str, Callable[[], str]], None],
-    ) -> None:
-        self.clock = clock
-        self.rng = rng
-        self.oracle = oracle
-        self.defects = defects
-        self.note = note
-        self.placer = rng.choice(list(Placer))
-        self.group_writes = rng.choice([1, 2, 32])
-        self.max_queued = rng.choice([2, 1000, 1000, 1000, 1000])
-        self.max_messages = rng.choice([1, 3, 1000, 1000, 1000])
-        """The most messages of one end that may be under way."""
+    def __init__(self, world: World) -> None:
+        self.world = world
         self.links: list[Link] = []
         self.hosts: dict[str, Process] = {}
         """The listeners, by address."""
-        self._counts = counts
-        self._seconds = rng.choice([20e-6, 200e-6, 2e-3])
-
-    def count(self, what: str) -> None:
-        self._counts[what] += 1
-
-    def latency(self) -> float:
-        """Returns the delay of one message or write. A few take much longer."""
-        rng = self.rng
-        slow = 30 if rng.random() < 0.03 else 1
-        return self._seconds * (0.2 + rng.expovariate(1)) * slow
-
-    def posting_delay(self) -> float:
-        """Returns the delay until a posted write is read and sent."""
-        return self.latency() * self.rng.choice([0, 0, 1, 5])
+        self.engines: dict[Process, EngineState] = {}
 
     def live_links(self) -> list[Link]:
         self.links = [link for link in self.links if link.alive]
@@ -65,7 +23,7 @@ class Network:
 
     # --- meeting
 
-    def dial(self, dialer: NativeEngine, address: str, ident: int, timeout: float) -> None:
+    def dial(self, dialer: EngineState, address: str, ident: int, timeout: float) -> None:
         """Connects to an engine. A completion "connect" follows, with the known peer of that engine
         or a new one."""
         host, engine_id = address.removeprefix("kvx://").split("/")
@@ -76,12 +34,12 @@ class Network:
                 else:
                     self._wait(end, ident, timeout)
                 return
-        self.clock.after(
-            self.latency(), lambda: self._hello(dialer, host, engine_id, ident, timeout)
+        self.world.clock.after(
+            self.world.latency(), lambda: self._hello(dialer, host, engine_id, ident, timeout)
         )
 
     def _hello(
-        self, dialer: NativeEngine, host: str, engine_id: str, ident: int, timeout: float
+        self, dialer: EngineState, host: str, engine_id: str, ident: int, timeout: float
     ) -> None:
         """Opens a connection at a host, which may have no listener."""
         listener = self.hosts.get(host)
@@ -89,21 +47,23 @@ class Network:
         if listener is None or not listener.ready:
             refusal = "connect-failed", f"nothing listens at {host}"
         elif listener.incarnation != engine_id:
-            self.count("restarted peer refused")
+            self.world.count("restarted peer refused")
             refusal = "peer-restarted", f"another engine answers at {host}"
         if refusal is not None or listener is None:
             code, text = refusal or ("connect-failed", "")
             answer = lambda: dialer.complete("connect", ident, code=code, text=text)  # noqa: E731
             silent = listener is not None and listener.silent
-            self.clock.after(timeout if silent else self.latency(), answer, dialer.process)
+            self.world.clock.after(
+                timeout if silent else self.world.latency(), answer, dialer.process
+            )
             return
         if not dialer.process.alive:
             return
-        link = Link(self, dialer, listener.native)
+        link = Link(self.world, dialer, self.engines[listener])
         self.links.append(link)
         ours, theirs = link.ends
         self._wait(ours, ident, timeout)
-        self.clock.after(timeout, lambda: self._late(ours), dialer.process)
+        self.world.clock.after(timeout, lambda: self._late(ours), dialer.process)
 
         def ready() -> None:
             if ours.state == "opening":
@@ -127,7 +87,7 @@ class Network:
                     "connect", ident, code="connect-failed", text="no answer in time"
                 )
 
-        self.clock.after(timeout, expire, end.native.process)
+        self.world.clock.after(timeout, expire, end.native.process)
 
     def _late(self, end: End) -> None:
         if end.state == "opening":
@@ -138,8 +98,8 @@ class Network:
     def reset(self, link: Link) -> None:
         """Resets a connection. Both sides learn of it at about the same time."""
         for end in link.ends:
-            self.clock.after(
-                self.latency(),
+            self.world.clock.after(
+                self.world.latency(),
                 lambda end=end: end.lose("peer-lost", "connection reset"),  # type: ignore[misc]
                 end.native.process,
             )
@@ -154,26 +114,31 @@ class Network:
         for direction in (0, 1) if index is None else (index,):
             link.cut(direction)
 
-    def killed(self, native: NativeEngine, silently: bool) -> None:
+    def killed(self, process: Process, silently: bool) -> None:
         """Ends the connections of a killed process. With `silently` its host has died too, so its
         peers only get no more data."""
-        for end in list(native.ends.values()):
+        for end in list(self.engines[process].ends.values()):
             if silently:
                 end.other.watch()
                 continue
             end.link.carry(
                 end.index,
                 lambda other=end.other: other.lose("peer-lost", "it exited"),  # type: ignore[misc]
-                ordered=self.rng.random() < 0.5,
+                ordered=self.world.rng.random() < 0.5,
             )
 
-    def stopped(self, native: NativeEngine) -> None:
+    def stopped(self, process: Process) -> None:
         """Makes the peers of a stopped process watch it: its heartbeats have ended."""
-        for end in native.ends.values():
+        for end in self.engines[process].ends.values():
             end.other.watch()
 
-    def woken(self, native: NativeEngine) -> None:
+    def woken(self, process: Process) -> None:
         """Makes a process that was stopped watch its peers anew: their silence meanwhile does not
         count."""
-        for end in native.ends.values():
+        for end in self.engines[process].ends.values():
             end.watch()
+
+    def bury(self, process: Process) -> None:
+        """Ends the connections of a dead process, without a message to its peers."""
+        for end in list(self.engines[process].ends.values()):
+            end.lose("engine-closed", "it is dead")

@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from kvxfer.errors import KvxferError
-
-if TYPE_CHECKING:
-    from kvxfer.ticket import Ticket
-
-    from .process import Process
+from kvxfer.ticket import Ticket
 
 
 class Offers:
-    """The OFFERs of one process, used on its loop."""
+    """The OFFERs of one process, used on its loop. `decline` refuses a ticket, with a reason."""
 
-    def __init__(self, process: Process) -> None:
-        self._process = process
+    def __init__(self, decline: Callable[[str, str], None]) -> None:
+        self._refuse = decline
         self._tokens: dict[str, str] = {}
         self._waiting: dict[str, asyncio.Future[str]] = {}
         self._left: set[str] = set()
@@ -52,4 +48,4 @@ class Offers:
 
     def _decline(self, transfer_id: str) -> None:
         with contextlib.suppress(KvxferError):  # the transfer has ended, or its ticket has expired
-            self._process.endpoint.decline(self._tokens[transfer_id], "the request was aborted")
+            self._refuse(self._tokens[transfer_id], "the request was aborted")

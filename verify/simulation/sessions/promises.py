@@ -5,11 +5,12 @@ No process waits for a dead one, no session outlives its lease, and nothing is l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from .fleet import SimulatedFleet
-    from .requests import Part
+from .network import Network
+from .process import Process
+from .requests import Part, Request
+from .world import World
 
 TOLD_SECONDS = 1.0
 _LEASE_SLACK = 2.0
@@ -19,9 +20,9 @@ _LOOK_SECONDS = 0.25
 class Promises:
     """The promises of one fleet. The oracle checks the bytes."""
 
-    def __init__(self, fleet: SimulatedFleet) -> None:
-        self._fleet = fleet
-        self._clock = fleet.clock
+    def __init__(self, world: World, network: Network) -> None:
+        self._world, self._network = world, network
+        self._clock = world.clock
         self._late: dict[Part, float] = {}
 
     def has_to_hear(self, part: Part, other: Part, since: float) -> None:
@@ -30,7 +31,7 @@ class Promises:
         process = other.process
         disturbed = [
             link.disturbed_at
-            for link in self._fleet.network.links
+            for link in self._network.links
             if {end.native.process for end in link.ends} == {process, part.process}
         ]
         told_by = max([since, process.woke_at, *disturbed]) + TOLD_SECONDS
@@ -45,7 +46,7 @@ class Promises:
             if process.woke_at > since or self._clock.now < told_by - 1e-9:
                 self.has_to_hear(part, other, max(since, process.woke_at))
                 return
-            self._fleet.oracle.require(
+            self._world.require(
                 False,
                 f"{TOLD_SECONDS} s after the end of {part.request.id} at {part.process.name} "
                 f"({part.outcome or 'stopped'}), {process.name} has not learned of it: its session "
@@ -66,41 +67,44 @@ class Promises:
                 self._clock.after(_LOOK_SECONDS, look)
                 return
             text = f"{part.request.id} at {part.process.name} continues although it was aborted"
-            self._fleet.oracle.require(False, text)
+            self._world.require(False, text)
 
         self._clock.after(_LEASE_SLACK, look)
 
-    def look_at_leases(self) -> None:
+    def look_at_leases(self, requests: Sequence[Request]) -> None:
         """Checks repeatedly that no session outlives its lease."""
         late = self._late
-        for request in self._fleet.requests:
+        for request in requests:
             for part in request.parts:
                 session = part.session
                 if part.over or not part.process.runs or session.lease_remaining > 0.001:
                     late.pop(part, None)
                     continue
                 since = max(late.setdefault(part, self._clock.now), part.process.woke_at)
-                self._fleet.oracle.require(
+                self._world.require(
                     self._clock.now - since < _LEASE_SLACK,
                     f"{request.id} at {part.process.name} is {session.state} long after its lease",
                 )
-        self._clock.after(_LOOK_SECONDS, self.look_at_leases)
+        self._clock.after(_LOOK_SECONDS, lambda: self.look_at_leases(requests))
 
-    def check_forgotten(self, transfers: int) -> None:
+    def check_forgotten(
+        self, processes: Sequence[Process], last: Request, *, transfers: int
+    ) -> None:
         """Checks that endpoints remember at most `transfers` transfers: they forget expired
         tickets."""
-        for process in self._fleet.processes:
+        for process in processes:
             remembered = len(process.endpoint._ledger)
-            if process.endpoint._ledger._used.keys() & {self._fleet.requests[-1].id}:
-                self._fleet.oracle.require(
+            if process.endpoint._ledger._used.keys() & {last.id}:
+                self._world.require(
                     remembered <= transfers, f"{process.name} remembers {remembered} transfers"
                 )
 
-    def check_nothing_left(self) -> None:
+    def check_nothing_left(self, processes: Sequence[Process]) -> None:
         """Checks that, after the last request, every block is free and nothing waits."""
-        for process in self._fleet.processes:
+        for process in processes:
             process.pool.check()
             endpoint, engine = process.endpoint, process.engine
+            native = self._network.engines[process]
             pairs = list(endpoint._connections)
             left = {
                 "blocks": process.pool.num_blocks - process.pool.num_free,
@@ -114,15 +118,15 @@ class Promises:
                     not expected.connection.peer.alive and expected.error is None
                     for expected in endpoint._expected_offers._expected.values()
                 ),
-                "counters": process.native.counters.live,
-                "operations": sum(len(end.operations) for end in process.native.ends.values()),
+                "counters": native.counters.live,
+                "operations": sum(len(end.operations) for end in native.ends.values()),
                 "operations of the front": len(engine._operations) + len(engine._finished_early),
                 "revocations": len(engine._revoking),
                 "pairs without a peer": len(pairs) - len(engine.peers),
                 "peers without a connection": len(engine.peers)
-                - sum(end.state == "up" for end in process.native.ends.values()),
+                - sum(end.state == "up" for end in native.ends.values()),
                 "unsent messages": sum(len(pair._outbox._waiting) for pair in pairs),
                 "tasks": len(process.loop.tasks) - 1 - (process.following is not None),
             }
             wrong = {what: count for what, count in left.items() if count}
-            self._fleet.oracle.require(not wrong, f"{process.name} has left: {wrong}")
+            self._world.require(not wrong, f"{process.name} has left: {wrong}")

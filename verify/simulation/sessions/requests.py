@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvxfer.errors import BlockPoolExhausted, ChecksumMismatch, KvxferError, LeaseExpired
 from kvxfer.instances import Role
+from kvxfer.kv.block_pool import BlockIds
 from kvxfer.kv.blocks import by_group
+from kvxfer.kv.decode_session import DecodeSession
+from kvxfer.kv.prefill_session import PrefillSession
 from kvxfer.kv.session_state import DecodeState, PrefillState
 from kvxfer.ticket import Ticket
 
 from .contents import Array
 from .groups import take
-from .oracle import TRANSFER
-
-if TYPE_CHECKING:
-    from kvxfer.kv.block_pool import BlockIds
-    from kvxfer.kv.decode_session import DecodeSession
-    from kvxfer.kv.prefill_session import PrefillSession
-
-    from .fleet import SimulatedFleet
-    from .process import Process
+from .oracle import Oracle
+from .process import TRANSFER, Process
+from .world import World
 
 TAIL = b"tail"
 _QUEUE_SECONDS = 0.02
@@ -60,13 +58,6 @@ class Request:
     def id(self) -> str:
         return self.ticket.transfer_id
 
-    def named(self, side: Role) -> tuple[str, int] | None:
-        """Returns instance and epoch of one side; None if the ticket does not name it."""
-        ticket = self.ticket
-        if side is Role.PREFILL:
-            return ticket.prefill_id, ticket.prefill_epoch
-        return None if ticket.bearer else (ticket.decode_id, ticket.decode_epoch)
-
 
 @dataclass(eq=False)
 class Part:
@@ -74,7 +65,9 @@ class Part:
 
     request: Request
     process: Process
-    fleet: SimulatedFleet
+    world: World
+    oracle: Oracle
+    ended: Callable[[Part], None]
     session: Any = None
     task: asyncio.Task[None] | None = None
     outcome: str = ""
@@ -133,13 +126,13 @@ class Part:
 
     def _ends(self, outcome: str) -> None:
         self.outcome = outcome
-        self.fleet.ended(self)
+        self.ended(self)
 
     async def _pause(self, longest: float = 0.01) -> None:
-        await asyncio.sleep(self.fleet.rng.choice([0.0, 1.0]) * self.fleet.rng.uniform(0, longest))
+        await asyncio.sleep(self.world.rng.choice([0.0, 1.0]) * self.world.rng.uniform(0, longest))
 
     async def _prefill(self) -> None:
-        request, process, rng = self.request, self.process, self.fleet.rng
+        request, process, rng = self.request, self.process, self.world.rng
         endpoint = process.endpoint
         begun = False
         try:
@@ -165,13 +158,13 @@ class Part:
             elif not begun and rng.random() < 0.7:
                 with contextlib.suppress(KvxferError):
                     endpoint.decline(request.token, "the request was aborted")
-                self.fleet.counts["declined"] += 1
+                self.world.counts["declined"] += 1
             raise
 
     async def _hold(self) -> Any:
         layout = self.process.cache.layout
         count = layout.blocks_for(self.request.tokens)
-        window = self.request.window + self.fleet.rng.randint(0, 1)
+        window = self.request.window + self.world.rng.randint(0, 1)
         for attempt in range(11):
             try:
                 return take(self.process.pool.hold, layout, count, window)
@@ -194,7 +187,7 @@ class Part:
 
     async def _compute(self, session: PrefillSession, table: BlockIds) -> None:
         """Writes the cache layer by layer, in one or two chunks of blocks."""
-        rng, contents = self.fleet.rng, self.process.contents
+        rng, contents = self.world.rng, self.process.contents
         layers = range(self.process.cache.layout.layers_per_rank)
         blocks = table.shape[1]
         chunks = sorted({blocks, rng.randint(1, blocks)})
@@ -209,7 +202,7 @@ class Part:
             begin = end
 
     async def _decode(self) -> None:
-        request, process, rng = self.request, self.process, self.fleet.rng
+        request, process, rng = self.request, self.process, self.world.rng
         endpoint, layout = process.endpoint, process.cache.layout
         addresses = request.prefill_addresses
         blocks = layout.blocks_for(request.tokens)
@@ -217,7 +210,7 @@ class Part:
         if request.fault == "released" and not request.brokered:
             await self._pause(0.05)
             await endpoint.release(request.token, addresses, "its cache has the prompt")
-            self.fleet.counts["released"] += 1
+            self.world.counts["released"] += 1
             raise asyncio.CancelledError
         if rng.random() < 0.2 and not request.brokered:
             await self._keep(addresses)
@@ -233,16 +226,16 @@ class Part:
             await self._pause()
             with session.take() as hold:
                 ids = by_group(hold.ids, layout)
-                self.fleet.oracle.require(tail == TAIL, f"{request.id} has the tail {tail!r}")
+                self.world.require(tail == TAIL, f"{request.id} has the tail {tail!r}")
                 for _ in range(2):
                     wrong = process.contents.differs(request.contents, ids, first)
                     where = f"{process.name} took {request.id}, whose bytes differ: {wrong}"
-                    self.fleet.oracle.require(not wrong, where)
+                    self.world.require(not wrong, where)
                     await self._pause(0.05)
 
     async def _keep(self, addresses: list[str]) -> None:
         await self.process.endpoint.keep(self.request.token, addresses)
-        self.fleet.counts["kept"] += 1
+        self.world.counts["kept"] += 1
 
     async def _session(self, addresses: list[str], blocks: int, first: int) -> DecodeSession:
         request, endpoint = self.request, self.process.endpoint
@@ -267,7 +260,7 @@ class Part:
             except BlockPoolExhausted:
                 if attempt == 9 and not request.brokered:
                     await endpoint.release(request.token, addresses, "there are no blocks")
-                    self.fleet.counts["released"] += 1
+                    self.world.counts["released"] += 1
                 if attempt == 9 or request.brokered:
                     raise
                 await self._keep(addresses)
@@ -276,4 +269,4 @@ class Part:
 
     def _has(self, session: Any) -> None:
         self.session = session
-        self.fleet.oracle.takes_part(self.process, self.request.id)
+        self.oracle.takes_part(self.process, self.request.id)

@@ -5,16 +5,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from .link import Placer
-
-if TYPE_CHECKING:
-    from .link import End
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+from .contents import Array
+from .engine import End
+from .oracle import Oracle
+from .world import Placer
 
 
 class Stage(enum.Enum):
@@ -28,7 +24,7 @@ class Write:
     """Neighbouring pages as one write. `transfer` is the transfer whose blocks it was posted
     from."""
 
-    source: Bytes
+    source: Array
     grant: bytes
     offset: int
     transfer: str
@@ -50,18 +46,18 @@ class Group:
 class PostedOperation:
     """One submission. It ends when all its groups have ended."""
 
-    def __init__(self, end: End, ident: int, imm: int, timeout: float) -> None:
+    def __init__(self, end: End, oracle: Oracle, ident: int, imm: int, timeout: float) -> None:
         self.end = end
         self.id = ident
         self.imm = imm
         self.groups: list[Group] = []
         self._code, self._text = "ok", ""
         self._left = 0
-        self._network = end.native.network
+        self._world, self._oracle = end.native.world, oracle
         self._deadline = timeout
 
     def post(self, writes: list[Write]) -> None:
-        size = self._network.group_writes
+        size = self._world.group_writes
         self.groups = [Group(writes[at : at + size]) for at in range(0, len(writes), size)]
         self._left = len(self.groups)
         self.end.operations[self.id] = self
@@ -71,7 +67,7 @@ class PostedOperation:
             self._end()
         expire = "not delivered before its deadline"
         process = self.end.native.process
-        self._network.clock.after(
+        self._world.clock.after(
             self._deadline, lambda: self.fail("deadline-exceeded", expire), process
         )
 
@@ -111,9 +107,9 @@ class PostedOperation:
     def _queue(self, group: Group) -> None:
         link = self.end.link
         # A NIC sends posted writes even while its process is stopped.
-        network = self._network
+        world = self._world
         process = None if link.places_by_nic and self.end.paths == 0 else self.end.native.process
-        network.clock.after(network.posting_delay(), lambda: self._send(group), process)
+        world.clock.after(world.posting_delay(), lambda: self._send(group), process)
 
     def _send(self, group: Group) -> None:
         end, link = self.end, self.end.link
@@ -125,60 +121,60 @@ class PostedOperation:
             self._refused(group, f"counter {self.imm} is revoked")
             return
         for write in group.writes:
-            self._network.oracle.reads(end, write)
+            self._oracle.reads(end.native.process, write.transfer, write.source)
         group.stage, group.paths = Stage.ON_ITS_WAY, end.paths
         paths = end.paths
         before = 0.0
         for write in group.writes:
             data = write.source.copy()
 
-            def arrive(write: Write = write, data: Bytes = data) -> None:
+            def arrive(write: Write = write, data: Array = data) -> None:
                 if paths == end.other.paths and group.stage is not Stage.QUEUED:
                     self._arrive(group, write, data)
 
             at = link.carry(
                 end.index, arrive, not_before=before, needs_process=not link.places_by_nic
             )
-            before = 0.0 if self._network.defects.splits_groups else at
+            before = 0.0 if self._world.defects.splits_groups else at
 
-    def _arrive(self, group: Group, write: Write, data: Bytes) -> None:
+    def _arrive(self, group: Group, write: Write, data: Array) -> None:
         receiver = self.end.other
-        network = self._network
+        world = self._world
         native = receiver.native
         if not native.process.alive:
             return
-        if receiver.state == "lost" and not network.defects.lands_late:
+        if receiver.state == "lost" and not world.defects.lands_late:
             return
         target, refusal = native.counters.target(receiver, self.imm, write.grant)
         if target is None or write.offset + len(data) > len(target):
             text = refusal or f"{write.offset}+{len(data)} leaves the grant"
-            network.note("refused", lambda: f"{self.end.name} {write.transfer}: {text}")
+            world.note("refused", lambda: f"{self.end.name} {write.transfer}: {text}")
             self._acknowledge(group, text)
             return
         place = target[write.offset : write.offset + len(data)]
         if self.end.link.places_by_gpu:
             native.counters.copy_begins(self.imm)
-            now = network.clock.now
-            group.copied_at = max(group.copied_at, now) + network.latency() / 4
+            now = world.clock.now
+            group.copied_at = max(group.copied_at, now) + world.latency() / 4
             end_copy = lambda: self._end_copy(group, write, data, place)  # noqa: E731
-            network.clock.after(group.copied_at - now, end_copy)
+            world.clock.after(group.copied_at - now, end_copy)
         else:
             self._place(group, write, data, place)
 
-    def _end_copy(self, group: Group, write: Write, data: Bytes, place: Bytes) -> None:
+    def _end_copy(self, group: Group, write: Write, data: Array, place: Array) -> None:
         """Ends a GPU's copy: places the bytes, even after a revocation, unless the process died."""
         if self.end.other.native.process.alive:
             self._place(group, write, data, place)
             self.end.other.native.counters.copy_ended(self.imm)
 
-    def _place(self, group: Group, write: Write, data: Bytes, place: Bytes) -> None:
-        network, native = self._network, self.end.other.native
-        network.note(
+    def _place(self, group: Group, write: Write, data: Array, place: Array) -> None:
+        world, native = self._world, self.end.other.native
+        world.note(
             "landed", lambda: f"{self.end.name} {write.transfer} {self.imm:#x} {len(data)} B"
         )
-        network.oracle.lands(self.end, write, place)
+        self._oracle.lands(self.end.native.process, native.process, write.transfer, place)
         place[:] = data
-        network.oracle.damages(write, place)
+        self._oracle.damages(write.transfer, place)
         if write is not group.writes[-1]:
             return
         group.counted = True
@@ -188,7 +184,7 @@ class PostedOperation:
         if self.end.link.placer is Placer.ENGINE:
             count()
         else:
-            network.clock.after(network.latency() / 4, count, native.process)
+            world.clock.after(world.latency() / 4, count, native.process)
         self._acknowledge(group, "")
 
     def _acknowledge(self, group: Group, refusal: str) -> None:
