@@ -229,7 +229,7 @@ def copy_sources() -> None:
     """Copies the files that have changed since the last run, so that ninja compiles only these."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(
-        [*command, "CMakeLists.txt", "pyproject.toml", "engine_native", "verify"],
+        [*command, "CMakeLists.txt", "pyproject.toml", "engine_native", "benchmarks/gpu", "verify"],
         cwd=ROOT,
         capture_output=True,
         text=True,

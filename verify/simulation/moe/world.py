@@ -1,4 +1,4 @@
-"""What all parts of a simulated group share: time, chance, the network, and the counts."""
+"""The parts of a simulated group that all others share: time, chance, the network, the counts."""
 
 from __future__ import annotations
 

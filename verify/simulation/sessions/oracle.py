@@ -21,7 +21,7 @@ class Oracle:
         self.tickets: dict[str, Ticket] = {}
         """The tickets of all transfers."""
         self.to_damage: set[str] = set()
-        """The transfers of which a byte changes under way."""
+        """The transfers with a byte that changes under way."""
         self.damaged: set[str] = set()
 
     def posts(self, process: Process, data: Array) -> str:

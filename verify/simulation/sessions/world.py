@@ -1,4 +1,4 @@
-"""What all parts of a simulated fleet share: time, chance, and the choices of a seed."""
+"""The parts of a simulated fleet that all others share: time, chance, the choices of a seed."""
 
 from __future__ import annotations
 
