@@ -22,7 +22,7 @@ import hypothesis
 import pytest
 
 from tests.virtual_time import VirtualClock, VirtualLoop
-from verify.redis_server import RedisServer
+from verify.processes.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from tests.network import Network
@@ -38,11 +38,11 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 # In parallel runs, one process runs a file, so the longest files begin first.
 _LONG: Final = (
-    "verify/test_simulation.py",
+    "verify/simulation/test_sessions.py",
     "cli/test_demo.py",
     "router/test_cluster.py",
     "cli/test_worker.py",
-    "verify/test_attacks.py",
+    "verify/attack/test_attacks.py",
     "kv/test_random_faults_of_ranks.py",
     "kv/test_plan_oracle.py",
     "cli/test_bench.py",

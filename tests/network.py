@@ -24,7 +24,7 @@ from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.web.answer import ClientLeft, while_connected
 from tests.asgi import AsgiTransport
 from tests.virtual_time import passes
-from verify.control_plane import CLUSTER_KEY, worker
+from verify.processes.control_plane import CLUSTER_KEY, worker
 
 CONTROL_PLANE = "http://control-plane"
 ROUTER = "http://router"

@@ -13,7 +13,7 @@ from kvxfer.scheduler.prefix_index import PrefixIndex
 from kvxfer.scheduler.sent_prompts import SentPrompts
 from kvxfer.transfers import TransferRequest
 from tests.virtual_time import passes
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 HASHES = chain_hashes(range(160), 16)
 

@@ -24,7 +24,7 @@ from kvxfer.api.settings import Settings
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.web.tokens import Scope, watch_tokens
 from tests.virtual_time import VirtualClock
-from verify.control_plane import CLUSTER_KEY
+from verify.processes.control_plane import CLUSTER_KEY
 
 TOKEN = "token-with-every-scope"
 

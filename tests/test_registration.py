@@ -23,7 +23,7 @@ from kvxfer.model_identity import ModelIdentity
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from tests.network import CONTROL_PLANE, Network
 from tests.virtual_time import VirtualClock, passes
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 JOINING, READY, DRAINING = InstanceState.JOINING, InstanceState.READY, InstanceState.DRAINING
 LEASE, INTERVAL = 6.0, 2.0

@@ -16,7 +16,7 @@ from kvxfer.instance_secret import kept_secret
 from kvxfer.instances import Load
 from kvxfer.web.tokens import watch_tokens
 from tests.virtual_time import passes
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 from .test_registration import INTERVAL, LEASE, client, control_plane, registered
 

@@ -21,8 +21,8 @@ from kvxfer.tracing.setup import start_tracing
 from kvxfer.tracing.span import child, current, span
 from kvxfer.web.tls import ServerTls
 from kvxfer.web.tokens import watch_tokens
-from verify.certificates import make_certificates
-from verify.control_plane import RunningControlPlane
+from verify.processes.certificates import make_certificates
+from verify.processes.control_plane import RunningControlPlane
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 WORKER, ADMIN = "token-of-a-worker", "token-of-an-admin"

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -42,41 +42,53 @@ _TAIL: Final = 12
 
 @dataclass(frozen=True)
 class Step:
-    """A make target and its variables."""
+    """A target of make, its suite and variables."""
 
     target: str
-    variables: Mapping[str, str]
+    suite: str
     about: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.target}-{self.suite}" if self.suite else self.target
 
     @property
     def command(self) -> list[str]:
-        return ["make", self.target, *(f"{name}={value}" for name, value in self.variables.items())]
+        given = (f"{name}={value}" for name, value in self.variables.items())
+        return ["make", self.target, f"SUITE={self.suite}", *given]
 
 
 STEPS: Final = (
-    Step("model", {}, "the protocol, in every order of events"),
-    Step("attack", {}, "a hostile peer, on every fabric"),
-    Step("simulate", {"SEEDS": "20000"}, "the code of sessions on virtual time"),
-    Step("simulate-moe", {}, "the views of MoE groups on virtual time"),
-    Step("sanitize", {"WHOLE": "1"}, "the engine under ASan with UBSan, and under TSan"),
-    Step("test-aarch64", {}, "the engine on ARM, as far as qemu shows it"),
-    Step("test-gpu", {}, "GPU memory; planted defects in its code are caught"),
-    Step("test-verbs", {}, "Soft-RoCE with one, two and four devices"),
-    Step("test-vllm", {}, "the connector in the real vLLM"),
-    Step("test-openai", {}, "a pair of vLLM behind the router answers as one aggregated server"),
-    Step("test-clients", {}, "real clients get from the router what they get from vLLM"),
-    Step("router-defects", {}, "defects in the router, each caught by a test"),
-    Step("figures", {}, "every benchmark runs in a fresh copy of the tree"),
-    Step("test-moe", {}, "MoE groups of up to eight ranks, with ranks killed and frozen"),
-    Step("test-weights", {}, "weight updates, with a training job and a live vLLM"),
-    Step("test-vllm-gpu", {}, "the connector with caches in GPU memory"),
-    Step("chaos-vllm", {}, "vLLM servers killed and frozen under load"),
-    Step("chaos-weights", {}, "weight updates whose members are killed and frozen"),
-    Step("chaos-moe", {}, "MoE groups whose ranks are killed and frozen at every phase"),
-    Step("chaos", {"ROUNDS": "2000"}, "workers, network and control plane broken in mid-transfer"),
-    Step("overload", {}, "a pair of vLLM with three times the requests that it can serve"),
-    Step("soak", {"MINUTES": "10"}, "memory is flat, and every byte is accounted for"),
-    Step("fuzz", {"SECONDS": "30"}, "every decoder of bytes from outside"),
+    Step("model", "", "the protocol, in every order of events"),
+    Step("attack", "", "a hostile peer, on every fabric"),
+    Step("simulate", "", "the code of sessions on virtual time", {"SEEDS": "20000"}),
+    Step("simulate", "moe", "the views of MoE groups on virtual time"),
+    Step("sanitize", "", "the engine under ASan with UBSan, and under TSan", {"WHOLE": "1"}),
+    Step("test", "aarch64", "the engine on ARM, as far as qemu shows it"),
+    Step("test", "gpu", "GPU memory; planted defects in its code are caught"),
+    Step("test", "verbs", "Soft-RoCE with one, two and four devices"),
+    Step("test", "vllm", "the connector in the real vLLM"),
+    Step("test", "openai", "a pair of vLLM behind the router answers as one aggregated server"),
+    Step("test", "clients", "real clients get from the router what they get from vLLM"),
+    Step("test", "router-defects", "defects in the router, each caught by a test"),
+    Step("bench", "all", "every benchmark runs in a fresh copy of the tree"),
+    Step("test", "moe", "MoE groups of up to eight ranks, with ranks killed and frozen"),
+    Step("test", "weights", "weight updates, with a training job and a live vLLM"),
+    Step("test", "vllm-gpu", "the connector with caches in GPU memory"),
+    Step("chaos", "vllm", "vLLM servers killed and frozen under load"),
+    Step("chaos", "weights", "weight updates whose members are killed and frozen"),
+    Step("chaos", "moe", "MoE groups whose ranks are killed and frozen at every phase"),
+    Step(
+        "chaos", "", "workers, network and control plane broken in mid-transfer", {"ROUNDS": "2000"}
+    ),
+    Step(
+        "chaos",
+        "overload",
+        "a pair of vLLM with three times the requests that it can serve",
+    ),
+    Step("soak", "", "memory is flat, and every byte is accounted for", {"MINUTES": "10"}),
+    Step("fuzz", "", "every decoder of bytes from outside", {"SECONDS": "30"}),
 )
 
 
@@ -117,9 +129,9 @@ def what_it_proved(log: str) -> str:
 
 def run(step: Step, tree: str, console: Console) -> Result:
     """Runs one step. Its processes end with it, even if this process is interrupted."""
-    log = WORK / f"{step.target}.log"
+    log = WORK / f"{step.name}.log"
     began = SYSTEM_CLOCK.monotonic()
-    with log.open("wb") as out, console.status(f"{step.target}: {step.about}"):
+    with log.open("wb") as out, console.status(f"{step.name}: {step.about}"):
         process = subprocess.Popen(
             step.command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, process_group=0
         )
@@ -139,22 +151,22 @@ def results(tree: str) -> Iterator[tuple[str, Result]]:
     """Yields the results of earlier runs on the same tree."""
     for step in STEPS:
         with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
-            found = msgspec.json.decode((WORK / f"{step.target}.json").read_bytes(), type=Result)
+            found = msgspec.json.decode((WORK / f"{step.name}.json").read_bytes(), type=Result)
             if found.tree == tree:
-                yield step.target, found
+                yield step.name, found
 
 
 def table_of(done: Mapping[str, Result]) -> Table:
     table = Table("step", "result", "minutes", "what it proved")
     table.columns[2].justify = "right"
     for step in STEPS:
-        if (result := done.get(step.target)) is None:
-            table.add_row(step.target, "not run", "", step.about, style="dim")
+        if (result := done.get(step.name)) is None:
+            table.add_row(step.name, "not run", "", step.about, style="dim")
             continue
         ended = "passed" if result.passed else "FAILED"
         minutes = f"{result.seconds / 60:.1f}"
         table.add_row(
-            step.target, ended, minutes, result.proved, style=None if result.passed else "red"
+            step.name, ended, minutes, result.proved, style=None if result.passed else "red"
         )
     return table
 
@@ -162,7 +174,7 @@ def table_of(done: Mapping[str, Result]) -> Table:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make verify", description=__doc__)
     parser.add_argument(
-        "--step", action="append", choices=[step.target for step in STEPS], help="run only these"
+        "--step", action="append", choices=[step.name for step in STEPS], help="run only these"
     )
     parser.add_argument("--again", action="store_true", help="repeat steps that have passed")
     parser.add_argument("--list", action="store_true", help="print the table and run nothing")
@@ -171,16 +183,16 @@ def main() -> int:
     WORK.mkdir(parents=True, exist_ok=True)
     tree = digest_of_tree()
     done = dict(results(tree))
-    wanted = [step for step in STEPS if options.step is None or step.target in options.step]
+    wanted = [step for step in STEPS if options.step is None or step.name in options.step]
     for step in () if options.list else wanted:
-        if step.target in done and done[step.target].passed and not options.again:
-            console.print(f"{step.target}: has passed on this tree")
+        if step.name in done and done[step.name].passed and not options.again:
+            console.print(f"{step.name}: has passed on this tree")
             continue
-        result = done[step.target] = run(step, tree, console)
-        (WORK / f"{step.target}.json").write_bytes(msgspec.json.encode(result))
-        console.print(f"{step.target}: {'passed' if result.passed else 'FAILED'}, {result.proved}")
+        result = done[step.name] = run(step, tree, console)
+        (WORK / f"{step.name}.json").write_bytes(msgspec.json.encode(result))
+        console.print(f"{step.name}: {'passed' if result.passed else 'FAILED'}, {result.proved}")
         if not result.passed:
-            log = WORK / f"{step.target}.log"
+            log = WORK / f"{step.name}.log"
             for line in log.read_text(errors="replace").splitlines()[-_TAIL:]:
                 console.print(f"  {line}", markup=False, highlight=False, style="dim")
             console.print(f"  log: {log.relative_to(ROOT)}")

@@ -176,7 +176,7 @@ def one_run(log: Path, command: list[str]) -> tuple[int, int, list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make test-stability", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make test SUITE=stability", description=__doc__)
     parser.add_argument("--runs", type=above_zero, default=3, help="number of runs (default: 3)")
     parser.add_argument("tests", nargs="*", help="arguments of pytest; by default all tests")
     options = parser.parse_args()

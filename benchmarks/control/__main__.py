@@ -20,7 +20,7 @@ from kvxfer.cli.output import err
 
 def main() -> int:
     usual = Settings()
-    parser = argparse.ArgumentParser(prog="bench-control", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench SUITE=control", description=__doc__)
     parser.add_argument("--instances", type=int, default=usual.instances)
     parser.add_argument("--registry", choices=CONTROL, help="only this one")
     parser.add_argument("--connections", type=int, default=usual.connections)

@@ -28,7 +28,7 @@ from benchmarks.control.servers import Measured
 from benchmarks.cpu import cpu_seconds
 from kvxfer.cli.output import err, out
 from verify.polling import eventually
-from verify.redis_server import RedisServer
+from verify.processes.redis_server import RedisServer
 
 _LEASE: Final = 30.0
 _INTERVAL: Final = _LEASE / 3
@@ -308,7 +308,7 @@ def _running(options: argparse.Namespace) -> Iterator[Run]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench-control-endurance", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench SUITE=control-endurance", description=__doc__)
     parser.add_argument("--instances", type=int, default=10_000)
     parser.add_argument("--cached", type=int, default=1000, help="instances with whole caches")
     parser.add_argument("--seconds", type=float, default=600.0)

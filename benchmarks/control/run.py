@@ -26,7 +26,7 @@ from benchmarks.control.servers import Measured, control_plane, empty_server
 from benchmarks.cpu import cpu_seconds
 from kvxfer.bench.machine import this_machine
 from kvxfer.bench.targets import CONTROL, HEARTBEAT, OPEN_TRANSFER
-from verify.redis_server import RedisServer
+from verify.processes.redis_server import RedisServer
 
 EMPTY: Final = "empty route"
 _CREATED, _OK, _GONE, _STALE = 201, 200, 204, 409

@@ -21,7 +21,7 @@ from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.tracing.asgi import TraceRequests
 from kvxfer.tracing.span import span
-from verify.control_plane import CLUSTER_KEY, worker
+from verify.processes.control_plane import CLUSTER_KEY, worker
 
 CALLS = 200
 ROUNDS = 9

@@ -1,1 +1,1 @@
-"""`make bench-gpu`, second part: the reference engine end to end on one GPU (docs/gpus.md)."""
+"""Second part of `make bench SUITE=gpu`: the reference engine on one GPU (docs/gpus.md)."""

@@ -19,7 +19,7 @@ from benchmarks.gpu.settings import on_gpu, smoke
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="bench-gpu", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench SUITE=gpu", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the processor")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")

@@ -22,7 +22,7 @@ from verify.arguments import above_zero
 def main() -> int:
     usual = Settings()
     names = {f"{each.ranks}x{each.tokens}": each for each in CASES}
-    parser = argparse.ArgumentParser(prog="bench-moe", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench SUITE=moe", description=__doc__)
     parser.add_argument(
         "--case",
         action="append",

@@ -18,7 +18,7 @@ from verify.arguments import above_zero
 
 def main() -> int:
     usual = Settings()
-    parser = argparse.ArgumentParser(prog="bench-router", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench SUITE=router", description=__doc__)
     parser.add_argument("--rounds", type=above_zero, default=usual.rounds)
     parser.add_argument("--streams", type=above_zero, default=usual.streams, help="streams at once")
     parser.add_argument("--tokens", type=above_zero, default=usual.tokens, help="per stream")

@@ -9,7 +9,7 @@ from typing import Final
 from benchmarks.router.figures import PASS_THROUGH
 from benchmarks.router.requests import MODEL
 from kvxfer.instances import InstanceState, Role
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 from verify.processes.cores import on_cores
 from verify.processes.fleet import Fleet
 from verify.processes.process import ROOT

@@ -1,1 +1,1 @@
-"""Time to first token of disaggregated vLLM beside an aggregated one (`make bench-vllm`)."""
+"""Time to first token of disaggregated vLLM beside an aggregated one (`make bench SUITE=vllm`)."""

@@ -19,7 +19,7 @@ from kvxfer.cli.output import err
 
 def main() -> int:
     usual = Settings()
-    parser = argparse.ArgumentParser(prog="bench-vllm", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench SUITE=vllm", description=__doc__)
     parser.add_argument("--rounds", type=int, default=usual.rounds)
     parser.add_argument("--tokens", type=int, action="append", help="only these prompts")
     parser.add_argument("--seed", type=int, default=usual.seed)

@@ -1,7 +1,7 @@
 """Measures how fast pages of vLLM's KV cache in host memory move to another process of this host.
 
 Compares three kinds of memory: vLLM's cache with the connector's SharedCache, vLLM's cache without
-it, and `engine.alloc()`. Run in vLLM's environment: `scripts/bench-vllm --cache`. Exit code 1 if
+it, and `engine.alloc()`. Run in vLLM's environment: `make bench SUITE=vllm-cache`. Exit code 1 if
 the cache misses its target.
 """
 
@@ -139,7 +139,7 @@ def tables(report: CacheReport) -> Iterator[RenderableType]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="bench-vllm --cache", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench SUITE=vllm-cache", description=__doc__)
     parser.add_argument("--rounds", type=above_zero, default=7)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")

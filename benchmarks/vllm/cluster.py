@@ -14,7 +14,7 @@ from kvxfer.connectors.vllm.quiet_queue import VARIABLE
 from verify.polling import wait_until
 from verify.processes.fleet import Fleet
 from verify.processes.programs import Server, free_port
-from verify.vllm.servers import add_vllm, make_model, vllm
+from verify.processes.vllm.servers import add_vllm, make_model, vllm
 
 _READY_SECONDS = 60.0
 # 32 KiB of cache per token, 64 MiB at 2,000 tokens: like models in production.

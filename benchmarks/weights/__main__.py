@@ -21,7 +21,7 @@ _MOST_GB = 1000.0
 
 def main() -> int:
     usual = Settings()
-    parser = argparse.ArgumentParser(prog="bench-weights", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench SUITE=weights", description=__doc__)
     parser.add_argument("--gb", type=float, default=usual.gb, help="10⁹ bytes of parameters")
     parser.add_argument("--rounds", type=above_zero, default=usual.rounds)
     parser.add_argument("--fabric", choices=usual.fabrics, help="only this one")

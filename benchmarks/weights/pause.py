@@ -1,5 +1,5 @@
 """Measures the pause of an update of a live vLLM, beside vLLM's reload of the same checkpoint from
-a file in the page cache. `make bench-weights` runs it in vLLM's environment.
+a file in the page cache. `make bench SUITE=weights` runs it in vLLM's environment.
 
 The pause is the time from the begin of `start_weight_update` to the end of `finish_weight_update`,
 in which no step runs. The weights are staged before, while vLLM serves.
@@ -108,7 +108,7 @@ def measure(layers: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="bench-weights, the pause", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench SUITE=weights", description=__doc__)
     parser.add_argument("--layers", type=above_zero, default=8, help="about 50 MB each")
     parser.add_argument("--rounds", type=above_zero, default=5)
     parser.add_argument("--json", action="store_true", help="figures instead of a table")

@@ -135,7 +135,7 @@ std::string why_not(const std::string& fabric) {
     const bool is = std::find(wanted.begin(), wanted.end(), fabric) != wanted.end();
     return is ? "" : "KVXFER_TEST_FABRICS leaves it out";
   }
-  if (fabric == "verbs" && rdma_devices().empty()) return "no RDMA device; see make test-verbs";
+  if (fabric == "verbs" && rdma_devices().empty()) return "no RDMA device; see make help";
   if (fabric.starts_with("ofi") && !std::getenv("KVXFER_LIBFABRIC")) {
     return "no libfabric; scripts/test sets KVXFER_LIBFABRIC";
   }

@@ -92,7 +92,7 @@ def _control(registry: str, route: str) -> Target:
         against="an empty route on the same server",
         direction=Direction.AT_LEAST,
         bound=0.30,
-        command="make bench-control",
+        command="make bench SUITE=control",
         required=True,
     )
 
@@ -106,7 +106,7 @@ def _router(
         against=against,
         direction=Direction.AT_MOST,
         bound=bound,
-        command="make bench-router",
+        command="make bench SUITE=router",
         unit=unit,
         required=True,
     )
@@ -115,7 +115,7 @@ def _router(
 def _vllm(
     name: str, measured: str, against: str, bound: float, *, unit: str = "", required: bool = False
 ) -> Target:
-    command = "make bench-vllm"
+    command = "make bench SUITE=vllm"
     return Target(
         name, measured, against, Direction.AT_MOST, bound, command, unit=unit, required=required
     )
@@ -128,7 +128,7 @@ def _weights(name: str, against: str, bound: float) -> Target:
         against=against,
         direction=Direction.AT_LEAST,
         bound=bound,
-        command="make bench-weights",
+        command="make bench SUITE=weights",
     )
 
 
@@ -139,7 +139,7 @@ def _moe(ranks: int, tokens: int, name: str, against: str, bound: float) -> Targ
         against=against,
         direction=Direction.AT_LEAST,
         bound=bound,
-        command="make bench-moe",
+        command="make bench SUITE=moe",
         required=ranks < 8,
     )
 
@@ -240,7 +240,7 @@ VLLM_CACHE: Final = Target(
     against="engine.alloc()",
     direction=Direction.AT_LEAST,
     bound=0.90,
-    command="scripts/bench-vllm --cache",
+    command="make bench SUITE=vllm-cache",
     required=True,
 )
 

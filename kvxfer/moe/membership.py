@@ -1,7 +1,7 @@
 """The agreement on which ranks are alive, and since which step: equal at all of them.
 
 A pure state machine: events go in, effects come out, to be carried out in their order. It has no
-clock and no I/O, so verify/moe runs it on virtual time.
+clock and no I/O, so verify/simulation/moe runs it on virtual time.
 
 The model is virtual synchrony (K. Birman, T. Joseph, "Exploiting virtual synchrony in distributed
 systems", SOSP 1987): a group goes through a sequence of views, and all members that go from one

@@ -17,8 +17,8 @@ from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import Registry
 from tests.control_plane import calling
 from tests.virtual_time import VirtualClock
-from verify.control_plane import CLUSTER_KEY, worker
 from verify.polling import PATIENCE
+from verify.processes.control_plane import CLUSTER_KEY, worker
 
 LEASE = 6.0
 

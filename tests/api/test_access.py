@@ -22,8 +22,8 @@ from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.web.tokens import Scope, watch_tokens
 from tests.control_plane import calling
 from tests.virtual_time import passes
-from verify.control_plane import CLUSTER_KEY, RunningControlPlane
 from verify.polling import eventually
+from verify.processes.control_plane import CLUSTER_KEY, RunningControlPlane
 
 from .conftest import problem, registration
 from .test_openapi import SCHEMA

@@ -16,7 +16,7 @@ from kvxfer.instances import Role
 from kvxfer.logs import AUDIT
 from kvxfer.scaling import RoleDecision, ScalePlan
 from kvxfer.web.tokens import watch_tokens
-from verify.control_plane import CLUSTER_KEY
+from verify.processes.control_plane import CLUSTER_KEY
 
 from .conftest import registration
 

@@ -18,9 +18,9 @@ from kvxfer.kv.block_table import BlockTable
 from kvxfer.ticket import Ticket, sign_ticket, verify_ticket
 from tests.asgi import AsgiTransport
 from tests.virtual_time import passes
-from verify.block_tables import block_table
-from verify.control_plane import CLUSTER_KEY, RunningControlPlane, worker
 from verify.polling import eventually
+from verify.processes.block_tables import block_table
+from verify.processes.control_plane import CLUSTER_KEY, RunningControlPlane, worker
 
 from .conftest import join, problem
 

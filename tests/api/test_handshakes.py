@@ -7,7 +7,7 @@ import pytest
 from kvxfer.api.problem_models import LayoutMismatchProblem
 from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
-from verify.control_plane import LAYOUT
+from verify.processes.control_plane import LAYOUT
 
 from .conftest import join, problem
 

@@ -19,8 +19,8 @@ from kvxfer.api.settings import Settings
 from kvxfer.instances import Heartbeat, Lease
 from kvxfer.web.tokens import Scope, watch_tokens
 from tests.control_plane import calling
-from verify.control_plane import CLUSTER_KEY
 from verify.polling import eventually
+from verify.processes.control_plane import CLUSTER_KEY
 
 from .conftest import join, problem
 

@@ -20,7 +20,7 @@ from kvxfer.web.tokens import Scope, watch_tokens
 from kvxfer.weight_updates import AnnounceUpdate, Decision
 from tests.asgi import AsgiTransport
 from tests.control_plane import calling
-from verify.control_plane import CLUSTER_KEY, worker
+from verify.processes.control_plane import CLUSTER_KEY, worker
 
 from .conftest import problem, registration
 

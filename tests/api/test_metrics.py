@@ -79,7 +79,7 @@ async def test_applications_do_not_share_their_metrics(api):
     from kvxfer.api.app import create_app
     from kvxfer.api.settings import Settings
     from kvxfer.scheduler.embedded import EmbeddedRegistry
-    from verify.control_plane import CLUSTER_KEY
+    from verify.processes.control_plane import CLUSTER_KEY
 
     await api.get("/v1/instances")
     registry = EmbeddedRegistry()

@@ -21,7 +21,7 @@ from kvxfer.transfers import TransferRequest
 from kvxfer.unreadable import UNREADABLE
 from kvxfer.web.tokens import Scope, watch_tokens
 from tests.control_plane import calling
-from verify.control_plane import CLUSTER_KEY
+from verify.processes.control_plane import CLUSTER_KEY
 
 from .conftest import join, problem
 

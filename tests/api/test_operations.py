@@ -4,7 +4,7 @@ from kvxfer.api.app import create_app
 from kvxfer.api.settings import Settings
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from tests.control_plane import calling
-from verify.control_plane import CLUSTER_KEY
+from verify.processes.control_plane import CLUSTER_KEY
 
 from .conftest import problem
 

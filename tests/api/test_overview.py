@@ -20,7 +20,7 @@ from kvxfer.scheduler.scaling.policy import RolePolicy, ScalingPolicy
 from kvxfer.web.tokens import watch_tokens
 from tests.control_plane import calling
 from tests.virtual_time import passes
-from verify.control_plane import CLUSTER_KEY
+from verify.processes.control_plane import CLUSTER_KEY
 
 from .conftest import join, problem
 

@@ -9,7 +9,7 @@ from kvxfer.overview import OverviewQuery
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.scaling.history import ScalingHistory
 from tests.virtual_time import passes
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 
 async def test_equal_queries_share_an_overview_until_its_pause_ends(clock, monkeypatch):

@@ -13,7 +13,7 @@ from kvxfer.api.routes.page import FOLDER
 from .conftest import problem
 
 OWN = sorted(path for path in FOLDER.glob("*") if path.is_file())
-# The SHA-256 of files of npm's uplot 1.6.32, which `make test-page` compares with the package.
+# The SHA-256 of files of npm's uplot 1.6.32; `make test SUITE=page` compares with the package.
 VENDORED = {
     "vendor/uPlot.esm.js": "5dd9b3281aa64b461b42d9945f6adb2649d346502b12281a9ae0d46599a80eba",
     "vendor/uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",

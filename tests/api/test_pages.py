@@ -14,8 +14,8 @@ from kvxfer.instances import InstanceState
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from tests.control_plane import calling
-from verify.control_plane import CLUSTER_KEY, worker
 from verify.polling import PATIENCE, eventually
+from verify.processes.control_plane import CLUSTER_KEY, worker
 
 from .conftest import join, problem
 

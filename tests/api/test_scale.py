@@ -11,7 +11,7 @@ from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 from kvxfer.scheduler.scaling.policy import RolePolicy, ScalingPolicy
 from tests.control_plane import calling
 from tests.virtual_time import passes
-from verify.control_plane import CLUSTER_KEY
+from verify.processes.control_plane import CLUSTER_KEY
 
 from .conftest import join, problem
 from .test_metrics import scrape

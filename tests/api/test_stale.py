@@ -15,9 +15,9 @@ from kvxfer.client import ControlPlaneClient, Registration
 from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import RedisRegistry
-from verify.control_plane import RunningControlPlane, worker
 from verify.polling import PATIENCE, eventually
-from verify.redis_server import RedisServer
+from verify.processes.control_plane import RunningControlPlane, worker
+from verify.processes.redis_server import RedisServer
 
 from .conftest import join, problem, registration
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from kvxfer.ticket import Ticket, verify_ticket
-from verify.control_plane import CLUSTER_KEY
 from verify.polling import eventually
+from verify.processes.control_plane import CLUSTER_KEY
 
 from .conftest import LEASE, join, problem
 

@@ -16,8 +16,8 @@ from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import Registry
 from tests.control_plane import pass_time
-from verify.control_plane import RunningControlPlane
 from verify.polling import PATIENCE, eventually
+from verify.processes.control_plane import RunningControlPlane
 
 from .conftest import LEASE, join, problem
 from .test_metrics import scrape

@@ -9,7 +9,7 @@ from kvxfer.api.app import create_app
 from kvxfer.api.settings import Settings
 from kvxfer.model_identity import ModelIdentity
 from tests.control_plane import calling, pass_time
-from verify.control_plane import CLUSTER_KEY
+from verify.processes.control_plane import CLUSTER_KEY
 
 from .conftest import join, problem
 from .test_metrics import scrape

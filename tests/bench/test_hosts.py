@@ -24,7 +24,7 @@ from kvxfer.errors import BenchError, InvalidArgument
 from kvxfer.version import __version__
 from tests.cuda.on_driver import DOUBLE
 from tests.engine.fabrics import chosen, rdma_devices
-from verify.faults.link import Host, link, why_no_links
+from verify.chaos.link import Host, link, why_no_links
 from verify.processes.process import ROOT, START_SECONDS, Process
 from verify.processes.programs import clean_environment, kvxfer
 

@@ -31,9 +31,9 @@ from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.web.tokens import watch_tokens
 from kvxfer.weight_updates import AnnounceUpdate, Decision, PartReport, PartState, ReportUpdate
 from tests.virtual_time import VirtualClock
-from verify.control_plane import RunningControlPlane, worker
 from verify.polling import PATIENCE, wait_until
-from verify.redis_server import RedisServer
+from verify.processes.control_plane import RunningControlPlane, worker
+from verify.processes.redis_server import RedisServer
 
 pytestmark = pytest.mark.native
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verify.control_plane import RunningControlPlane
+from verify.processes.control_plane import RunningControlPlane
 from verify.processes.programs import Server, clean_environment, kvxfer
 
 pytestmark = pytest.mark.native

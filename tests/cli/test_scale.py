@@ -10,8 +10,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from verify.control_plane import CLUSTER_KEY
 from verify.polling import wait_until
+from verify.processes.control_plane import CLUSTER_KEY
 from verify.processes.programs import clean_environment, kvxfer
 
 from .test_serve import first_line, serving

@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from verify.control_plane import CLUSTER_KEY
 from verify.polling import wait_until
+from verify.processes.control_plane import CLUSTER_KEY
 from verify.processes.programs import clean_environment, kvxfer
 
 pytestmark = pytest.mark.native

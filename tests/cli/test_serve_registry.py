@@ -11,8 +11,8 @@ import httpx2
 import pytest
 
 from tests.api.conftest import registration
-from verify.control_plane import CLUSTER_KEY
-from verify.redis_server import audit
+from verify.processes.control_plane import CLUSTER_KEY
+from verify.processes.redis_server import audit
 
 from .test_fleet import nobody_listens
 from .test_serve import first_line, run, serving

@@ -17,8 +17,8 @@ from kvxfer.cli.top_frame import bytes_per_second
 from kvxfer.client import SyncControlPlaneClient
 from kvxfer.instances import InstanceState, Load, Traffic
 from kvxfer.web.tokens import watch_tokens
-from verify.control_plane import RunningControlPlane, worker
 from verify.polling import PATIENCE, wait_until
+from verify.processes.control_plane import RunningControlPlane, worker
 
 from .test_fleet import kvxfer, shown
 

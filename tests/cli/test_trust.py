@@ -16,9 +16,9 @@ import pytest
 from kvxfer.client import ControlPlaneClient, Credentials
 from kvxfer.demo.router import Router
 from kvxfer.instances import Role
-from verify.certificates import Certificates, make_certificates
+from verify.processes.certificates import Certificates, make_certificates
 from verify.processes.programs import Server, kvxfer
-from verify.redis_server import RedisServer
+from verify.processes.redis_server import RedisServer
 
 from .test_worker import environment, model, started  # noqa: F401 (a fixture)
 

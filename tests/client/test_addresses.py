@@ -12,7 +12,7 @@ from kvxfer.client import ControlPlaneClient, SyncControlPlaneClient
 from kvxfer.control_plane import DEFAULT_URL, ENVIRONMENT, Addresses
 from kvxfer.errors import ControlPlaneUnavailable, InvalidArgument
 from kvxfer.instances import InstanceState, Snapshot
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 URLS = "http://one, http://other/"
 

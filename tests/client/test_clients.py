@@ -24,7 +24,7 @@ from kvxfer.errors import (
 from kvxfer.instances import Change, ChangeCause, InstanceState, Load, Role, Snapshot
 from kvxfer.ticket import verify_ticket
 from tests.virtual_time import passes
-from verify.control_plane import CLUSTER_KEY, LAYOUT, worker
+from verify.processes.control_plane import CLUSTER_KEY, LAYOUT, worker
 
 READY = InstanceState.READY
 

@@ -12,7 +12,7 @@ from kvxfer.errors import ControlPlaneUnavailable, UnknownTransfer
 from kvxfer.instances import InstanceState
 from tests.network import Network
 from tests.virtual_time import VirtualClock, passes
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 
 class Slow(httpx2.AsyncBaseTransport):

@@ -11,7 +11,7 @@ from kvxfer.client.watch import WatchReader
 from kvxfer.instances import Instance, InstanceState, Lease, Reserved, Role, Snapshot
 from kvxfer.record import lenient
 from kvxfer.weight_updates import Decision
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 LEASE = msgspec.json.encode(
     Lease(

@@ -12,7 +12,7 @@ import pytest
 from kvxfer.client import Answer, ControlPlaneClient, SyncControlPlaneClient, calls
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.instances import Instance, InstanceList, InstanceState
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 Ask = Callable[..., Any]
 

@@ -10,7 +10,7 @@ import pytest
 from kvxfer.client import ControlPlaneClient, SyncControlPlaneClient
 from kvxfer.errors import ControlPlaneUnavailable, UnknownInstance
 from kvxfer.instances import InstanceState, Load, Role
-from verify.control_plane import LAYOUT, RunningControlPlane, worker
+from verify.processes.control_plane import LAYOUT, RunningControlPlane, worker
 
 pytestmark = pytest.mark.native
 

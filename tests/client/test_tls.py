@@ -21,9 +21,9 @@ from kvxfer.errors import (
     UntrustedCertificate,
 )
 from kvxfer.web.tls import ServerTls
-from verify.certificates import Certificates, issue, make_certificates
-from verify.control_plane import RunningControlPlane, worker
 from verify.polling import wait_until
+from verify.processes.certificates import Certificates, issue, make_certificates
+from verify.processes.control_plane import RunningControlPlane, worker
 
 pytestmark = pytest.mark.native
 

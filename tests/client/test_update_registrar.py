@@ -11,7 +11,7 @@ from kvxfer.client import ControlPlaneRegistrar, Decision, PartState
 from kvxfer.errors import DecisionUnknown, PeerLost, WeightUpdateExists
 from kvxfer.weight_updates import UpdateError, UpdateState
 from kvxfer.weights.report import InstanceReport, UpdateReport
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 DIGEST = "9f1c2a7be0d44c5e"
 

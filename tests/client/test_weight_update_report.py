@@ -25,7 +25,7 @@ from kvxfer.errors import (
 )
 from kvxfer.weight_updates import UpdateError, UpdateState
 from tests.virtual_time import passes
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 COMMIT, ABORT = Decision.COMMIT, Decision.ABORT
 

@@ -15,8 +15,8 @@ from kvxfer.instances import Role
 from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.ticket import Ticket, sign_ticket
-from verify.control_plane import CLUSTER_KEY
 from verify.polling import PATIENCE
+from verify.processes.control_plane import CLUSTER_KEY
 
 LAYOUT = KvLayout(
     num_layers=3,

@@ -22,8 +22,8 @@ from kvxfer.instances import Role
 from tests.connectors.agents import BLOCKS, LAYERS, agent_of, offered, params, sent
 from tests.cuda import device_memory
 from tests.cuda.bindings import context, good
-from verify.control_plane import RunningControlPlane
 from verify.polling import PATIENCE, wait_until
+from verify.processes.control_plane import RunningControlPlane
 
 HEADS, TOKENS, CONTENT = 2, 16, 128
 BLOCK_BYTES: Final = HEADS * TOKENS * CONTENT

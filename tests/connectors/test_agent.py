@@ -34,8 +34,8 @@ from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.ticket import Ticket, sign_ticket
 from tests.topology import machines
-from verify.control_plane import CLUSTER_KEY, RunningControlPlane
 from verify.polling import PATIENCE, wait_until
+from verify.processes.control_plane import CLUSTER_KEY, RunningControlPlane
 
 pytestmark = pytest.mark.native
 

@@ -20,8 +20,8 @@ from kvxfer.instances import Role
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.prefill_session import PrefillSession
 from kvxfer.layout import KvLayout
-from verify.control_plane import RunningControlPlane
 from verify.polling import PATIENCE, wait_until
+from verify.processes.control_plane import RunningControlPlane
 
 from .agents import BLOCKS, DIGEST, LAYERS, LAYOUT, agent_of, offered, params, sent
 

@@ -16,7 +16,7 @@ from verify.processes.programs import free_port
 
 pytestmark = [
     pytest.mark.native,
-    pytest.mark.skipif(not os.environ.get("KVXFER_HELM_TEST"), reason="run by `make helm-test`"),
+    pytest.mark.skipif(not os.environ.get("KVXFER_HELM_TEST"), reason="make test SUITE=helm"),
 ]
 
 

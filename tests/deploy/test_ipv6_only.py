@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from tests.deploy.chart import Container, render
-from verify.faults.link import Host, why_no_links
+from verify.chaos.link import Host, why_no_links
 from verify.polling import wait_until
 from verify.processes.fleet import CONTROL_PLANE, Fleet
 from verify.processes.process import Process

@@ -23,8 +23,8 @@ from kvxfer import Engine
 from kvxfer.kv import BlockPool, KvCache, KvEndpoint, KvIdentity, KvLayout, KvOptions
 from kvxfer.ticket import verify_ticket
 from tests.docs.test_snippets import ROOT, run, snippet
-from verify.control_plane import CLUSTER_KEY as KEY
-from verify.control_plane import RunningControlPlane
+from verify.processes.control_plane import CLUSTER_KEY as KEY
+from verify.processes.control_plane import RunningControlPlane
 
 pytestmark = pytest.mark.native
 

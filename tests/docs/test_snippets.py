@@ -16,8 +16,8 @@ import pytest
 
 from kvxfer import Engine, Peer, ReceivePool, RemotePool
 from kvxfer.layout import KvLayout
-from verify.control_plane import RunningControlPlane
 from verify.polling import PATIENCE, eventually
+from verify.processes.control_plane import RunningControlPlane
 
 pytestmark = pytest.mark.native
 

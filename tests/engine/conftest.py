@@ -74,7 +74,7 @@ async def star(fabric: str) -> AsyncIterator[Star]:
 @pytest.fixture
 def torch() -> ModuleType:
     """Imports torch. Skips if KVXFER_TEST_FABRICS is set: these tests are about memory, and
-    importing torch takes half a minute on the emulated machine of `make test-verbs`."""
+    importing torch takes half a minute on the emulated machine of `make test SUITE=verbs`."""
     if os.environ.get("KVXFER_TEST_FABRICS"):
         pytest.skip("KVXFER_TEST_FABRICS chooses fabrics")
     module: ModuleType = pytest.importorskip("torch")

@@ -12,7 +12,7 @@ from kvxfer.instances import InstanceSpec, InstanceState, Role
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.prefill_session import PrefillSession
 from kvxfer.ticket import verify_ticket
-from verify.control_plane import CLUSTER_KEY, RunningControlPlane
+from verify.processes.control_plane import CLUSTER_KEY, RunningControlPlane
 
 from .workers import LAYERS, LAYOUT, NUM_BLOCKS, Worker
 

@@ -11,8 +11,8 @@ from kvxfer.errors import TicketExpired, TicketInvalid
 from kvxfer.kv.block_table import MAX_JSON_BYTES, BlockTable, verify_block_table
 from kvxfer.kv.messages import Offer, encode
 from kvxfer.ticket import TicketKeys, sign_ticket
-from verify.block_tables import TICKET, block_table
-from verify.control_plane import CLUSTER_KEY
+from verify.processes.block_tables import TICKET, block_table
+from verify.processes.control_plane import CLUSTER_KEY
 
 OTHER_KEY = b"the key of another cluster"
 

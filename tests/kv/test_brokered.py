@@ -35,9 +35,9 @@ from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.prefill_session import PrefillSession
 from kvxfer.kv.session_state import DecodeState, PrefillState
 from kvxfer.ticket import sign_ticket, verify_ticket
-from verify.block_tables import block_table
-from verify.control_plane import CLUSTER_KEY, RunningControlPlane
 from verify.polling import PATIENCE, eventually, turns
+from verify.processes.block_tables import block_table
+from verify.processes.control_plane import CLUSTER_KEY, RunningControlPlane
 
 from .brokered_pair import BrokeredPair, transfer_of
 from .workers import LAYOUT, NUM_BLOCKS, early_offers, make_ticket, worker

@@ -15,7 +15,7 @@ from verify.processes.process import ROOT, Process
 _SECONDS: Final = 240.0
 
 WHOLE: Final = "KVXFER_MOE_WHOLE" in os.environ
-"""True under `make test-moe`: more rounds, and more ranks."""
+"""True under `make test SUITE=moe`: more rounds, and more ranks."""
 
 Drive = Callable[..., None]
 

@@ -60,7 +60,7 @@ def test_a_group_of_too_few_ranks_ends(drive: Drive, fabric: str) -> None:
     drive(replace(FAULTY, min_ranks=4, fabric=fabric))
 
 
-@pytest.mark.skipif(not WHOLE, reason="make test-moe")
+@pytest.mark.skipif(not WHOLE, reason="make test SUITE=moe")
 def test_eight_ranks(drive: Drive, fabric: str) -> None:
     base = replace(FAULTY, ranks=8, experts=32, victim=5, rejoin=True, fabric=fabric)
     drive(*[replace(base, phase=phase, overlap=True) for phase in PHASES])

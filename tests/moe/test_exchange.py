@@ -97,7 +97,7 @@ def test_many_rounds_of_ranks_that_pause(drive: Drive, fabric: str, ranks: int) 
     )
 
 
-@pytest.mark.skipif(not WHOLE, reason="make test-moe")
+@pytest.mark.skipif(not WHOLE, reason="make test SUITE=moe")
 def test_shapes_at_random(drive: Drive, rng: random.Random) -> None:
     for _ in range(4):
         drive(*[_any_scenario(rng) for _ in range(12)])

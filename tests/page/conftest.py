@@ -1,4 +1,4 @@
-"""A browser, and a fleet behind the page, for `make test-page`."""
+"""A browser, and a fleet behind the page, for `make test SUITE=page`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.timeout(600))
             if not PACKAGES:
-                item.add_marker(pytest.mark.skip(reason="run by `make test-page`"))
+                item.add_marker(pytest.mark.skip(reason="run by `make test SUITE=page`"))
 
 
 @pytest.fixture(scope="session")

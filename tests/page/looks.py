@@ -11,7 +11,7 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-expect = pytest.importorskip("playwright.sync_api", reason="run by `make test-page`").expect
+expect = pytest.importorskip("playwright.sync_api", reason="run by `make test SUITE=page`").expect
 
 IMAGES = Path(__file__).parents[2] / "docs" / "img"
 _COLOURS = 256

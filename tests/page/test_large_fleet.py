@@ -12,7 +12,7 @@ import pytest
 from kvxfer.instances import InstanceState, Load, Traffic
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.lease_policy import LeasePolicy
-from verify.control_plane import RunningControlPlane, worker
+from verify.processes.control_plane import RunningControlPlane, worker
 
 from .looks import barriers, expect, live, shown_again
 

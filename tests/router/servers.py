@@ -19,8 +19,8 @@ from kvxfer.web.listener import bind, url_of
 from kvxfer.web.server import Server
 from kvxfer.web.tls import ServerTls
 from tests.network import Answer, Reply
-from verify.control_plane import worker
 from verify.polling import PATIENCE
+from verify.processes.control_plane import worker
 
 USAGE = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
 

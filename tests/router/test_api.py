@@ -23,7 +23,7 @@ from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.web.tokens import watch_tokens
 from tests.network import Answer, Network, Reply
 from tests.virtual_time import passes
-from verify.control_plane import LAYOUT
+from verify.processes.control_plane import LAYOUT
 
 from .servers import CHATS, COMPLETION, DECODES, PREFILLS, USAGE
 

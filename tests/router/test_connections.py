@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request, Response
 from kvxfer.instances import Role
 from kvxfer.web.answer import DONE, EventStream
 from tests.network import Answer, Reply, worker_app
-from verify.control_plane import RunningControlPlane
+from verify.processes.control_plane import RunningControlPlane
 
 from .servers import PREFILLS, RunningRouter, chunk, http_worker
 

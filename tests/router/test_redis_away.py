@@ -25,7 +25,7 @@ from kvxfer.router.settings import RouterSettings
 from kvxfer.transfers import OpenedTransfer
 from tests.api.conftest import problem, registration
 from verify.polling import eventually
-from verify.redis_server import RedisServer
+from verify.processes.redis_server import RedisServer
 
 from .cluster import Cluster, until
 from .completions import MODEL, asked, streamed

@@ -13,7 +13,7 @@ import pytest
 from kvxfer.reference.runner import ModelRunner
 from verify.polling import eventually
 from verify.processes.balancer import Balancer
-from verify.redis_server import RedisServer, audit
+from verify.processes.redis_server import RedisServer, audit
 
 from .cluster import BLOCKS, Cluster, until
 from .completions import asked

@@ -16,7 +16,7 @@ from kvxfer.prefix_hashes import prompt_hashes
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from tests.network import Answer, Network, Reply
 from tests.virtual_time import VirtualClock, passes
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 from .servers import DECODES, PREFILLS, answers, chunk, problem
 

@@ -14,8 +14,8 @@ from kvxfer.event_stream import EventParser
 from kvxfer.instances import Role
 from kvxfer.web.tls import ServerTls
 from tests.network import worker_app
-from verify.certificates import make_certificates
-from verify.control_plane import RunningControlPlane
+from verify.processes.certificates import make_certificates
+from verify.processes.control_plane import RunningControlPlane
 
 from .servers import DECODES, PREFILLS, RunningRouter, http_worker
 

@@ -12,8 +12,8 @@ from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import Registry
 from tests.control_plane import pass_time
 from tests.virtual_time import VirtualClock
-from verify.control_plane import worker
 from verify.polling import PATIENCE
+from verify.processes.control_plane import worker
 
 LEASE = 6.0
 FEED_CAPACITY = 8

@@ -12,7 +12,7 @@ from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from tests.virtual_time import VirtualClock
 from verify.polling import PATIENCE, eventually
-from verify.redis_server import RedisServer
+from verify.processes.redis_server import RedisServer
 
 
 @asynccontextmanager

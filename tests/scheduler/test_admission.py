@@ -17,8 +17,8 @@ from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.transfers import Transfer, TransferRequest
 from tests.virtual_time import passes
-from verify.control_plane import worker
 from verify.polling import eventually
+from verify.processes.control_plane import worker
 
 from .conftest import RegistryUnderTest
 from .redis_replica import replica

@@ -18,10 +18,10 @@ from kvxfer.kv.block_table import BlockTable
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
-from verify.block_tables import block_table
-from verify.control_plane import worker
 from verify.polling import eventually
-from verify.redis_server import RedisServer
+from verify.processes.block_tables import block_table
+from verify.processes.control_plane import worker
+from verify.processes.redis_server import RedisServer
 
 from .redis_replica import replica
 from .test_registry import LEASE, READY, open_between, take

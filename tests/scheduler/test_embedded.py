@@ -10,7 +10,7 @@ from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
 from tests.virtual_time import passes
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 
 async def test_epochs_and_change_ids_ascend_over_a_restart_of_the_process(clock):

@@ -7,7 +7,7 @@ import pytest
 from kvxfer.instances import Change, ChangeCause, Instance, InstanceState
 from kvxfer.scheduler.feed import ChangeFeed
 from tests.virtual_time import passes
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 
 def feed_with(count: int, *, capacity: int = 4) -> ChangeFeed:

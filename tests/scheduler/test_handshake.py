@@ -9,7 +9,7 @@ from kvxfer.layout import KvLayout, LayerShape
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.handshake import shake_hands
 from kvxfer.transfers import PlannedCopy, PlannedLayer, PlanSummary, RankPair
-from verify.control_plane import LAYOUT, worker
+from verify.processes.control_plane import LAYOUT, worker
 
 OPAQUE = {"order": "HND", "kv": "opaque"}
 STATE = {"kv": "state", "order": "HND"}

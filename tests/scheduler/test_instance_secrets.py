@@ -10,7 +10,7 @@ import pytest
 from kvxfer.errors import Forbidden, InstanceExists, StaleEpoch, UnknownInstance
 from kvxfer.instances import BlockUpdate, Change, InstanceState, Load
 from kvxfer.scheduler.registry import Registry
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 from .conftest import LEASE, RegistryUnderTest
 from .redis_replica import replica

@@ -20,7 +20,7 @@ from kvxfer.weight_updates import (
     UpdateState,
     WeightUpdate,
 )
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 NOW = 1_800_000_000.0
 

@@ -14,7 +14,7 @@ from kvxfer.scheduler.pair_index import PairIndex, choose_pair
 from kvxfer.scheduler.pairing import check_pair, common_fabrics
 from kvxfer.scheduler.scoring import available_blocks
 from kvxfer.transfers import TransferRequest
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 
 def instance(

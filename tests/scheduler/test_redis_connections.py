@@ -12,10 +12,10 @@ import pytest
 
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.instances import InstanceState
-from verify.certificates import make_certificates
-from verify.control_plane import worker
 from verify.polling import eventually, wait_until
-from verify.redis_server import RedisServer
+from verify.processes.certificates import make_certificates
+from verify.processes.control_plane import worker
+from verify.processes.redis_server import RedisServer
 
 from .redis_replica import replica
 

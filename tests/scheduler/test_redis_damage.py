@@ -17,10 +17,10 @@ from kvxfer.scheduler.redis_registry.records import decode_instance
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
 from kvxfer.weight_updates import AnnounceUpdate
-from verify.block_tables import block_table
-from verify.control_plane import worker
 from verify.polling import eventually
-from verify.redis_server import RedisServer
+from verify.processes.block_tables import block_table
+from verify.processes.control_plane import worker
+from verify.processes.redis_server import RedisServer
 
 from .redis_replica import is_current, replica
 

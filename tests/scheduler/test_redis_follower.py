@@ -17,9 +17,9 @@ from kvxfer.scheduler.redis_registry.snapshot import Turns
 from kvxfer.scheduler.sent_prompts import SentPrompts
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
-from verify.control_plane import worker
 from verify.polling import PATIENCE, eventually
-from verify.redis_server import RedisServer
+from verify.processes.control_plane import worker
+from verify.processes.redis_server import RedisServer
 
 from .redis_replica import is_current, replica
 

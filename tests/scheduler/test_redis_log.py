@@ -8,9 +8,9 @@ from kvxfer.instances import BlockUpdate, InstanceState, Load, Role, Traffic
 from kvxfer.scheduler.keyspace import Keyspace
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import RedisRegistry
-from verify.control_plane import worker
 from verify.polling import PATIENCE
-from verify.redis_server import RedisServer
+from verify.processes.control_plane import worker
+from verify.processes.redis_server import RedisServer
 
 from .redis_replica import replica
 

@@ -13,10 +13,10 @@ from kvxfer.errors import ControlPlaneUnavailable, StaleEpoch
 from kvxfer.instances import Change, InstanceState, Role, Snapshot
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
-from verify.control_plane import worker
 from verify.polling import eventually
-from verify.redis_failover import Clustered, Watched
-from verify.redis_server import RedisServer, audit
+from verify.processes.control_plane import worker
+from verify.processes.redis_failover import Clustered, Watched
+from verify.processes.redis_server import RedisServer, audit
 
 from .redis_replica import is_current, replica
 

@@ -17,8 +17,8 @@ from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
 from tests.virtual_time import VirtualClock
-from verify.control_plane import worker
-from verify.redis_server import audit
+from verify.processes.control_plane import worker
+from verify.processes.redis_server import audit
 
 from .redis_replica import replica
 

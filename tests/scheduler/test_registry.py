@@ -28,7 +28,7 @@ from kvxfer.instances import (
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.registry import Registry, TransferEnd
 from kvxfer.transfers import Party, Transfer
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 from .conftest import FEED_CAPACITY, LEASE, RegistryUnderTest
 

@@ -18,7 +18,7 @@ from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import Transfer, TransferRequest
 from tests.virtual_time import VirtualClock
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 from .conftest import LEASE, RegistryUnderTest
 from .redis_replica import replica

@@ -28,7 +28,7 @@ from kvxfer.scheduler.scoring import Scorer, WeightedScorer, Weights
 from kvxfer.scheduler.topology import distance, place_of
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import Score, TransferRequest
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 from .test_pair_index import at
 from .test_pairing import instance

@@ -12,9 +12,9 @@ from kvxfer.instances import InstanceState, Role
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import Transfer, TransferRequest
-from verify.control_plane import worker
 from verify.polling import eventually
-from verify.redis_server import RedisServer, audit
+from verify.processes.control_plane import worker
+from verify.processes.redis_server import RedisServer, audit
 
 from .conftest import RegistryUnderTest
 from .redis_replica import is_current, replica

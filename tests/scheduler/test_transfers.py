@@ -11,7 +11,7 @@ from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import Transfer, TransferRequest
 from tests.virtual_time import VirtualClock
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 
 class Contended(EmbeddedRegistry):

@@ -34,8 +34,8 @@ from kvxfer.weight_updates import (
     UpdateState,
     WeightUpdate,
 )
-from verify.control_plane import worker
-from verify.redis_server import RedisServer
+from verify.processes.control_plane import worker
+from verify.processes.redis_server import RedisServer
 
 from .redis_replica import replica
 

@@ -12,7 +12,7 @@ from kvxfer.instances import Instance, InstanceState, Role
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.scheduler.pair_index import PairIndex, choose_pair
 from kvxfer.transfers import TransferRequest
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 from .test_pairing import chosen, instance
 

@@ -17,7 +17,7 @@ import pytest
 
 from verify.processes.fleet import Fleet
 from verify.processes.programs import Server, free_port
-from verify.vllm import tiny_llama
+from verify.processes.vllm import tiny_llama
 
 HERE = Path(__file__).parent
 SGLANG_PYTHON = os.environ.get("KVXFER_SGLANG_PYTHON", "")
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not SGLANG_PYTHON:
         for item in items:
             if HERE in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason="run by `make test-sglang`"))
+                item.add_marker(pytest.mark.skip(reason="run by `make test SUITE=sglang`"))
 
 
 @dataclass

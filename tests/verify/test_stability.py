@@ -1,4 +1,4 @@
-"""The stalls of `make test-stability`, and its reading of a suite's log."""
+"""The stalls of `make test SUITE=stability`, and its reading of a suite's log."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TEST CASE:  a killed peer is named
 engine_native/tests/engine/test_faults.cpp:52: ERROR: CHECK( lost ) is NOT correct!
 [doctest] test cases:     57 |     56 passed | 1 failed | 98 skipped
 =========================== short test summary info ============================
-SKIPPED [1] tests/page/looks.py:14: run by `make test-page`
+SKIPPED [1] tests/page/looks.py:14: run by `make test SUITE=page`
 FAILED tests/kv/test_lease.py::test_a_lease_ends[local - tcp] - assert 1 == 2
 ERROR tests/api/test_scale.py::test_plan
 2 failed, 10 passed in 4.20s

@@ -19,7 +19,7 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
     monkeypatch.setattr(verify, "ROOT", tmp_path)
     monkeypatch.setattr(verify, "digest_of_tree", lambda: "a tree")
     monkeypatch.setattr(
-        verify, "STEPS", (verify.Step("one", {}, ""), verify.Step("two", {"N": "3"}, ""))
+        verify, "STEPS", (verify.Step("one", "", ""), verify.Step("two", "", "", {"N": "3"}))
     )
 
     def run(one: str, two: str, *arguments: str) -> int:

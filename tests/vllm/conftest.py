@@ -19,8 +19,8 @@ from kvxfer.ticket import Ticket, sign_ticket
 from verify.polling import wait_until
 from verify.processes.fleet import CONTROL_PLANE, Fleet
 from verify.processes.programs import Server
-from verify.vllm import servers
-from verify.vllm.servers import VLLM_PYTHON, add_vllm, make_model, vllm
+from verify.processes.vllm import servers
+from verify.processes.vllm.servers import VLLM_PYTHON, add_vllm, make_model, vllm
 
 HERE = Path(__file__).parent
 CLUSTER_KEY = "0123456789abcdef0123456789abcdef"
@@ -33,11 +33,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not VLLM_PYTHON:
         for item in items:
             if HERE in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason="run by `make test-vllm`"))
+                item.add_marker(pytest.mark.skip(reason="run by `make test SUITE=vllm`"))
 
 
 def checkpoint(kind: str, folder: Path) -> Path:
-    """Makes a tiny model of verify/vllm/tiny_models.py, once, and returns its checkpoint."""
+    """Makes a tiny model (verify/processes/vllm/tiny_models.py) once; returns its checkpoint."""
     made = folder / kind
     if not made.exists():
         maker = Path(servers.__file__).with_name("tiny_models.py")

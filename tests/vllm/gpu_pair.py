@@ -74,8 +74,8 @@ from kvxfer.connectors.vllm.groups import layer_specs
 from kvxfer.ticket import Ticket, sign_ticket
 from tests.cuda import device_memory
 from tests.cuda.bindings import context, good
-from verify.control_plane import CLUSTER_KEY
 from verify.polling import PATIENCE, wait_until
+from verify.processes.control_plane import CLUSTER_KEY
 from verify.processes.programs import free_port
 
 BLOCKS, TOKENS, LONGEST = 64, 16, 512

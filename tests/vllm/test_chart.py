@@ -10,7 +10,7 @@ import pytest
 
 from tests.deploy.chart import VALUE_SETS, render, value_set
 from tests.deploy.programs import expanded
-from verify.vllm.servers import VLLM_PYTHON
+from verify.processes.vllm.servers import VLLM_PYTHON
 
 # Runs in vLLM's environment: vLLM's parser parses each line of stdin, a JSON list of options.
 PARSE = """

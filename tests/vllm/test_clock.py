@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from verify.processes.programs import Server
-from verify.vllm.servers import add_vllm, make_model
+from verify.processes.vllm.servers import add_vllm, make_model
 
 from .conftest import LEASE_SECONDS, Cluster, fleet_in, settings
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from kvxfer.event_stream import EventParser
 from verify.polling import wait_until
 from verify.processes.fleet import Fleet
-from verify.vllm.servers import add_vllm, make_model
+from verify.processes.vllm.servers import add_vllm, make_model
 
 pytestmark = [pytest.mark.realtime, pytest.mark.timeout(900)]
 

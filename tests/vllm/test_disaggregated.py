@@ -16,8 +16,8 @@ import pytest
 from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.ticket import Ticket, sign_ticket
 from verify.polling import wait_until
-from verify.vllm.servers import add_vllm
-from verify.vllm.tiny_prompts import prompts
+from verify.processes.vllm.servers import add_vllm
+from verify.processes.vllm.tiny_prompts import prompts
 
 from .conftest import CLUSTER_KEY, LEASE_SECONDS, Cluster, settings
 

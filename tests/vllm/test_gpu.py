@@ -1,4 +1,4 @@
-"""The connector with vLLM's own parts and caches in GPU memory: `make test-vllm-gpu`."""
+"""The connector with vLLM's own parts and caches in GPU memory: `make test SUITE=vllm-gpu`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.cuda.on_driver import run_on_driver
-from verify.control_plane import CLUSTER_KEY, RunningControlPlane
 from verify.polling import PATIENCE
-from verify.vllm.servers import VLLM_PYTHON
+from verify.processes.control_plane import CLUSTER_KEY, RunningControlPlane
+from verify.processes.vllm.servers import VLLM_PYTHON
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
 

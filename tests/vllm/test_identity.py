@@ -16,8 +16,8 @@ import pytest
 from kvxfer.instances import InstanceState
 from verify.polling import wait_until
 from verify.processes.programs import Server
-from verify.vllm import servers
-from verify.vllm.servers import add_vllm, make_model
+from verify.processes.vllm import servers
+from verify.processes.vllm.servers import add_vllm, make_model
 
 from .conftest import Cluster, cluster_of, settings
 from .test_pull import fetched

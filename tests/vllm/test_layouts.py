@@ -17,8 +17,8 @@ from kvxfer.instances import Instance, Role
 from verify.polling import wait_until
 from verify.processes.fleet import Fleet
 from verify.processes.programs import Server
-from verify.vllm.servers import add_vllm
-from verify.vllm.tiny_prompts import prompts
+from verify.processes.vllm.servers import add_vllm
+from verify.processes.vllm.tiny_prompts import prompts
 
 from .conftest import ask, checkpoint, fleet_in, keep, settings
 

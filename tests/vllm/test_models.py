@@ -16,7 +16,7 @@ import httpx2
 import pytest
 from pytest import approx
 
-from verify.vllm.tiny_prompts import prompts
+from verify.processes.vllm.tiny_prompts import prompts
 
 from .conftest import Cluster, checkpoint, cluster_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verify.vllm.servers import VLLM_PYTHON
+from verify.processes.vllm.servers import VLLM_PYTHON
 
 from .conftest import checkpoint
 

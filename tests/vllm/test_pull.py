@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from verify.processes.programs import Server
-from verify.vllm.tiny_prompts import prompts
+from verify.processes.vllm.tiny_prompts import prompts
 
 from .conftest import Cluster
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.weights import vllm_quantization
-from verify.vllm.servers import VLLM_PYTHON
+from verify.processes.vllm.servers import VLLM_PYTHON
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
 

@@ -1,4 +1,4 @@
-"""The connector with the real vLLM in a few minutes, for each run of CI: `make test-vllm-smoke`."""
+"""The connector with the real vLLM in a few minutes, for CI: `make test SUITE=vllm-smoke`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Final
 import pytest
 
 from verify.polling import wait_until
+from verify.processes.vllm.tiny_prompts import prompts
 from verify.stability import descendants
-from verify.vllm.tiny_prompts import prompts
 
 from .conftest import Cluster
 from .test_pull import fetched, proxied, random_prompt

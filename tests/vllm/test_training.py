@@ -24,8 +24,8 @@ from kvxfer.reference.tensor_parallel.runner import GroupRunner
 from kvxfer.reference.tokens import ByteTokenizer
 from kvxfer.reference.weight_receiver import Receivers
 from verify.processes.programs import Server, free_port
-from verify.vllm.servers import VLLM_PYTHON, vllm
-from verify.weights.training import TrainingJob
+from verify.processes.vllm.servers import VLLM_PYTHON, vllm
+from verify.processes.weights.training import TrainingJob
 
 from .conftest import CLUSTER_KEY, ask
 

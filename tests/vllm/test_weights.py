@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from verify.processes.programs import Server, clean_environment
-from verify.vllm import servers
-from verify.vllm.servers import VLLM_PYTHON, vllm
+from verify.processes.vllm import servers
+from verify.processes.vllm.servers import VLLM_PYTHON, vllm
 
 from .conftest import CLUSTER_KEY, ask
 

@@ -18,8 +18,8 @@ import msgspec
 from kvxfer.instance_secret import HEADER
 from kvxfer.ticket import Ticket, sign_ticket, verify_ticket
 from kvxfer.web.tokens import Scope, watch_tokens
-from verify.block_tables import block_table
-from verify.control_plane import CLUSTER_KEY, RunningControlPlane, worker
+from verify.processes.block_tables import block_table
+from verify.processes.control_plane import CLUSTER_KEY, RunningControlPlane, worker
 
 from .attack import Row, Tried
 

@@ -1,4 +1,4 @@
-"""The known inputs of a target: its seeds, and the inputs that fuzzing found."""
+"""The inputs that fuzzing found."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import hashlib
 import json
 from pathlib import Path
 from typing import Final
-
-from verify.fuzz import seeds
 
 CORPUS: Final = Path(__file__).parent / "corpus"
 """The folder of inputs that fuzzing found, under version control: a JSON file per target, with
@@ -21,17 +19,6 @@ def found(target: str) -> dict[str, bytes]:
     if not packed.exists():
         return {}
     return {name: base64.b64decode(text) for name, text in json.loads(packed.read_text()).items()}
-
-
-def folders(target: str, into: Path) -> list[Path]:
-    """Writes the inputs of a target below `into`. Returns their folders."""
-    written = into / target
-    seeds.write(target, written)
-    findings = into / "found" / target
-    findings.mkdir(parents=True, exist_ok=True)
-    for name, content in found(target).items():
-        (findings / name).write_bytes(content)
-    return [written, findings]
 
 
 def keep(crash: Path, target: str) -> str:

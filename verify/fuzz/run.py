@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from verify.arguments import above_zero
-from verify.fuzz import inputs, interpreted, native
+from verify.fuzz import inputs, interpreted, native, seeds
 from verify.fuzz.python import TARGETS as PYTHON_TARGETS
 
 LEAST_PERCENT: Final = 95.0
@@ -60,7 +60,7 @@ def fuzz(target: str, seconds: int, with_coverage: bool = False) -> Outcome:
     found, crashes = WORK / target, WORK / "crashes"
     found.mkdir(parents=True, exist_ok=True)
     crashes.mkdir(exist_ok=True)
-    corpora = [found, *inputs.folders(target, SEEDS)]
+    corpora = [found, *seeds.folders(target, SEEDS)]
     options = [
         f"-max_total_time={seconds}",
         "-max_len=4096",

@@ -1,1 +1,1 @@
-"""A fleet on virtual time. Its engines, connections and processes all follow from one seed."""
+"""Simulations on virtual time, each from one seed."""

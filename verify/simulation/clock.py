@@ -1,4 +1,4 @@
-"""Virtual time: the only clock of a simulated fleet, and its queue of events."""
+"""Virtual time: the only clock of a simulation, and its queue of events."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .process import Process
+from typing import Protocol
 
 # Both clocks begin at an arbitrary time that is the same in every run.
 _MONOTONIC_BEGIN = 1000.0
 _WALL_BEGIN = 1_700_000_000.0
+
+
+class Process(Protocol):
+    """A simulated process, as its events see it."""
+
+    def lets(self, event: Callable[[], None]) -> bool:
+        """Returns whether the event happens now. Keeps it if the process is stopped."""
 
 
 class Clock:

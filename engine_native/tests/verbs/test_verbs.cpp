@@ -1,5 +1,5 @@
 // Engines on RDMA NICs: links that go down, and regions that are deregistered. The suite
-// "conformance" has the cases that verbs share with other fabrics. Run by make test-verbs.
+// "conformance" has the cases that verbs share with other fabrics. Run by make test SUITE=verbs.
 #include <linux/capability.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>

@@ -31,7 +31,7 @@ from kvxfer.kv.cache import KvCache
 from kvxfer.prompt_digest import prompt_digest
 from tests.connectors.sglang.instances import PAGES, Instance, Two, ended, instance, two, until
 from tests.topology import machines
-from verify.control_plane import RunningControlPlane
+from verify.processes.control_plane import RunningControlPlane
 
 pytestmark = pytest.mark.native
 

@@ -7,7 +7,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from verify.redis_server import RedisServer
+from verify.processes.redis_server import RedisServer
 
 
 @pytest.fixture

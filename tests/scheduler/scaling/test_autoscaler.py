@@ -21,8 +21,8 @@ from kvxfer.scheduler.scaling.kubernetes import KubernetesBackend
 from kvxfer.scheduler.scaling.policy import RolePolicy, ScalingPolicy
 from kvxfer.scheduler.scaling.redis_leader import RedisLeader
 from tests.virtual_time import VirtualClock, passes
-from verify.control_plane import worker
-from verify.redis_server import RedisServer
+from verify.processes.control_plane import worker
+from verify.processes.redis_server import RedisServer
 
 from .kubernetes_api import TOKEN, KubernetesApi, running
 from .test_kubernetes import CONFIG, LWS

@@ -13,7 +13,7 @@ from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.scaling.drain import drain
 from tests.virtual_time import VirtualClock, passes
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 
 @pytest.fixture

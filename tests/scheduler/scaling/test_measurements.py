@@ -6,7 +6,7 @@ import pytest
 
 from kvxfer.instances import Instance, InstanceState, Load, Reserved, Role
 from kvxfer.scheduler.scaling.measurements import measure
-from verify.control_plane import worker
+from verify.processes.control_plane import worker
 
 
 def instance(name: str, role: str, *, state: str = "ready", **changes: object) -> Instance:

@@ -17,8 +17,8 @@ from kvxfer.instances import Instance, InstanceState, Load, Reserved, Role
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.scaling.policy_file import ProcessesConfig
 from kvxfer.scheduler.scaling.processes import ProcessBackend, leave_first
-from verify.control_plane import CLUSTER_KEY, RunningControlPlane
 from verify.polling import eventually
+from verify.processes.control_plane import CLUSTER_KEY, RunningControlPlane
 
 from .test_measurements import instance
 

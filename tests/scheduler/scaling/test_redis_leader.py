@@ -16,7 +16,7 @@ from kvxfer.scheduler.redis_registry.url import RedisUrl
 from kvxfer.scheduler.scaling import redis_leader
 from kvxfer.scheduler.scaling.redis_leader import RedisLeader
 from verify.polling import eventually
-from verify.redis_failover import Watched
+from verify.processes.redis_failover import Watched
 
 pytestmark = pytest.mark.native
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from verify.fuzz import inputs
+
 _MODULES: Final = {
     "engine": (
         "handshake",
@@ -44,3 +46,14 @@ def write(target: str, folder: Path) -> None:
     folder.mkdir(parents=True)
     for number, content in enumerate(of(target)):
         (folder / f"seed-{number:03}").write_bytes(content)
+
+
+def folders(target: str, into: Path) -> list[Path]:
+    """Writes the seeds of a target, and what fuzzing found, below `into`. Returns their folders."""
+    written = into / target
+    write(target, written)
+    findings = into / "found" / target
+    findings.mkdir(parents=True, exist_ok=True)
+    for name, content in inputs.found(target).items():
+        (findings / name).write_bytes(content)
+    return [written, findings]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from verify.fuzz import inputs, seeds
+from verify.fuzz import seeds
 
 parser = argparse.ArgumentParser(prog="python -m verify.fuzz.seeds", description=__doc__)
 parser.add_argument("--into", type=Path, required=True, metavar="DIR")
@@ -15,4 +15,4 @@ parser.add_argument(
 )
 options = parser.parse_args()
 for target in options.target or seeds.TARGETS:
-    inputs.folders(target, options.into)
+    seeds.folders(target, options.into)

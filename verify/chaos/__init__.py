@@ -1,0 +1,1 @@
+"""Processes under load that are killed, frozen and cut off from their network."""

@@ -1,0 +1,1 @@
+"""Workers and their network, broken in mid-transfer."""

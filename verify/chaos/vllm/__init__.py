@@ -1,0 +1,1 @@
+"""A disaggregated vLLM under load, whose processes are killed and frozen."""

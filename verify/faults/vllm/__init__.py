@@ -1,1 +1,0 @@
-"""A disaggregated vLLM under load, whose processes are killed and frozen (`make chaos-vllm`)."""
