@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from verify.processes.process import tell_reaper
+
 # A command that waits has its own deadline, of five minutes at most.
 _HANG_SECONDS: Final = 400.0
 _END: Final = "\x1eend of output"
@@ -60,7 +62,7 @@ _APART: Final = ("unshare", "--net", *(() if os.geteuid() == 0 else ("--map-root
 
 class Shell:
     """A bash in a folder and in a network namespace. Programs that were started in it end with it,
-    even if they were not stopped."""
+    and with this process, even if they were not stopped."""
 
     def __init__(self, folder: Path) -> None:
         kept = {name: v for name, v in os.environ.items() if not name.startswith(_PRIVATE)}
@@ -79,6 +81,7 @@ class Shell:
             process_group=0,
         )
         os.close(held)
+        tell_reaper(f"+{self._bash.pid}")
 
     def take(self, step: Step) -> None:
         """Runs the command. It must print the lines of the step, and if there are none, succeed."""
@@ -91,6 +94,7 @@ class Shell:
     def close(self) -> None:
         self._kill()
         self._bash.communicate()
+        tell_reaper(f"-{self._bash.pid}")
         os.read(self._ended, 1)
         os.close(self._ended)
 

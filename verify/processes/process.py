@@ -69,7 +69,7 @@ class Process:
             self._begun = log.tell()
             self._process = self._popen(log)
         self._reaped = False
-        _tell_reaper(f"+{self.pid} {self._temporary or ''}")
+        tell_reaper(f"+{self.pid} {self._temporary or ''}")
 
     def _popen(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -112,7 +112,7 @@ class Process:
             self._reaped = True
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            _tell_reaper(f"-{self.pid}")
+            tell_reaper(f"-{self.pid}")
         return code
 
     # --- readiness ---------------------------------------------------------------------------
@@ -233,7 +233,8 @@ def _reaper(_driver: int) -> subprocess.Popen[bytes]:
     )
 
 
-def _tell_reaper(line: str) -> None:
+def tell_reaper(line: str) -> None:
+    """Writes a line to the process that kills what this one leaves (verify/processes/reaper.py)."""
     # Two threads must not make two reapers: the second would end the processes of the first.
     with _reaper_lock, contextlib.suppress(BrokenPipeError):
         stdin = _reaper(os.getpid()).stdin
