@@ -204,7 +204,7 @@ class KvLayout:
     def _require_sections(self) -> None:
         sections = self.sections
         sizes = all(isinstance(size, int) and size > 0 for size in sections)
-        if self.state and sizes and 0 < len(sections) <= MOST_SECTIONS:
+        if self.state and sizes and sections:
             possible = sum(sections) == self.head_size
         else:
             possible = not self.state and not sections
@@ -212,7 +212,7 @@ class KvLayout:
             return
         raise InvalidArgument(
             f"KvLayout.sections is {sections!r} with kv={self.kv!r} and head_size "
-            f"{self.head_size}; with kv='state' pass at most {MOST_SECTIONS} sizes that add up to "
+            f"{self.head_size}; with kv='state' pass sizes that add up to "
             "head_size, otherwise ()"
         )
 

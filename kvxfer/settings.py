@@ -36,8 +36,8 @@ _HOLDS: Final = {
     "ge": (operator.ge, "{} or more"),
     "lt": (operator.lt, "less than {}"),
     "le": (operator.le, "{} or less"),
-    "min_length": (operator.ge, "a length of {} or more"),
-    "max_length": (operator.le, "a length of {} or less"),
+    "min_length": (operator.ge, "{} or more"),
+    "max_length": (operator.le, "{} or less"),
 }
 _WORDS: Final = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 _TYPES: Final = {str: (str,), int: (int,), float: (int, float), bool: (bool,)}
@@ -79,9 +79,10 @@ def _check(value: Any, member: Member, called: str) -> None:
         raise InvalidArgument(f"{called} is {value!r}; use {_WORDS[kind]}")
     for bound, limit in member.bounds():
         holds, words = _HOLDS[bound]
-        measure = len(value) if bound.endswith("_length") else value
-        if not holds(measure, limit):  # NaN is within no bounds
-            raise InvalidArgument(f"{called} is {value!r}; use {words.format(limit)}")
+        sized = bound.endswith("_length")
+        if not holds(len(value) if sized else value, limit):  # NaN is within no bounds
+            found = f"has a length of {len(value)}" if sized else f"is {value!r}"
+            raise InvalidArgument(f"{called} {found}; use {words.format(limit)}")
 
 
 def read_members(

@@ -57,7 +57,7 @@ def test_values_within_the_bounds_are_accepted() -> None:
         ({"count": 2.0}, "count is 2.0; use a whole number"),
         ({"count": True}, "count is True; use a whole number"),
         ({"threads": "2"}, "threads is '2'; use a whole number"),
-        ({"name": "n" * 5}, "name is 'nnnnn'; use a length of 4 or less"),
+        ({"name": "n" * 5}, "name has a length of 5; use 4 or less"),
         ({"name": 5}, "name is 5; use text"),
         ({"turn": "up"}, "turn is 'up'; use left"),
         ({"side": None}, "side is None; use left or right"),

@@ -95,7 +95,7 @@ def test_each_role_of_vllm_maps_to_a_role() -> None:
         ({"http_address": HTTP, "lease_seconds": 0}, "lease_seconds is 0"),
         ({"http_address": HTTP, "lease_seconds": True}, "lease_seconds is True; pass a number"),
         ({"http_address": HTTP, "lease_seconds": 3600}, "lease_seconds is 3600.0; use less than"),
-        ({"http_address": HTTP, "checkpoint": ""}, "checkpoint is ''; use a length of 1 or more"),
+        ({"http_address": HTTP, "checkpoint": ""}, "checkpoint has a length of 0; use 1 or more"),
         ({"http_address": HTTP, "checkpoint": 7}, "checkpoint is 7; pass text"),
         ({"http_address": HTTP, "peer_timeout": True}, "peer_timeout is True"),
         ({"http_address": HTTP, "nics": "mlx5_0"}, "nics is 'mlx5_0'; pass a list, each item text"),

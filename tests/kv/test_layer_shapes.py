@@ -132,5 +132,5 @@ def test_the_check_of_a_large_layout_takes_linear_time() -> None:
     check_hello(Hello(NEWEST, "peer", 1, layout, 1, strides, permutes=False))
     assert plan_transfer(layout, layout).first_grants[-1] == most + most // 4
     assert bytes_per_token(layout, layout) * layout.block_size == layout.stack_bytes
-    with pytest.raises(InvalidArgument, match="has 65 shapes; pass at most 64"):
+    with pytest.raises(InvalidArgument, match="shapes has a length of 65; use 64 or less"):
         dataclasses.replace(LAYOUT, shapes=(DRAFT,) * 65)

@@ -95,7 +95,7 @@ def test_blocks_for_rounds_up(tokens: int, blocks: int) -> None:
         ({"kv": "mixed"}, "kv is 'mixed'; use separate or interleaved or"),
         ({"mla": 1}, "mla is 1; use true or false"),
         ({"packing": "vec"}, "packing is 'vec' with kv='separate'"),
-        ({"packing": "x" * 33}, "use a length of 32 or less"),
+        ({"packing": "x" * 33}, "packing has a length of 33; use 32 or less"),
         (
             {"kv": "opaque", "order": "HND", "packing": "amx", "block_size": 24},
             "'amx' with block_size 24",

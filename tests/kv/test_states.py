@@ -140,10 +140,10 @@ def test_the_error_names_the_field_in_which_states_differ(other: KvLayout, field
         ({"sections": (3, 3, 7)}, "sizes that add up to head_size"),
         ({"sections": (23, 0)}, "sizes that add up to head_size"),
         ({"sections": (20, "3")}, "sizes that add up to head_size"),
-        ({"sections": (1,) * 65, "head_size": 65}, "at most 64 sizes"),
+        ({"sections": (1,) * 65, "head_size": 65}, "sections has a length of 65; use 64 or less"),
         ({"order": "NHD"}, "order is 'NHD' with kv='state'"),
         ({"kv": "opaque"}, r"sections is \(3, 3, 7, 10\) with kv='opaque'"),
-        ({"head_size": (1 << 30) + 1}, "head_size is 1073741825; pass at most 1073741824"),
+        ({"head_size": (1 << 30) + 1}, "head_size is 1073741825; use 1073741824 or less"),
     ],
 )
 def test_the_error_names_what_is_wrong_with_a_state(changes: dict[str, Any], named: str) -> None:
