@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
@@ -19,6 +20,7 @@ _TEXT: Final = frozenset(
     {"arguments", "content", "input", "instructions", "output", "system", "text", "thinking"}
 )
 _DEEPEST: Final = 16
+_HALF: Final = re.compile("[\ud800-\udfff]")
 
 
 def read_members(content: bytes) -> Members | None:
@@ -32,7 +34,10 @@ def read_members(content: bytes) -> Members | None:
         read = json.loads(content)
     except (ValueError, RecursionError):
         return None
-    return {name: as_raw(value) for name, value in read.items()} if isinstance(read, dict) else None
+    if not isinstance(read, dict):
+        return None
+    # UTF-8 has no such halves; no worker knows a member with one in its name.
+    return {name: as_raw(value) for name, value in read.items() if not _HALF.search(name)}
 
 
 def has(members: Members, name: str) -> bool:

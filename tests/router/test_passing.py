@@ -113,6 +113,7 @@ async def test_decode_gets_the_members_byte_for_byte(
     [
         b'{"model": "llama", "prompt": "hi", "top_p": NaN, "temperature": -Infinity}',
         b'{"model": "llama", "prompt": "\\ud800"}',
+        b'{"model": "llama", "prompt": "hi", "\\ud800": 1}',
     ],
 )
 async def test_json_that_only_python_reads_reaches_both_workers(
