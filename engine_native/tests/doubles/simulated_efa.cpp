@@ -13,6 +13,7 @@
 
 #include "doubles/simulated_efa_network.hpp"
 #include "doubles/simulated_gpus.hpp"
+#include "retire.hpp"
 
 namespace kvxfer::test {
 namespace efa {
@@ -460,6 +461,7 @@ SimulatedEfa::SimulatedEfa() : network_(std::make_unique<efa::Network>()) {
 }
 
 SimulatedEfa::~SimulatedEfa() {
+  await_retired();  // memory is deregistered here
   {
     const auto lock = efa::held();
     network_->wire.request_stop();

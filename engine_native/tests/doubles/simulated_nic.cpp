@@ -11,6 +11,7 @@
 
 #include "bootstrap/bytes.hpp"
 #include "memory_region.hpp"
+#include "retire.hpp"
 
 namespace kvxfer::test {
 namespace {
@@ -322,7 +323,9 @@ class SimulatedFactory final : public NicFactory {
 SimulatedNetwork::SimulatedNetwork(std::uint64_t seed)
     : random_(seed), thread_([this](const std::stop_token& stop) { run(stop); }) {}
 
-SimulatedNetwork::~SimulatedNetwork() = default;
+SimulatedNetwork::~SimulatedNetwork() {
+  await_retired();  // memory is deregistered here
+}
 
 std::shared_ptr<NicFactory> SimulatedNetwork::nics(
     std::vector<std::pair<std::string, std::uint64_t>> nics, SimulatedTraits traits) {

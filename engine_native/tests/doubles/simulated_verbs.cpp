@@ -10,6 +10,7 @@
 
 #include "doubles/simulated_network.hpp"
 #include "doubles/step_probe.hpp"
+#include "retire.hpp"
 
 namespace kvxfer::test::mlx5 {
 
@@ -525,6 +526,7 @@ SimulatedVerbs::SimulatedVerbs() : network_(std::make_unique<mlx5::Network>()) {
 }
 
 SimulatedVerbs::~SimulatedVerbs() {
+  await_retired();  // memory is deregistered here
   {
     const mlx5::Held lock(*network_);
     network_->wire.request_stop();
