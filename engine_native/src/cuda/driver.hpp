@@ -1,6 +1,6 @@
 // CUDA's driver, loaded at run time: the engine runs without it, and the build needs no CUDA. This
 // file declares the parts of cuda.h that the engine uses; if cuda.h is installed,
-// tests/test_cuda_driver.cpp compares them. Any thread.
+// tests/gpu/test_gpu_memory.cpp compares them. Any thread.
 #pragma once
 
 #include <array>
