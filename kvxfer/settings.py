@@ -9,15 +9,14 @@ from __future__ import annotations
 import dataclasses
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, reduce
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property, reduce
 from types import NoneType, SimpleNamespace, UnionType
 from typing import (
     Annotated,
     Any,
     Final,
     Literal,
-    NamedTuple,
     TypeAlias,
     Union,
     get_args,
@@ -43,46 +42,76 @@ _WORDS: Final = {str: "text", int: "a whole number", float: "a number", bool: "t
 _TYPES: Final = {str: (str,), int: (int,), float: (int, float), bool: (bool,)}
 
 
-class Member(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Member:
     """A member's type without notes, and the notes that `Annotated` adds to it."""
 
     type: Any
     notes: tuple[object, ...]
 
-    def bounds(self) -> Iterator[tuple[str, float]]:
-        """Yields each bound, by its name in `msgspec.Meta`, and its limit."""
-        for note in self.notes:
-            if isinstance(note, msgspec.Meta):
-                for name in _HOLDS:
-                    if (limit := getattr(note, name)) is not None:
-                        yield name, limit
+    @cached_property
+    def kind(self) -> Any:
+        """The type without None."""
+        if get_origin(self.type) not in (Union, UnionType):
+            return self.type
+        return reduce(operator.or_, [e for e in get_args(self.type) if e is not NoneType])
+
+    @cached_property
+    def bounds(self) -> Sequence[tuple[str, float]]:
+        """Each bound, by its name in `msgspec.Meta`, and its limit."""
+        return [
+            (name, limit)
+            for note in self.notes
+            if isinstance(note, msgspec.Meta)
+            for name in _HOLDS
+            if (limit := getattr(note, name)) is not None
+        ]
+
+    @cached_property
+    def _limits(self) -> Sequence[tuple[Callable[[Any, float], bool], float, bool, str]]:
+        """The comparison of each bound, its limit, whether it bounds the length, and its words."""
+        return [
+            (holds, limit, name.endswith("_length"), words)
+            for name, limit in self.bounds
+            for holds, words in [_HOLDS[name]]
+        ]
+
+    @cached_property
+    def _types(self) -> tuple[type, ...] | None:
+        return _TYPES.get(self.kind)
+
+    @cached_property
+    def _choices(self) -> Sequence[object] | None:
+        return get_args(self.kind) if get_origin(self.kind) is Literal else None
+
+    def check(self, value: Any, called: str) -> None:
+        """Raises InvalidArgument that names the member as `called`, if the value is of another type
+        or beyond a bound. None is within bounds unless there are choices without it."""
+        if value is None and get_origin(self.type) is not Literal:
+            return
+        kind = self.kind
+        if self._choices is not None and value not in self._choices:
+            choices = " or ".join(map(str, self._choices))
+            raise InvalidArgument(f"{called} is {value!r}; use {choices}")
+        # Most values are of the type itself.
+        if type(value) is not kind and self._types and not _is_any(value, self._types):
+            raise InvalidArgument(f"{called} is {value!r}; use {_WORDS[kind]}")
+        for holds, limit, sized, words in self._limits:
+            if not holds(len(value) if sized else value, limit):  # NaN is within no bounds
+                found = f"has a length of {len(value)}" if sized else f"is {value!r}"
+                raise InvalidArgument(f"{called} {found}; use {words.format(limit)}")
+
+
+def _is_any(value: object, types: tuple[type, ...]) -> bool:
+    return isinstance(value, types) and not isinstance(value, bool)
 
 
 def check_bounds(settings: Any, prefix: str = "") -> None:
     """Raises InvalidArgument that names, after `prefix`, the first member of another type or beyond
-    its bounds. None is within bounds unless there are choices without it."""
+    its bounds."""
     cls: type = type(settings)
     for name, member in members(cls).items():
-        _check(getattr(settings, name), member, prefix + name)
-
-
-def _check(value: Any, member: Member, called: str) -> None:
-    if value is None and get_origin(member.type) is not Literal:
-        return
-    kind = _but_none(member.type)
-    if get_origin(kind) is Literal and value not in get_args(kind):
-        choices = " or ".join(map(str, get_args(kind)))
-        raise InvalidArgument(f"{called} is {value!r}; use {choices}")
-    if kind in _TYPES and not (
-        isinstance(value, _TYPES[kind]) and isinstance(value, bool) is (kind is bool)
-    ):
-        raise InvalidArgument(f"{called} is {value!r}; use {_WORDS[kind]}")
-    for bound, limit in member.bounds():
-        holds, words = _HOLDS[bound]
-        sized = bound.endswith("_length")
-        if not holds(len(value) if sized else value, limit):  # NaN is within no bounds
-            found = f"has a length of {len(value)}" if sized else f"is {value!r}"
-            raise InvalidArgument(f"{called} {found}; use {words.format(limit)}")
+        member.check(getattr(settings, name), prefix + name)
 
 
 def read_members(
@@ -101,7 +130,7 @@ def read_members(
 def read(value: Any, member: Member, called: str, *, text: bool = False) -> Any:
     """Returns the value of a member from JSON or, with `text`, from text, in which lists have
     commas between their items. Raises InvalidArgument, which names the setting as `called`."""
-    kind = _but_none(member.type)
+    kind = member.kind
     listed = get_origin(kind) is Sequence
     taken = value
     if text and listed:
@@ -113,15 +142,8 @@ def read(value: Any, member: Member, called: str, *, text: bool = False) -> Any:
     except msgspec.ValidationError:
         takes = f"a list, each item {_WORDS[get_args(kind)[0]]}" if listed else _WORDS[kind]
         raise InvalidArgument(f"{called} is {value!r}; pass {takes}") from None
-    _check(taken, member, called)
+    member.check(taken, called)
     return taken
-
-
-def _but_none(kind: Any) -> Any:
-    """Returns the type without None."""
-    if get_origin(kind) not in (Union, UnionType):
-        return kind
-    return reduce(operator.or_, [each for each in get_args(kind) if each is not NoneType])
 
 
 def fields(cls: Any) -> tuple[Any, ...]:

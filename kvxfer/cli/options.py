@@ -57,7 +57,7 @@ class OptionsOf:
         beside = (note for note in member.notes if isinstance(note, OptionInfo))
         option = copy(self._special.get(name) or next(beside, self._usual))
         option.help = docstrings(self._cls)[name]
-        for bound, limit in member.bounds():
+        for bound, limit in member.bounds:
             if bound in _BOUNDS:
                 setattr(option, _BOUNDS[bound], limit)
         if member.type is bool and option.default is ...:  # without --no-...

@@ -33,11 +33,11 @@ def redis() -> Iterator[RedisServer]:
 
 
 def control_plane(
-    redis: RedisServer, *, lease: float = 60.0, retry_after: int = 2, patience: float = 3.0
+    redis: RedisServer, *, lease: float = 60.0, patience: float = 3.0
 ) -> RunningControlPlane:
     """Returns a control plane that waits `patience` seconds for an answer of Redis."""
     registry = RedisRegistry(redis.url, LeasePolicy(lease), timeout=patience)
-    return RunningControlPlane(registry=registry, retry_after_seconds=retry_after)
+    return RunningControlPlane(registry=registry)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ async def test_reads_are_marked_stale_and_writes_say_when_to_retry(api, redis):
         await api.delete(where),
     ):
         body = problem(refused, 503, "control-plane-unavailable")
-        assert refused.headers["retry-after"] == "2"
+        assert refused.headers["retry-after"] == "1"
         assert f"127.0.0.1:{redis.port}" in body["detail"]
 
     redis.start()
@@ -115,7 +115,7 @@ async def test_workers_register_again_after_redis_lost_its_data(redis):
 
 
 async def test_worker_does_not_wait_past_its_heartbeat_and_logs_what_is_unavailable(redis, caplog):
-    with control_plane(redis, lease=3.0, retry_after=1) as server:
+    with control_plane(redis, lease=3.0) as server:
         async with (
             ControlPlaneClient(server.url) as client,
             Registration(client, worker("p")),

@@ -112,7 +112,7 @@ async def test_no_capacity_says_when_to_retry_and_what_is_missing(api):
     await join(api, "p")
     answer = await api.post("/v1/transfers", json={"model": "llama"})
     body = problem(answer, 503, "no-capacity")
-    assert answer.headers["retry-after"] == "2"
+    assert answer.headers["retry-after"] == "1"
     assert body["reasons"] == ["no decode instance of model 'llama' is ready (none registered)"]
 
 
@@ -231,7 +231,7 @@ async def test_wait_that_ends_without_a_pair_says_why_and_when_to_retry(api, ful
     body = problem(answer, 503, "no-capacity")
     assert "within the 0.1 s that the request waits" in body["detail"]
     assert body["reasons"][0] == "no prefill instance has the 64 KV blocks free (most: 'p' with 0)"
-    assert answer.headers["retry-after"] == "2"
+    assert answer.headers["retry-after"] == "1"
 
 
 async def test_request_that_does_not_wait_does_not_overtake_waiting_ones(api, app, full):
