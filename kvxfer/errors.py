@@ -811,11 +811,12 @@ class NotAvailableHere(BenchError):
 
 
 def every(root: type[KvxferError] = KvxferError) -> Iterator[type[KvxferError]]:
-    """Yields `root` and all classes below it, in the order of this module."""
+    """Yields `root` and all classes of this module below it, in its order."""
     pending = [root]
     while pending:
         yield (kind := pending.pop())
-        pending.extend(reversed(kind.__subclasses__()))
+        below = [each for each in kind.__subclasses__() if each.__module__ == __name__]
+        pending.extend(reversed(below))
 
 
 def by_code(code: str) -> type[KvxferError]:
