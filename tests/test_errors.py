@@ -18,6 +18,7 @@ from kvxfer.errors import (
     LeaseExpired,
     PeerLost,
     by_code,
+    every,
     without_traceback,
 )
 
@@ -27,7 +28,8 @@ ROOT = Path(__file__).parents[1]
 def tree(kind: type[KvxferError], depth: int = 0) -> list[str]:
     """Draws a class and those below it; neighbours without subclasses share lines."""
     lines, leaves, indent = ["  " * depth + kind.__name__], [], "  " * (depth + 1)
-    for child in (*kind.__subclasses__(), None):
+    known = set(every())
+    for child in (*(each for each in kind.__subclasses__() if each in known), None):
         if child is not None and not child.__subclasses__():
             leaves.append(child.__name__)
             continue
