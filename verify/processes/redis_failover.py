@@ -10,6 +10,7 @@ from redis.crc import key_slot
 from redis.exceptions import RedisError
 
 from verify.polling import wait_until
+from verify.processes.programs import free_port
 from verify.processes.redis_server import RedisServer
 
 # A fail-over takes the time after which a server counts as lost, and an election.
@@ -110,6 +111,7 @@ class Clustered(FailingOver):
     def __init__(self, *options: str, prefix: str = "{kvxfer}") -> None:
         super().__init__()
         self._slot = key_slot(prefix.encode())
+        self._buses: list[int] = []
         self._options = (
             *options,
             *("--cluster-enabled", "yes"),
@@ -127,13 +129,16 @@ class Clustered(FailingOver):
         self.standby = self._start()
         self.nodes = [*masters, self.standby]
         for node in self.nodes[1:]:
-            _cluster(node, "MEET", "127.0.0.1", self.nodes[0].port)
+            _cluster(node, "MEET", "127.0.0.1", self.nodes[0].port, self._buses[0])
         name = _cluster(self.master, "MYID").decode()
         wait_until(lambda: name in _cluster(self.standby, "NODES").decode())
         _cluster(self.standby, "REPLICATE", name)
 
     def _start(self) -> RedisServer:
-        return self._stack.enter_context(RedisServer(*self._options))
+        # By default the bus has the port 10,000 above, which another program may have.
+        self._buses.append(free_port())
+        bus = ("--cluster-port", str(self._buses[-1]))
+        return self._stack.enter_context(RedisServer(*self._options, *bus))
 
     @property
     def url(self) -> str:
