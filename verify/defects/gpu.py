@@ -258,7 +258,7 @@ def caught_by(defect: Defect) -> str | None:
     file = WORK / "engine_native/src" / defect.file
     right = file.read_text()
     if right.count(defect.there) != 1:
-        raise SystemExit(f"gpu_defects: {defect.file} must contain once: {defect.there!r}")
+        raise SystemExit(f"defects.gpu: {defect.file} must contain once: {defect.there!r}")
     file.write_text(right.replace(defect.there, defect.instead))
     try:
         build()
