@@ -11,3 +11,6 @@ MAKEOVERRIDES =
 
 $(TARGETS):
 	@scripts/run $@ '$(SUITE)' $(OPTIONS) $(ARGS)
+
+.DEFAULT:
+	@echo "make: there is no target '$@'; make lists the targets and their suites" >&2; false
